@@ -343,7 +343,7 @@ pub fn error_body(message: &str, kind: &str, param: Option<&str>, code: &str) ->
 
 /// Extension of error responses, read by the metrics of paths that keep no record.
 #[derive(Clone, Copy)]
-pub struct Code(pub &'static str);
+pub struct ErrorCode(pub &'static str);
 
 impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
@@ -354,7 +354,7 @@ impl IntoResponse for RouteError {
             let headers = response.headers_mut();
             headers.insert(header::RETRY_AFTER, HeaderValue::from(secs));
         }
-        response.extensions_mut().insert(Code(self.code()));
+        response.extensions_mut().insert(ErrorCode(self.code()));
         response
     }
 }

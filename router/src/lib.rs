@@ -27,4 +27,4 @@ pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
 pub use request::prompt_limit::{OversizedBody, PromptLimit, oversized_body};
 pub use server::api::route_access;
-pub use server::{Running, run};
+pub use server::{RunningServer, run};

@@ -101,7 +101,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
     kubectl = {"--as", "--field-selector", "--prefix", "--raw", "--since", "--sort-by", "--tail", "--timeout"}
     known |= kubectl
     known |= {"--jsonl", "--shapes", "--quick", "--cpu", "--into"}  # tests/perf/bench_gpu.py, tests/gpu
-    known |= {f"--{name}" for name in re.findall(r'"([a-z0-9-]+)"', refused)} | {"--vllm-pd-disaggregation"}  # an alias
+    lines = re.findall(r"^([a-z0-9 -]+): ", refused, re.MULTILINE)
+    known |= {f"--{name}" for line in lines for name in line.split()} | {"--vllm-pd-disaggregation"}  # an alias
     for page in PAGES:
         if page.name == "flags.md":
             continue

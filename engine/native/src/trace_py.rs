@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use baton_router::trace::{Background, Event, Kind, Service, Span, Value};
+use baton_router::trace::{
+    AttributeValue, BackgroundExporter, SpanEvent, SpanKind, TraceService, TraceSpan,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -15,11 +17,11 @@ enum PyAttribute {
     Text(String),
 }
 
-impl From<PyAttribute> for Value {
+impl From<PyAttribute> for AttributeValue {
     fn from(value: PyAttribute) -> Self {
         match value {
-            PyAttribute::Int(number) => Value::Int(number),
-            PyAttribute::Text(text) => Value::Text(text),
+            PyAttribute::Int(number) => AttributeValue::Int(number),
+            PyAttribute::Text(text) => AttributeValue::Text(text),
         }
     }
 }
@@ -41,28 +43,28 @@ struct PySpan {
     error: Option<String>,
 }
 
-fn owned(attributes: PyAttributes) -> Vec<(baton_router::trace::Name, Value)> {
+fn owned(attributes: PyAttributes) -> Vec<(baton_router::trace::Name, AttributeValue)> {
     let named = attributes.into_iter();
     named.map(|(name, value)| (name.into(), value.into())).collect()
 }
 
-impl From<PySpan> for Span {
+impl From<PySpan> for TraceSpan {
     fn from(span: PySpan) -> Self {
         let events = span.events.into_iter();
-        Span {
+        TraceSpan {
             trace: span.trace,
             id: span.id,
             parent: span.parent,
             name: span.name,
             kind: match span.is_server {
-                true => Kind::Server,
-                false => Kind::Internal,
+                true => SpanKind::Server,
+                false => SpanKind::Internal,
             },
             start: span.start,
             end: span.end,
             attributes: owned(span.attributes),
             events: events
-                .map(|(at, name, attributes)| Event {
+                .map(|(at, name, attributes)| SpanEvent {
                     at,
                     name: name.into(),
                     attributes: owned(attributes),
@@ -77,7 +79,7 @@ impl From<PySpan> for Span {
 /// or cannot be delivered, is dropped and counted.
 #[pyclass(module = "baton._native", frozen)]
 struct SpanExporter {
-    inner: Background,
+    inner: BackgroundExporter,
 }
 
 #[pymethods]
@@ -87,14 +89,14 @@ impl SpanExporter {
     #[new]
     fn new(endpoint: &str, service: String, attributes: Vec<(String, String)>) -> PyResult<Self> {
         log_to_stderr();
-        let service = Service { name: service, attributes };
-        let inner = Background::start(endpoint, service).map_err(PyValueError::new_err)?;
+        let service = TraceService { name: service, attributes };
+        let inner = BackgroundExporter::start(endpoint, service).map_err(PyValueError::new_err)?;
         Ok(Self { inner })
     }
 
     /// Hand over ended spans, objects with the fields of baton.server.observability.spans.Span.
     fn put(&self, spans: Vec<PySpan>) {
-        self.inner.put(spans.into_iter().map(Span::from).collect());
+        self.inner.put(spans.into_iter().map(TraceSpan::from).collect());
     }
 
     /// Spans so far by result: exported, dropped (the queue was full), failed (the collector).

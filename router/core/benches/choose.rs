@@ -13,8 +13,8 @@ use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_ma
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use router_core::{
-    Blocks, Event, Policy, PolicyKind, PolicyParams, RequestView, Role, Ticket, WorkerFacts,
-    WorkerId, WorkerView, build, choose_pair,
+    Policy, PolicyEvent, PolicyKind, PolicyParams, PromptBlocks, RequestView, Role, SendTicket,
+    WorkerFacts, WorkerId, WorkerView, build, choose_pair,
 };
 
 const SYSTEM_PROMPTS: u32 = 16;
@@ -69,7 +69,7 @@ impl Setting {
         let made = |role| {
             let policy = build(kind, role, &params);
             for id in 0..workers {
-                policy.observe(&Event::WorkerAdded {
+                policy.observe(&PolicyEvent::WorkerAdded {
                     worker: WorkerId(id),
                     facts: WorkerFacts::default(),
                 });
@@ -94,21 +94,21 @@ impl Setting {
         for id in 0..workers {
             for _ in 0..PROMPTS_PER_WORKER {
                 let text = setting.prompts.next();
-                let blocks = Blocks::of_text(text.as_bytes(), None);
+                let blocks = PromptBlocks::of_text(text.as_bytes(), None);
                 setting.route(&text, &blocks, WorkerId(id));
             }
         }
         setting
     }
 
-    fn view<'a>(&self, text: &'a str, blocks: &'a Blocks) -> RequestView<'a> {
+    fn view<'a>(&self, text: &'a str, blocks: &'a PromptBlocks) -> RequestView<'a> {
         RequestView { text, prompt: blocks.prompt(), routing_key: None, now_ms: self.tickets }
     }
 
-    fn route(&mut self, text: &str, blocks: &Blocks, worker: WorkerId) {
+    fn route(&mut self, text: &str, blocks: &PromptBlocks, worker: WorkerId) {
         let request = self.view(text, blocks);
-        self.policy.observe(&Event::Routed {
-            ticket: Ticket(self.tickets),
+        self.policy.observe(&PolicyEvent::Routed {
+            ticket: SendTicket(self.tickets),
             worker,
             request: &request,
             tells_first_token: true,
@@ -120,8 +120,8 @@ impl Setting {
     /// The timed part.
     fn decide(&mut self, text: &str) -> Option<WorkerId> {
         let blocks = match self.policy.needs_blocks() {
-            true => Blocks::of_text(text.as_bytes(), None),
-            false => Blocks::default(),
+            true => PromptBlocks::of_text(text.as_bytes(), None),
+            false => PromptBlocks::default(),
         };
         let (request, rng) = (self.view(text, &blocks), &mut self.rng);
         let choice = match &self.decode {
@@ -138,10 +138,10 @@ impl Setting {
     /// The oldest request ends. Not timed.
     fn settle(&mut self) {
         if let Some(oldest) = self.tickets.checked_sub(IN_FLIGHT) {
-            let (ticket, worker) = (Ticket(oldest), self.chosen[oldest as usize]);
+            let (ticket, worker) = (SendTicket(oldest), self.chosen[oldest as usize]);
             let now_ms = self.tickets;
-            self.policy.observe(&Event::FirstToken { ticket, worker, now_ms });
-            self.policy.observe(&Event::Finished {
+            self.policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+            self.policy.observe(&PolicyEvent::Finished {
                 ticket,
                 worker,
                 is_kept: true,

@@ -14,9 +14,10 @@ use std::io::Read;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use router_core::fleet::{Arrival, FleetConfig, Served, serve, shared_cache_work_ms};
+use router_core::fleet::{FleetConfig, RequestArrival, ServedRequest, serve, shared_cache_work_ms};
 use router_core::{
-    Blocks, CacheAwareParams, CostParams, Miss, PolicyKind, PolicyParams, QueueOrder, Role, build,
+    CacheAwareParams, CostParams, MissPolicy, PolicyKind, PolicyParams, PromptBlocks, QueueOrder,
+    Role, build,
 };
 
 const BLOCK_TOKENS: usize = 512;
@@ -71,7 +72,7 @@ fn main() {
     }
 }
 
-fn compare(config: &FleetConfig, arrivals: &[Arrival], load: f64, flags: &Flags) {
+fn compare(config: &FleetConfig, arrivals: &[RequestArrival], load: f64, flags: &Flags) {
     let wanted = flags.text("arms", "");
     println!(
         "\nload {load}\n| policy | mean | p50 | p95 | p99 | mean / cost | p95 / cost | hit rate | max / mean |"
@@ -110,7 +111,7 @@ fn arms(flags: &Flags) -> Vec<(&'static str, PolicyKind, PolicyParams)> {
         hysteresis_fraction: flags.number("hysteresis-fraction", defaults.hysteresis_fraction),
         ..defaults
     };
-    let with = |cost: CostParams, miss: Miss| PolicyParams {
+    let with = |cost: CostParams, miss: MissPolicy| PolicyParams {
         cost,
         cache_aware: CacheAwareParams {
             max_tree_size: (1 << 26) / BLOCK_CHARS,
@@ -119,13 +120,13 @@ fn arms(flags: &Flags) -> Vec<(&'static str, PolicyKind, PolicyParams)> {
         },
         ..PolicyParams::default()
     };
-    let usual = with(cost.clone(), Miss::SmallestTree);
+    let usual = with(cost.clone(), MissPolicy::SmallestTree);
     let argmin = CostParams { beta_max: 0.0, ..cost.clone() };
     vec![
         ("cost", PolicyKind::Cost, usual.clone()),
-        ("cost without beta", PolicyKind::Cost, with(argmin, Miss::SmallestTree)),
+        ("cost without beta", PolicyKind::Cost, with(argmin, MissPolicy::SmallestTree)),
         ("cache_aware (smallest_tree)", PolicyKind::CacheAware, usual.clone()),
-        ("cache_aware (least_load)", PolicyKind::CacheAware, with(cost, Miss::LeastLoad)),
+        ("cache_aware (least_load)", PolicyKind::CacheAware, with(cost, MissPolicy::LeastLoad)),
         ("power_of_two", PolicyKind::PowerOfTwo, usual.clone()),
         ("round_robin", PolicyKind::RoundRobin, usual.clone()),
         ("random", PolicyKind::Random, usual.clone()),
@@ -133,15 +134,15 @@ fn arms(flags: &Flags) -> Vec<(&'static str, PolicyKind, PolicyParams)> {
     ]
 }
 
-fn arrivals_of(lines: &[Line]) -> Vec<Arrival> {
+fn arrivals_of(lines: &[Line]) -> Vec<RequestArrival> {
     let mut letters: HashMap<u64, char> = HashMap::new();
     let mut times =
         spread(&lines.iter().map(|line| line.timestamp).collect::<Vec<_>>()).into_iter();
     lines
         .iter()
-        .map(|line| Arrival {
+        .map(|line| RequestArrival {
             at_ms: times.next().unwrap_or_default(),
-            blocks: Blocks::of_ids(&line.hash_ids, BLOCK_TOKENS, line.input_length),
+            blocks: PromptBlocks::of_ids(&line.hash_ids, BLOCK_TOKENS, line.input_length),
             text: line
                 .hash_ids
                 .iter()
@@ -180,11 +181,11 @@ struct Row {
 }
 
 impl Row {
-    fn of(served: &[Served], workers: usize) -> Row {
+    fn of(served: &[ServedRequest], workers: usize) -> Row {
         let mut ttft: Vec<f64> = served.iter().map(|s| s.ttft_ms / 1e3).collect();
         ttft.sort_by(f64::total_cmp);
         let at = |share: f64| ttft[((ttft.len() - 1) as f64 * share) as usize];
-        let sum = |of: fn(&Served) -> f64| served.iter().map(of).sum::<f64>();
+        let sum = |of: fn(&ServedRequest) -> f64| served.iter().map(of).sum::<f64>();
         let mut counts = vec![0usize; workers];
         served.iter().for_each(|s| counts[s.worker] += 1);
         let most = counts.into_iter().max().unwrap_or(0);

@@ -13,22 +13,22 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::kv::{Change, News};
-use crate::pairing::fingerprint::Make;
-use crate::prompt::{Prompt, Unit, mix};
+use crate::kv::{BlockChange, CacheUpdate};
+use crate::pairing::fingerprint::WorkerFingerprint;
+use crate::prompt::{PromptView, SizeUnit, mix};
 use crate::types::{
-    Choice, Event, QueueOrder, RequestView, Role, RunningLoad, Sending, Ticket, Usage, WorkerFacts,
-    WorkerId, WorkerView,
+    PolicyEvent, QueueOrder, RequestView, Role, RoutingRequest, RunningLoad, SendTicket,
+    TokenUsage, WorkerChoice, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Where lines go. Called with the order held: it must not wait.
-pub trait Sink: Send + Sync {
-    fn put(&self, line: Line);
+pub trait LogSink: Send + Sync {
+    fn put(&self, line: LogLine);
 }
 
 /// The first line of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Header {
+pub struct LogHeader {
     /// Version of the format.
     pub decision_log: u32,
     /// Version of the program: its policies are the ones that decide alike.
@@ -45,31 +45,31 @@ pub const FORMAT: u32 = 1;
 
 /// Numbered without gaps as written; a gap is what was dropped for lack of room.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Line {
+pub struct LogLine {
     pub n: u64,
     #[serde(flatten)]
-    pub entry: Entry,
+    pub entry: LogEntry,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Entry {
+pub enum LogEntry {
     /// A choice for each side; the request was sent there.
     Decided {
-        asked: Asked,
-        choices: Vec<Option<Choice>>,
+        asked: DecisionInput,
+        choices: Vec<Option<WorkerChoice>>,
     },
     Told {
         role: Role,
         #[serde(flatten)]
-        told: Told,
+        told: ObservedEvent,
     },
     /// Report of a worker about its cache.
     Cached {
         role: Role,
         worker: WorkerId,
         #[serde(flatten)]
-        news: CacheNews,
+        news: CacheUpdateRecord,
     },
     Evict {
         role: Role,
@@ -79,14 +79,14 @@ pub enum Entry {
 
 /// All that `choose` saw.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Asked {
+pub struct DecisionInput {
     /// Role of the chosen worker; of a pair: prefill.
     pub role: Role,
     pub now_ms: u64,
     pub seed: u64,
     pub streams: bool,
-    pub hashes: Hashes,
-    pub unit: Unit,
+    pub hashes: HexHashes,
+    pub unit: SizeUnit,
     pub block_units: usize,
     pub units: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -100,24 +100,24 @@ pub struct Asked {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     /// Sides of the decision: one, or prefill and decode.
-    pub sides: Vec<Side>,
+    pub sides: Vec<DecisionSide>,
     /// Fingerprints of the candidates of both sides, where not all can be paired.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub makes: Option<[Vec<Make>; 2]>,
+    pub makes: Option<[Vec<WorkerFingerprint>; 2]>,
 }
 
 /// The candidates of one role.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Side {
+pub struct DecisionSide {
     pub ticket: u64,
     /// (id, load, host)
     pub ready: Vec<(u64, usize, u32)>,
 }
 
-/// [`Event`] with what it borrowed, and without what the line of its decision holds already.
+/// [`PolicyEvent`] with what it borrowed, and without what the line of its decision holds already.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum Told {
+pub enum ObservedEvent {
     FirstToken {
         ticket: u64,
         worker: WorkerId,
@@ -161,13 +161,13 @@ pub enum Told {
     },
 }
 
-/// [`News`] with what it borrowed.
+/// [`CacheUpdate`] with what it borrowed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "news", rename_all = "snake_case")]
-pub enum CacheNews {
+pub enum CacheUpdateRecord {
     Begin,
     Changed {
-        hashes: Hashes,
+        hashes: HexHashes,
         /// A character each: + it holds, - it dropped.
         signs: String,
         page_tokens: u32,
@@ -180,48 +180,48 @@ pub enum CacheNews {
     Forget,
 }
 
-impl CacheNews {
-    pub(crate) fn of(news: &News<'_>) -> Self {
+impl CacheUpdateRecord {
+    pub(crate) fn of(news: &CacheUpdate<'_>) -> Self {
         match *news {
-            News::Begin => CacheNews::Begin,
-            News::Changed { changes, page_tokens, bytes } => {
+            CacheUpdate::Begin => CacheUpdateRecord::Begin,
+            CacheUpdate::Changed { changes, page_tokens, bytes } => {
                 let parts = changes.iter().map(|change| match change {
-                    Change::Hold(hash) => (*hash, '+'),
-                    Change::Drop(hash) => (*hash, '-'),
+                    BlockChange::Hold(hash) => (*hash, '+'),
+                    BlockChange::Drop(hash) => (*hash, '-'),
                 });
                 let (hashes, signs) = parts.unzip();
-                CacheNews::Changed { hashes: Hashes(hashes), signs, page_tokens, bytes }
+                CacheUpdateRecord::Changed { hashes: HexHashes(hashes), signs, page_tokens, bytes }
             }
-            News::Serve { is_exact } => CacheNews::Serve { is_exact },
-            News::Doubt => CacheNews::Doubt,
-            News::Forget => CacheNews::Forget,
+            CacheUpdate::Serve { is_exact } => CacheUpdateRecord::Serve { is_exact },
+            CacheUpdate::Doubt => CacheUpdateRecord::Doubt,
+            CacheUpdate::Forget => CacheUpdateRecord::Forget,
         }
     }
 
     /// The news again; `room` holds its changes.
-    pub fn news<'a>(&self, room: &'a mut Vec<Change>) -> News<'a> {
+    pub fn news<'a>(&self, room: &'a mut Vec<BlockChange>) -> CacheUpdate<'a> {
         match self {
-            CacheNews::Begin => News::Begin,
-            CacheNews::Changed { hashes, signs, page_tokens, bytes } => {
+            CacheUpdateRecord::Begin => CacheUpdate::Begin,
+            CacheUpdateRecord::Changed { hashes, signs, page_tokens, bytes } => {
                 let parts = hashes.0.iter().zip(signs.bytes());
                 room.extend(parts.map(|(hash, sign)| match sign {
-                    b'+' => Change::Hold(*hash),
-                    _ => Change::Drop(*hash),
+                    b'+' => BlockChange::Hold(*hash),
+                    _ => BlockChange::Drop(*hash),
                 }));
-                News::Changed { changes: room, page_tokens: *page_tokens, bytes: *bytes }
+                CacheUpdate::Changed { changes: room, page_tokens: *page_tokens, bytes: *bytes }
             }
-            CacheNews::Serve { is_exact } => News::Serve { is_exact: *is_exact },
-            CacheNews::Doubt => News::Doubt,
-            CacheNews::Forget => News::Forget,
+            CacheUpdateRecord::Serve { is_exact } => CacheUpdate::Serve { is_exact: *is_exact },
+            CacheUpdateRecord::Doubt => CacheUpdate::Doubt,
+            CacheUpdateRecord::Forget => CacheUpdate::Forget,
         }
     }
 }
 
 /// Written as one text of 16 digits each: JSON readers round numbers of 64 bits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Hashes(pub Vec<u64>);
+pub struct HexHashes(pub Vec<u64>);
 
-impl Serialize for Hashes {
+impl Serialize for HexHashes {
     fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let mut text = String::with_capacity(16 * self.0.len());
         for hash in &self.0 {
@@ -232,7 +232,7 @@ impl Serialize for Hashes {
     }
 }
 
-impl<'de> Deserialize<'de> for Hashes {
+impl<'de> Deserialize<'de> for HexHashes {
     fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let text = String::deserialize(from)?;
         let digits = text.as_bytes().chunks(16);
@@ -242,36 +242,38 @@ impl<'de> Deserialize<'de> for Hashes {
         });
         let hashes: Option<Vec<u64>> = hashes.collect();
         let wrong = || serde::de::Error::custom("hashes are not groups of 16 hexadecimal digits");
-        hashes.map(Hashes).ok_or_else(wrong)
+        hashes.map(HexHashes).ok_or_else(wrong)
     }
 }
 
-impl Line {
+impl LogLine {
     /// About how much memory it takes while it waits to be written.
     pub fn bytes(&self) -> usize {
         let more = match &self.entry {
-            Entry::Decided { asked, .. } => {
+            LogEntry::Decided { asked, .. } => {
                 let ready: usize = asked.sides.iter().map(|side| side.ready.len()).sum();
                 let text = asked.text.as_ref().map_or(0, String::len);
                 8 * asked.hashes.0.len() + 24 * ready + text
             }
-            Entry::Cached { news: CacheNews::Changed { hashes, .. }, .. } => 9 * hashes.0.len(),
-            Entry::Told { .. } | Entry::Cached { .. } | Entry::Evict { .. } => 0,
+            LogEntry::Cached { news: CacheUpdateRecord::Changed { hashes, .. }, .. } => {
+                9 * hashes.0.len()
+            }
+            LogEntry::Told { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
         };
         size_of::<Self>() + more
     }
 }
 
-impl Asked {
+impl DecisionInput {
     pub(crate) fn of(
         role: Role,
-        sending: &Sending<'_>,
-        sides: &[(&[WorkerView], Ticket)],
+        sending: &RoutingRequest<'_>,
+        sides: &[(&[WorkerView], SendTicket)],
         secret: u64,
         reads_text: bool,
     ) -> Self {
         let RequestView { text, prompt, routing_key, now_ms } = sending.request;
-        let sides = sides.iter().map(|(ready, ticket)| Side {
+        let sides = sides.iter().map(|(ready, ticket)| DecisionSide {
             ticket: ticket.0,
             ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
         });
@@ -280,7 +282,7 @@ impl Asked {
             now_ms,
             seed: sending.seed,
             streams: sending.streams,
-            hashes: Hashes(prompt.hashes.to_vec()),
+            hashes: HexHashes(prompt.hashes.to_vec()),
             unit: prompt.unit,
             block_units: prompt.block_units,
             units: prompt.units,
@@ -296,8 +298,8 @@ impl Asked {
         }
     }
 
-    pub fn prompt(&self) -> Prompt<'_> {
-        Prompt {
+    pub fn prompt(&self) -> PromptView<'_> {
+        PromptView {
             hashes: &self.hashes.0,
             unit: self.unit,
             block_units: self.block_units,
@@ -308,7 +310,7 @@ impl Asked {
     }
 }
 
-impl Side {
+impl DecisionSide {
     pub fn views(&self) -> Vec<WorkerView> {
         let views =
             self.ready.iter().map(|&(id, load, host)| WorkerView { id: WorkerId(id), load, host });
@@ -316,32 +318,34 @@ impl Side {
     }
 }
 
-impl Told {
+impl ObservedEvent {
     /// `None` for `Routed`, which is part of the decision.
-    pub(crate) fn of(event: &Event<'_>, name: Option<&str>) -> Option<Self> {
+    pub(crate) fn of(event: &PolicyEvent<'_>, name: Option<&str>) -> Option<Self> {
         Some(match *event {
-            Event::Routed { .. } => return None,
-            Event::FirstToken { ticket, worker, now_ms } => {
-                Told::FirstToken { ticket: ticket.0, worker, now_ms }
+            PolicyEvent::Routed { .. } => return None,
+            PolicyEvent::FirstToken { ticket, worker, now_ms } => {
+                ObservedEvent::FirstToken { ticket: ticket.0, worker, now_ms }
             }
-            Event::Usage { ticket, worker, usage } => Told::Usage {
+            PolicyEvent::Usage { ticket, worker, usage } => ObservedEvent::Usage {
                 ticket: ticket.0,
                 worker,
                 prompt_tokens: usage.prompt_tokens,
                 cached_tokens: usage.cached_tokens,
                 completion_tokens: usage.completion_tokens,
             },
-            Event::Finished { ticket, worker, is_kept, hashes, now_ms } => Told::Finished {
-                ticket: ticket.0,
-                worker,
-                is_kept,
-                has_hashes: !hashes.is_empty(),
-                now_ms,
-            },
-            Event::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                Told::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
+                ObservedEvent::Finished {
+                    ticket: ticket.0,
+                    worker,
+                    is_kept,
+                    has_hashes: !hashes.is_empty(),
+                    now_ms,
+                }
             }
-            Event::WorkerAdded { worker, facts } => Told::Added {
+            PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            }
+            PolicyEvent::WorkerAdded { worker, facts } => ObservedEvent::Added {
                 worker,
                 name: name.unwrap_or_default().to_owned(),
                 capacity_tokens: facts.capacity_tokens,
@@ -349,40 +353,46 @@ impl Told {
                 is_cacheless: facts.is_cacheless,
                 domain: facts.domain,
             },
-            Event::WorkerGone { worker } => Told::Gone { worker },
+            PolicyEvent::WorkerGone { worker } => ObservedEvent::Gone { worker },
         })
     }
 
     /// The event again; `hashes` are the prompt's of its ticket.
-    pub fn event<'a>(&self, hashes: &'a [u64]) -> Event<'a> {
+    pub fn event<'a>(&self, hashes: &'a [u64]) -> PolicyEvent<'a> {
         match *self {
-            Told::FirstToken { ticket, worker, now_ms } => {
-                Event::FirstToken { ticket: Ticket(ticket), worker, now_ms }
+            ObservedEvent::FirstToken { ticket, worker, now_ms } => {
+                PolicyEvent::FirstToken { ticket: SendTicket(ticket), worker, now_ms }
             }
-            Told::Usage { ticket, worker, prompt_tokens, cached_tokens, completion_tokens } => {
-                Event::Usage {
-                    ticket: Ticket(ticket),
-                    worker,
-                    usage: Usage { prompt_tokens, cached_tokens, completion_tokens },
-                }
-            }
-            Told::Finished { ticket, worker, is_kept, has_hashes, now_ms } => Event::Finished {
-                ticket: Ticket(ticket),
+            ObservedEvent::Usage {
+                ticket,
                 worker,
-                is_kept,
-                hashes: if has_hashes { hashes } else { &[] },
-                now_ms,
+                prompt_tokens,
+                cached_tokens,
+                completion_tokens,
+            } => PolicyEvent::Usage {
+                ticket: SendTicket(ticket),
+                worker,
+                usage: TokenUsage { prompt_tokens, cached_tokens, completion_tokens },
             },
-            Told::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                Event::Reported { worker, queued_tokens, running, age_ms, now_ms }
-            }
-            Told::Added { worker, capacity_tokens, order, is_cacheless, domain, .. } => {
-                Event::WorkerAdded {
+            ObservedEvent::Finished { ticket, worker, is_kept, has_hashes, now_ms } => {
+                PolicyEvent::Finished {
+                    ticket: SendTicket(ticket),
                     worker,
-                    facts: WorkerFacts { capacity_tokens, order, is_cacheless, domain },
+                    is_kept,
+                    hashes: if has_hashes { hashes } else { &[] },
+                    now_ms,
                 }
             }
-            Told::Gone { worker } => Event::WorkerGone { worker },
+            ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            }
+            ObservedEvent::Added {
+                worker, capacity_tokens, order, is_cacheless, domain, ..
+            } => PolicyEvent::WorkerAdded {
+                worker,
+                facts: WorkerFacts { capacity_tokens, order, is_cacheless, domain },
+            },
+            ObservedEvent::Gone { worker } => PolicyEvent::WorkerGone { worker },
         }
     }
 }
@@ -430,12 +440,12 @@ mod tests {
 
     #[test]
     fn hashes_are_text_and_come_back() {
-        let hashes = Hashes(vec![0, u64::MAX, 5]);
+        let hashes = HexHashes(vec![0, u64::MAX, 5]);
         let text = serde_json::to_string(&hashes).expect("plain data");
         assert_eq!(text, "\"0000000000000000ffffffffffffffff0000000000000005\"");
-        assert_eq!(serde_json::from_str::<Hashes>(&text).expect("its own"), hashes);
+        assert_eq!(serde_json::from_str::<HexHashes>(&text).expect("its own"), hashes);
         for wrong in ["\"12\"", "\"zzzzzzzzzzzzzzzz\"", "5"] {
-            assert!(serde_json::from_str::<Hashes>(wrong).is_err(), "{wrong}");
+            assert!(serde_json::from_str::<HexHashes>(wrong).is_err(), "{wrong}");
         }
     }
 }

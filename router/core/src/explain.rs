@@ -10,25 +10,25 @@ pub struct Explanation {
     pub policy: &'static str,
     /// Facts that held for all candidates alike.
     #[serde(flatten)]
-    pub basis: Basis,
+    pub basis: PolicyBasis,
     /// In the order they were given; of a fleet with too many pairs only those that were weighed together.
-    pub candidates: Vec<Weighed>,
+    pub candidates: Vec<WeighedCandidate>,
 }
 
 /// A candidate and what spoke for or against it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Weighed {
+pub struct WeighedCandidate {
     pub id: WorkerId,
     /// Requests in flight.
     pub load: usize,
     #[serde(flatten)]
-    pub terms: Terms,
+    pub terms: PolicyTerms,
 }
 
 /// Numbers behind a decision that belong to no candidate.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(untagged)]
-pub enum Basis {
+pub enum PolicyBasis {
     #[default]
     Nothing,
     Cost(CostBasis),
@@ -59,7 +59,7 @@ pub struct CostBasis {
     pub heat: f64,
     /// (1 + beta) / (1 + 0.1 heat): what a millisecond of computing again costs.
     pub price: f64,
-    pub rule: Rule,
+    pub rule: DecisionRule,
     /// Candidates equal in cost, index, load and recent work, of which chance took one.
     pub equals: usize,
     /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that [ms].
@@ -69,7 +69,7 @@ pub struct CostBasis {
 /// Which rule of `cost` took the winner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Rule {
+pub enum DecisionRule {
     LeastCost,
     /// Not the least cost, but near enough: it holds the longest prefix.
     Hysteresis,
@@ -80,7 +80,7 @@ pub enum Rule {
 /// Terms that a policy knows of a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(untagged)]
-pub enum Terms {
+pub enum PolicyTerms {
     /// The load alone, or nothing.
     Load {},
     /// `power_of_two`.
@@ -124,11 +124,11 @@ impl Explanation {
     /// For a policy that looks at each candidate alone.
     pub fn of(
         policy: &'static str,
-        basis: Basis,
+        basis: PolicyBasis,
         ready: &[WorkerView],
-        terms: impl Fn(&WorkerView) -> Terms,
+        terms: impl Fn(&WorkerView) -> PolicyTerms,
     ) -> Self {
-        let weighed = ready.iter().map(|worker| Weighed {
+        let weighed = ready.iter().map(|worker| WeighedCandidate {
             id: worker.id,
             load: worker.load,
             terms: terms(worker),

@@ -16,17 +16,17 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use rand::RngCore;
 
 use crate::policy::Policy;
-use crate::prompt::Blocks;
+use crate::prompt::PromptBlocks;
 use crate::types::{
-    Event, QueueOrder, RequestView, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
+    PolicyEvent, QueueOrder, RequestView, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Request of the simulated fleet.
 #[derive(Debug, Clone)]
-pub struct Arrival {
+pub struct RequestArrival {
     /// When it arrives [ms]; ignored in a closed loop.
     pub at_ms: f64,
-    pub blocks: Blocks,
+    pub blocks: PromptBlocks,
     /// For policies that read text; a character per block will do.
     pub text: String,
     pub answer_tokens: u32,
@@ -71,7 +71,7 @@ impl Default for FleetConfig {
 
 /// Outcome of a request.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Served {
+pub struct ServedRequest {
     pub worker: usize,
     pub ttft_ms: f64,
     pub tokens: f64,
@@ -151,13 +151,13 @@ impl Agenda {
 struct Fleet<'a> {
     policy: &'a dyn Policy,
     config: &'a FleetConfig,
-    arrivals: &'a [Arrival],
+    arrivals: &'a [RequestArrival],
     queues: Vec<VecDeque<Job>>,
     running: Vec<Option<Job>>,
     caches: Vec<BlockCache>,
     loads: Vec<usize>,
     is_warm: Vec<bool>,
-    served: Vec<Served>,
+    served: Vec<ServedRequest>,
     agenda: Agenda,
     /// The next request of a closed loop.
     next: usize,
@@ -167,9 +167,9 @@ struct Fleet<'a> {
 pub fn serve(
     policy: &dyn Policy,
     config: &FleetConfig,
-    arrivals: &[Arrival],
+    arrivals: &[RequestArrival],
     rng: &mut dyn RngCore,
-) -> Vec<Served> {
+) -> Vec<ServedRequest> {
     let shared = if config.is_bound { 1 } else { config.workers };
     let mut fleet = Fleet {
         policy,
@@ -180,7 +180,7 @@ pub fn serve(
         caches: (0..shared).map(|_| BlockCache::default()).collect(),
         loads: vec![0; config.workers],
         is_warm: vec![false; config.workers],
-        served: vec![Served::default(); arrivals.len()],
+        served: vec![ServedRequest::default(); arrivals.len()],
         agenda: Agenda::default(),
         next: config.closed_loop.unwrap_or(0).min(arrivals.len()),
     };
@@ -191,7 +191,7 @@ pub fn serve(
     };
     for id in 0..config.workers as u64 {
         let worker = WorkerId(id);
-        policy.observe(&Event::WorkerAdded { worker, facts });
+        policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
     }
     match config.closed_loop {
         Some(_) => (0..fleet.next).for_each(|i| fleet.agenda.plan(0.0, Happens::Arrives(i))),
@@ -236,8 +236,8 @@ impl Fleet<'_> {
         let Some(choice) = self.policy.choose(&view, &ready, rng) else {
             return;
         };
-        self.policy.observe(&Event::Routed {
-            ticket: Ticket(request as u64),
+        self.policy.observe(&PolicyEvent::Routed {
+            ticket: SendTicket(request as u64),
             worker: choice.worker,
             request: &view,
             tells_first_token: true,
@@ -285,7 +285,7 @@ impl Fleet<'_> {
         self.agenda.plan(now_ms + run_ms, Happens::Ran(worker));
     }
 
-    fn time_of(&self, served: Served) -> f64 {
+    fn time_of(&self, served: ServedRequest) -> f64 {
         self.config.fixed_ms + (served.tokens - served.cached) / self.config.tokens_per_sec * 1e3
     }
 
@@ -329,15 +329,15 @@ impl Fleet<'_> {
         let served = &mut self.served[job.request];
         served.ttft_ms = now_ms - job.arrived_ms;
         if !self.config.is_bound {
-            let (ticket, worker) = (Ticket(job.request as u64), WorkerId(worker as u64));
-            let usage = Usage {
+            let (ticket, worker) = (SendTicket(job.request as u64), WorkerId(worker as u64));
+            let usage = TokenUsage {
                 prompt_tokens: served.tokens as u32,
                 cached_tokens: Some(served.cached as u32),
                 completion_tokens: None,
             };
             let now_ms = now_ms as u64;
-            self.policy.observe(&Event::Usage { ticket, worker, usage });
-            self.policy.observe(&Event::FirstToken { ticket, worker, now_ms });
+            self.policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+            self.policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
         }
         let answer_ms = self.config.ms_per_answer_token * f64::from(arrival.answer_tokens);
         self.agenda.plan(now_ms + answer_ms, Happens::AnswerDone(job.request));
@@ -347,8 +347,8 @@ impl Fleet<'_> {
         if !self.config.is_bound {
             let worker = self.served[request].worker;
             self.loads[worker] -= 1;
-            self.policy.observe(&Event::Finished {
-                ticket: Ticket(request as u64),
+            self.policy.observe(&PolicyEvent::Finished {
+                ticket: SendTicket(request as u64),
                 worker: WorkerId(worker as u64),
                 is_kept: true,
                 hashes: self.arrivals[request].blocks.prompt().hashes,
@@ -364,7 +364,7 @@ impl Fleet<'_> {
 
 /// The prefill time of all arrivals if one cache of the whole fleet's size served them in order [ms]: what a load is
 /// relative to, so that a policy which loses hits runs hotter.
-pub fn shared_cache_work_ms(config: &FleetConfig, arrivals: &[Arrival]) -> f64 {
+pub fn shared_cache_work_ms(config: &FleetConfig, arrivals: &[RequestArrival]) -> f64 {
     let mut cache = BlockCache::default();
     let mut tokens = 0.0;
     for arrival in arrivals {
@@ -390,10 +390,10 @@ mod tests {
         build(kind, role, &PolicyParams::default())
     }
 
-    fn arrival(at_ms: f64, ids: &[u64], answer_tokens: u32) -> Arrival {
-        Arrival {
+    fn arrival(at_ms: f64, ids: &[u64], answer_tokens: u32) -> RequestArrival {
+        RequestArrival {
             at_ms,
-            blocks: Blocks::of_ids(ids, 512, 512 * ids.len() as u32),
+            blocks: PromptBlocks::of_ids(ids, 512, 512 * ids.len() as u32),
             text: ids.iter().filter_map(|id| char::from_u32(0x4e00 + *id as u32)).collect(),
             answer_tokens,
         }
@@ -452,13 +452,13 @@ mod tests {
     #[test]
     fn a_hot_system_prompt_is_spread_evenly_with_nearly_all_the_hits() {
         let system = "You are a careful assistant of the example company. ".repeat(95);
-        let arrivals: Vec<Arrival> = (0..400)
+        let arrivals: Vec<RequestArrival> = (0..400)
             .map(|i| {
                 let text =
                     format!("{}Question {i}: what is {i} times {}?", &system[..4_900], i * 7);
-                Arrival {
+                RequestArrival {
                     at_ms: 0.0,
-                    blocks: Blocks::of_text(text.as_bytes(), None),
+                    blocks: PromptBlocks::of_text(text.as_bytes(), None),
                     text,
                     answer_tokens: 20 + (i * 37) % 60,
                 }
@@ -507,7 +507,7 @@ mod tests {
                 order,
                 ..FleetConfig::default()
             };
-            let arrivals: Vec<Arrival> =
+            let arrivals: Vec<RequestArrival> =
                 (0..300).map(|i| arrival(500.0 * i as f64, &[2 * i, 2 * i + 1], 10)).collect();
             let policy = policy(PolicyKind::Cost, Role::Prefill);
             let served = serve(&*policy, &config, &arrivals, &mut StdRng::seed_from_u64(5));

@@ -4,7 +4,7 @@
 //!
 //! 1. The shell (crate `baton-router`) keeps the registry of workers and counts requests in flight.
 //! 2. For a request it builds a [`RequestView`] and the [`WorkerView`]s of the workers that may take it.
-//! 3. [`Policy::choose`] returns a [`Choice`]: a worker and the reason. It changes nothing.
+//! 3. [`Policy::choose`] returns a [`WorkerChoice`]: a worker and the reason. It changes nothing.
 //!    For a prefill and a decode worker together it is [`choose_pair`].
 //! 4. The shell dispatches and reports what happened through [`Policy::observe`]: sent, first token, usage, end.
 //! 5. Every eviction interval the shell calls [`Policy::evict`]; nothing here owns a thread or a timer.
@@ -26,23 +26,28 @@ pub mod types;
 
 pub use explain::Explanation;
 pub use pairing::bootstrap_room::{LiveRooms, draw_room};
-pub use pairing::fingerprint::{ASPECTS, Make};
+pub use pairing::fingerprint::{ASPECTS, WorkerFingerprint};
 pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
 pub use policy::{
-    AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
+    AssignmentMode, CacheAwareParams, CostParams, ManualParams, MissPolicy, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
     explain_pair,
 };
-pub use policy_set::replay::Replay;
-pub use policy_set::{Decided, Deciders, Seeded};
-pub use prompt::{Blocks, Prompt, TextScope, TokenChain, Unit, namespace, token_blocks};
-pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
+pub use policy_set::replay::DecisionReplay;
+pub use policy_set::{ExplainedChoice, PolicySet, SplitMix64};
+pub use prompt::{
+    PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace, token_blocks,
+};
+pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::{HealthChange, HealthConfig, HealthCounter};
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
 pub use resilience::retry::{BudgetConfig, FailedAttempts, RetryBudget, RetryClass, RetryConfig};
-pub use resilience::worker_penalty::{DenialShare, Objection, WorkerPenalty, least_objection};
+pub use resilience::worker_penalty::{
+    DenialShare, WorkerObjection, WorkerPenalty, least_objection,
+};
 pub use types::{
-    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, RunningLoad, Sending, Ticket,
-    Usage, Why, WorkerFacts, WorkerId, WorkerView,
+    PolicyEvent, PrefillForecast, QueueOrder, RequestView, Role, RoutingRequest, RunningLoad,
+    SelectionReason, SendTicket, TokenUsage, TtftEstimate, WorkerChoice, WorkerFacts, WorkerId,
+    WorkerView,
 };

@@ -23,7 +23,7 @@ pub const BLOCK_BYTES: usize = 256;
 /// Unit of a prompt's size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Unit {
+pub enum SizeUnit {
     /// Bytes of text.
     #[default]
     Bytes,
@@ -32,9 +32,9 @@ pub enum Unit {
 
 /// A prompt's hashes and size.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Blocks {
+pub struct PromptBlocks {
     hashes: Box<[u64]>,
-    unit: Unit,
+    unit: SizeUnit,
     block_units: usize,
     units: usize,
     tokens: Option<u32>,
@@ -43,9 +43,9 @@ pub struct Blocks {
 
 /// The same, borrowed; small and `Copy`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Prompt<'a> {
+pub struct PromptView<'a> {
     pub hashes: &'a [u64],
-    pub unit: Unit,
+    pub unit: SizeUnit,
     pub block_units: usize,
     /// Size of the whole prompt, the rest behind the last block included.
     pub units: usize,
@@ -55,14 +55,14 @@ pub struct Prompt<'a> {
     pub has_media: bool,
 }
 
-impl Prompt<'_> {
+impl PromptView<'_> {
     /// True if its blocks are of token ids, as engines' pages are.
     pub fn is_of_tokens(&self) -> bool {
-        self.unit == Unit::Tokens
+        self.unit == SizeUnit::Tokens
     }
 }
 
-impl Blocks {
+impl PromptBlocks {
     /// Blocks of text; `tokens` if somebody counted them.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {
         Self::of_text_in(TextScope::default(), text, tokens)
@@ -79,7 +79,7 @@ impl Blocks {
                     state
                 })
                 .collect(),
-            unit: Unit::Bytes,
+            unit: SizeUnit::Bytes,
             block_units: BLOCK_BYTES,
             units: text.len(),
             tokens,
@@ -96,7 +96,7 @@ impl Blocks {
         });
         Self {
             hashes: named.collect(),
-            unit: Unit::Tokens,
+            unit: SizeUnit::Tokens,
             block_units: block_tokens,
             units: tokens as usize,
             tokens: Some(tokens),
@@ -104,8 +104,8 @@ impl Blocks {
         }
     }
 
-    pub fn prompt(&self) -> Prompt<'_> {
-        Prompt {
+    pub fn prompt(&self) -> PromptView<'_> {
+        PromptView {
             hashes: &self.hashes,
             unit: self.unit,
             block_units: self.block_units,
@@ -115,7 +115,7 @@ impl Blocks {
         }
     }
 
-    /// See [`Prompt::has_media`].
+    /// See [`PromptView::has_media`].
     pub fn with_media(self) -> Self {
         Self { has_media: true, ..self }
     }
@@ -160,12 +160,12 @@ impl TextScope {
 /// Blocks of `block_size` token ids, each hash covering `namespace` and everything before it.
 ///
 /// `namespace` says whose prompts may share a cache: see [`namespace`]. `block_size` 0 counts as 1.
-pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> Blocks {
+pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> PromptBlocks {
     let block_size = block_size.max(1);
     let mut chain = TokenChain::new(namespace);
-    Blocks {
+    PromptBlocks {
         hashes: ids.chunks_exact(block_size).map(|block| chain.push(block)).collect(),
-        unit: Unit::Tokens,
+        unit: SizeUnit::Tokens,
         block_units: block_size,
         units: ids.len(),
         has_media: false,
@@ -267,7 +267,7 @@ mod tests {
         ) {
             let [a, b] = tails.map(|tail| [common.clone(), tail].concat());
             let same = a.iter().zip(&b).take_while(|(x, y)| x == y).count() / BLOCK_BYTES;
-            let (a, b) = (Blocks::of_text(&a, None), Blocks::of_text(&b, None));
+            let (a, b) = (PromptBlocks::of_text(&a, None), PromptBlocks::of_text(&b, None));
             let equal = a.hashes.iter().zip(&b.hashes).take_while(|(x, y)| x == y).count();
             prop_assert_eq!(equal, same);
             prop_assert!(a.hashes.iter().skip(same).all(|hash| !b.hashes.contains(hash)));
@@ -327,24 +327,24 @@ mod tests {
         let mut text = vec![0u8; BLOCK_BYTES];
         for at in 0..BLOCK_BYTES * 8 {
             text[at / 8] ^= 1 << (at % 8);
-            assert!(seen.insert(Blocks::of_text(&text, None).hashes[0]));
+            assert!(seen.insert(PromptBlocks::of_text(&text, None).hashes[0]));
             text[at / 8] ^= 1 << (at % 8);
         }
-        let repeated = Blocks::of_text(&vec![7u8; BLOCK_BYTES * 2000], None);
+        let repeated = PromptBlocks::of_text(&vec![7u8; BLOCK_BYTES * 2000], None);
         assert!(repeated.hashes.iter().all(|hash| seen.insert(*hash)));
         let ids: Vec<u64> = (0..20_000).collect();
-        let named = Blocks::of_ids(&ids, 512, 1);
+        let named = PromptBlocks::of_ids(&ids, 512, 1);
         assert!(named.hashes.iter().all(|hash| seen.insert(*hash)));
         // Order counts: a swapped pair of ids is another prefix from there on.
-        let swapped = Blocks::of_ids(&[1, 0, 2], 512, 1);
+        let swapped = PromptBlocks::of_ids(&[1, 0, 2], 512, 1);
         assert!(swapped.hashes.iter().all(|hash| !named.hashes.contains(hash)));
     }
 
     #[test]
     fn rest_behind_the_last_block_counts_but_has_no_hash() {
-        let blocks = Blocks::of_text(&[b'x'; 700], Some(170));
+        let blocks = PromptBlocks::of_text(&[b'x'; 700], Some(170));
         let prompt = blocks.prompt();
         assert_eq!((prompt.hashes.len(), prompt.units, prompt.tokens), (2, 700, Some(170)));
-        assert_eq!(Blocks::of_text(b"short", None).prompt().hashes.len(), 0);
+        assert_eq!(PromptBlocks::of_text(b"short", None).prompt().hashes.len(), 0);
     }
 }

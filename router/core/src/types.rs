@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::prompt::Prompt;
+use crate::prompt::PromptView;
 
 /// Id of a registered (url, DP rank). Given out by the registry, never reused, so a stale id can only miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -89,7 +89,7 @@ pub struct WorkerFacts {
 
 /// Id of one sending of one request to one worker. Given out by the shell, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Ticket(pub u64);
+pub struct SendTicket(pub u64);
 
 /// Request as a policy sees it.
 #[derive(Debug, Clone, Copy, Default)]
@@ -98,7 +98,7 @@ pub struct RequestView<'a> {
     /// is false.
     pub text: &'a str,
     /// The prompt's block hashes. May be empty when [`Policy::needs_blocks`](crate::Policy::needs_blocks) is false.
-    pub prompt: Prompt<'a>,
+    pub prompt: PromptView<'a>,
     /// The client's own affinity key (header), if it sent one.
     pub routing_key: Option<&'a str>,
     pub now_ms: u64,
@@ -106,7 +106,7 @@ pub struct RequestView<'a> {
 
 /// Expectation of `cost` for the worker it chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Forecast {
+pub struct PrefillForecast {
     pub prompt_tokens: u32,
     /// Tokens of these that it holds already or is about to compute for another request.
     pub cached_tokens: u32,
@@ -119,14 +119,14 @@ pub struct Forecast {
 
 /// When a worker would begin to answer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Ahead {
+pub struct TtftEstimate {
     /// Prompts it has to compute before [ms].
     pub queue_ms: f64,
     /// This prompt [ms].
     pub prefill_ms: f64,
 }
 
-impl Ahead {
+impl TtftEstimate {
     pub fn ttft_ms(&self) -> u64 {
         (self.queue_ms + self.prefill_ms).round() as u64
     }
@@ -141,10 +141,10 @@ impl Ahead {
     }
 }
 
-/// Why a worker was chosen. [`Why::label`] is a metric label, so dashboards explain decisions.
+/// Why a worker was chosen. [`SelectionReason::label`] is a metric label, so dashboards explain decisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
-pub enum Why {
+pub enum SelectionReason {
     Random,
     RoundRobin,
     LowerOfTwo,
@@ -156,13 +156,13 @@ pub enum Why {
     SmallestTree,
     LeastLoaded,
     /// Least predicted cost, and nobody holds a longer prefix.
-    BestHolder(Forecast),
+    BestHolder(PrefillForecast),
     /// Least predicted cost, though another holds a longer prefix.
-    Cheaper(Forecast),
+    Cheaper(PrefillForecast),
     /// Least predicted cost; nobody holds any of it.
-    NoPrefix(Forecast),
+    NoPrefix(PrefillForecast),
     /// Reports are stale: the cheaper of two drawn from the four cheapest.
-    Sampled(Forecast),
+    Sampled(PrefillForecast),
     /// The worker this routing key was given before.
     Sticky,
     /// First request with this routing key, or its workers are out: it was assigned anew.
@@ -173,42 +173,42 @@ pub enum Why {
     Only,
 }
 
-impl Why {
+impl SelectionReason {
     pub fn label(self) -> &'static str {
         match self {
-            Why::Random => "random",
-            Why::RoundRobin => "round_robin",
-            Why::LowerOfTwo => "lower_of_two",
-            Why::PrefixHit { .. } => "prefix_hit",
-            Why::SmallestTree => "smallest_tree",
-            Why::LeastLoaded => "least_loaded",
-            Why::BestHolder(_) => "best_holder",
-            Why::Cheaper(_) => "cheaper",
-            Why::NoPrefix(_) => "no_prefix",
-            Why::Sampled(_) => "sampled",
-            Why::Sticky => "sticky",
-            Why::NewKey => "new_key",
-            Why::NoKey => "no_key",
-            Why::Only => "only",
+            SelectionReason::Random => "random",
+            SelectionReason::RoundRobin => "round_robin",
+            SelectionReason::LowerOfTwo => "lower_of_two",
+            SelectionReason::PrefixHit { .. } => "prefix_hit",
+            SelectionReason::SmallestTree => "smallest_tree",
+            SelectionReason::LeastLoaded => "least_loaded",
+            SelectionReason::BestHolder(_) => "best_holder",
+            SelectionReason::Cheaper(_) => "cheaper",
+            SelectionReason::NoPrefix(_) => "no_prefix",
+            SelectionReason::Sampled(_) => "sampled",
+            SelectionReason::Sticky => "sticky",
+            SelectionReason::NewKey => "new_key",
+            SelectionReason::NoKey => "no_key",
+            SelectionReason::Only => "only",
         }
     }
 
     /// Prediction that the decision was made by, if it was.
-    pub fn forecast(self) -> Option<Forecast> {
+    pub fn forecast(self) -> Option<PrefillForecast> {
         match self {
-            Why::BestHolder(forecast)
-            | Why::Cheaper(forecast)
-            | Why::NoPrefix(forecast)
-            | Why::Sampled(forecast) => Some(forecast),
+            SelectionReason::BestHolder(forecast)
+            | SelectionReason::Cheaper(forecast)
+            | SelectionReason::NoPrefix(forecast)
+            | SelectionReason::Sampled(forecast) => Some(forecast),
             _ => None,
         }
     }
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for SelectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Why::PrefixHit { matched_chars, total_chars } => {
+            SelectionReason::PrefixHit { matched_chars, total_chars } => {
                 write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
             }
             other => match other.forecast() {
@@ -228,42 +228,42 @@ impl fmt::Display for Why {
 
 /// A decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Choice {
+pub struct WorkerChoice {
     pub worker: WorkerId,
     #[serde(flatten)]
-    pub why: Why,
+    pub why: SelectionReason,
 }
 
 /// Events in the order the shell saw them. The only way a policy learns.
 ///
 /// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers it was not told about, so
 /// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back. Each `Routed` is followed by exactly
-/// one `Finished` of its ticket, with `FirstToken` and `Usage` in between if they were seen.
+/// one `Finished` of its ticket, with `FirstToken` and `TokenUsage` in between if they were seen.
 #[derive(Debug, Clone, Copy)]
-pub enum Event<'a> {
+pub enum PolicyEvent<'a> {
     /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its prefill is over (the
     /// answer to a request that does not stream says it too late).
     Routed {
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
         request: &'a RequestView<'a>,
         tells_first_token: bool,
     },
     /// Prefill is over.
     FirstToken {
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
         now_ms: u64,
     },
     /// Tokens that the worker counted.
     Usage {
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
-        usage: Usage,
+        usage: TokenUsage,
     },
     /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered; `hashes` are the prompt's.
     Finished {
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
         is_kept: bool,
         hashes: &'a [u64],
@@ -299,7 +299,7 @@ pub struct RunningLoad {
 
 /// `usage` of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Usage {
+pub struct TokenUsage {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
@@ -307,7 +307,7 @@ pub struct Usage {
 
 /// A decision to make: the request is sent where it falls, so its tickets are given beforehand.
 #[derive(Debug, Clone, Copy)]
-pub struct Sending<'a> {
+pub struct RoutingRequest<'a> {
     pub request: RequestView<'a>,
     /// Draws all chance of this decision.
     pub seed: u64,
@@ -317,7 +317,7 @@ pub struct Sending<'a> {
     pub streams: bool,
 }
 
-impl Sending<'_> {
+impl RoutingRequest<'_> {
     /// A prefill worker's answer begins when the prompt is computed, streamed or not.
     pub fn tells_first_token(&self, role: Role) -> bool {
         self.streams || role == Role::Prefill
@@ -326,11 +326,11 @@ impl Sending<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::Ahead;
+    use super::TtftEstimate;
 
     #[test]
     fn too_late_is_what_a_queue_makes_too_late() {
-        let ahead = |queue_ms, prefill_ms| Ahead { queue_ms, prefill_ms };
+        let ahead = |queue_ms, prefill_ms| TtftEstimate { queue_ms, prefill_ms };
         assert_eq!(ahead(900.0, 100.0).excess_ms(1000), None);
         assert_eq!(ahead(900.0, 101.0).excess_ms(1000), Some(1));
         assert_eq!(ahead(0.0, 5000.0).excess_ms(1000), None, "no queue, no wait");

@@ -5,7 +5,7 @@ use router_core::Role;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Discovery")]
-pub struct Discovery {
+pub struct DiscoveryFlags {
     /// JSON or YAML list of workers (docs/operations.md); read again when it changes
     #[arg(long, value_name = "PATH")]
     pub discovery_file: Option<String>,
@@ -35,7 +35,7 @@ pub struct Discovery {
     pub kubeconfig: Option<String>,
 }
 
-impl Discovery {
+impl DiscoveryFlags {
     /// Roles whose pods are looked for, each with its label selector as Kubernetes wants it.
     pub fn selectors(&self, is_pd: bool) -> Vec<(Role, String)> {
         if !self.service_discovery {

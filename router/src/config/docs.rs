@@ -2,7 +2,8 @@
 
 use clap::CommandFactory;
 
-use super::{REFUSED, RouterConfig};
+use super::RouterConfig;
+use super::unsupported_flags::refused_flags;
 
 /// Every flag by group, then the refused ones.
 pub fn flags_markdown() -> String {
@@ -30,9 +31,9 @@ pub fn flags_markdown() -> String {
         out += &format!("| `--{long}` | {default} | {help} |\n");
     }
     out += "\n### Refused, with what to do instead\n\n| flag | instead |\n|---|---|\n";
-    for refused in REFUSED {
-        let names: Vec<String> = refused.names.iter().map(|n| format!("`--{n}`")).collect();
-        out += &format!("| {} | {} |\n", names.join(" "), refused.instead);
+    for (names, instead) in refused_flags() {
+        let names: Vec<String> = names.iter().map(|n| format!("`--{n}`")).collect();
+        out += &format!("| {} | {instead} |\n", names.join(" "));
     }
     out
 }

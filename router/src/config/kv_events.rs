@@ -26,7 +26,7 @@ impl fmt::Display for KvEventsMode {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "KV events")]
-pub struct KvEvents {
+pub struct KvEventFlags {
     /// cost: follow what workers announce to have cached: auto (if there is a tokenizer), on (prompts given as token ids
     /// need none), off
     #[arg(long, default_value_t = KvEventsMode::Auto, value_enum, hide_possible_values = true, value_name = "MODE")]
@@ -34,13 +34,13 @@ pub struct KvEvents {
     /// Where workers that do not say so publish (vLLM's --kv-events-config): 'tcp://{host}:5557', with the worker's host;
     /// DP rank r adds r to the port
     #[arg(long, value_name = "ENDPOINT")]
-    pub kv_events_endpoint: Option<Endpoint>,
+    pub kv_events_endpoint: Option<KvEventEndpoint>,
     /// Where they replay what was missed; without, a gap makes a worker's entry a guess until its cache is cleared
     #[arg(long, value_name = "ENDPOINT")]
-    pub kv_events_replay_endpoint: Option<Endpoint>,
+    pub kv_events_replay_endpoint: Option<KvEventEndpoint>,
 }
 
-impl KvEvents {
+impl KvEventFlags {
     pub fn complaints(&self) -> Option<String> {
         let is_alone =
             self.kv_events_replay_endpoint.is_some() && self.kv_events_endpoint.is_none();
@@ -50,13 +50,13 @@ impl KvEvents {
 
 /// `tcp://HOST:PORT`, HOST `*` or `{host}` for the worker's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint {
+pub struct KvEventEndpoint {
     /// `None`: the worker's.
     host: Option<String>,
     port: u16,
 }
 
-impl Endpoint {
+impl KvEventEndpoint {
     /// host:port of a DP rank; `None`: the port is beyond 65535.
     pub fn address(&self, worker_host: &str, rank: u32) -> Option<String> {
         let port = u16::try_from(u32::from(self.port).checked_add(rank)?).ok()?;
@@ -64,7 +64,7 @@ impl Endpoint {
     }
 }
 
-impl FromStr for Endpoint {
+impl FromStr for KvEventEndpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -95,7 +95,8 @@ mod tests {
 
     #[test]
     fn endpoints_name_the_workers_host_and_count_ranks_up() {
-        let address = |text: &str, rank| text.parse::<Endpoint>().unwrap().address("w", rank);
+        let address =
+            |text: &str, rank| text.parse::<KvEventEndpoint>().unwrap().address("w", rank);
         for own in ["tcp://{host}:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557"] {
             assert_eq!(address(own, 3).as_deref(), Some("w:5560"), "{own}");
         }
@@ -105,7 +106,7 @@ mod tests {
         for bad in
             ["tcp://x", "ipc://x:1", "tcp://:1", "tcp://x:0", "tcp://x:70000", "tcp://{h}:1", "x:1"]
         {
-            assert!(bad.parse::<Endpoint>().is_err(), "{bad}");
+            assert!(bad.parse::<KvEventEndpoint>().is_err(), "{bad}");
         }
     }
 

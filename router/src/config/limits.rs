@@ -9,7 +9,7 @@ const MIN_HEADER_BYTES: usize = 8 << 10;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Limits")]
-pub struct Limits {
+pub struct LimitFlags {
     /// Longest request body accepted [bytes]
     #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
     pub max_payload_size: usize,
@@ -63,7 +63,7 @@ pub struct Limits {
     pub max_ttft_ms: Option<u64>,
 }
 
-impl Limits {
+impl LimitFlags {
     /// `forecasts`: the policy predicts first tokens.
     pub fn complaints(&self, forecasts: bool) -> Vec<String> {
         let mut bad = Vec::new();

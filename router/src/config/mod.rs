@@ -23,19 +23,20 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
 use router_core::{
     AssignmentMode, BreakerConfig, BudgetConfig, CacheAwareParams, CostParams, HealthConfig,
-    ManualParams, Miss, PolicyKind, PolicyParams, RetryConfig, Role,
+    ManualParams, MissPolicy, PolicyKind, PolicyParams, RetryConfig, Role,
 };
 
 pub use docs::flags_markdown;
 
 pub use keys::{ControlKey, KeyRole};
-pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
-pub use limits::Limits;
-pub use observe::{Observe, TraceEndpoint, TraceProtocol};
-pub use tls::Tls;
-pub use tokens::Tokens;
-pub use unsupported_flags::REFUSED;
-pub use workers::{Bootstrap, MAX_DP_SIZE, Pairs, PdProtocol, WorkerSpec, WorkerUrl, Workers};
+pub use kv_events::{KvEventEndpoint, KvEventFlags, KvEventsMode};
+pub use limits::LimitFlags;
+pub use observe::{ObservabilityFlags, TraceEndpoint, TraceProtocol};
+pub use tls::TlsFlags;
+pub use tokens::TokenizerFlags;
+pub use workers::{
+    BootstrapPort, MAX_DP_SIZE, PairFlags, PdProtocol, WorkerFlags, WorkerSpec, WorkerUrl,
+};
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 
@@ -50,36 +51,36 @@ const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 )]
 pub struct RouterConfig {
     #[command(flatten)]
-    pub listen: Listen,
+    pub listen: ListenFlags,
     #[command(flatten)]
-    pub tls: Tls,
+    pub tls: TlsFlags,
     #[command(flatten)]
-    pub workers: Workers,
+    pub workers: WorkerFlags,
     #[command(flatten)]
-    pub discovery: discovery::Discovery,
+    pub discovery: discovery::DiscoveryFlags,
     #[command(flatten)]
-    pub routing: Routing,
+    pub routing: RoutingFlags,
     #[command(flatten)]
-    pub tokens: Tokens,
+    pub tokens: TokenizerFlags,
     #[command(flatten)]
-    pub kv_events: KvEvents,
+    pub kv_events: KvEventFlags,
     #[command(flatten)]
-    pub limits: Limits,
+    pub limits: LimitFlags,
     #[command(flatten)]
-    pub retry: Retry,
+    pub retry: RetryFlags,
     #[command(flatten)]
-    pub pairs: Pairs,
+    pub pairs: PairFlags,
     #[command(flatten)]
-    pub breaker: Breaker,
+    pub breaker: BreakerFlags,
     #[command(flatten)]
-    pub health: Health,
+    pub health: HealthFlags,
     #[command(flatten)]
-    pub observe: Observe,
+    pub observe: ObservabilityFlags,
 }
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Listening")]
-pub struct Listen {
+pub struct ListenFlags {
     /// Address the router listens on
     #[arg(long, default_value = "0.0.0.0")]
     pub host: String,
@@ -111,7 +112,7 @@ pub struct Listen {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Routing")]
-pub struct Routing {
+pub struct RoutingFlags {
     /// How a worker is chosen: random, round_robin, power_of_two, cache_aware, manual, cost (SGLang's router: cache_aware)
     #[arg(long, default_value_t = PolicyKind::Cost)]
     pub policy: PolicyKind,
@@ -131,8 +132,8 @@ pub struct Routing {
     #[arg(long, default_value_t = 1.5, value_name = "RATIO")]
     pub balance_rel_threshold: f32,
     /// cache_aware: who gets a prompt without a match: smallest_tree (SGLang's router), least_load (smg)
-    #[arg(long, default_value_t = Miss::SmallestTree, value_name = "RULE")]
-    pub cache_miss: Miss,
+    #[arg(long, default_value_t = MissPolicy::SmallestTree, value_name = "RULE")]
+    pub cache_miss: MissPolicy,
     /// cache_aware, manual: pause between two evictions [s]
     #[arg(long, alias = "eviction-interval", default_value_t = 60, value_name = "SECS")]
     pub eviction_interval_secs: u64,
@@ -165,7 +166,7 @@ pub struct Routing {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Retries")]
-pub struct Retry {
+pub struct RetryFlags {
     /// Most attempts per request, the first included; the loss of a worker that had the request for 5 s counts as a quarter
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub retry_max_retries: u32,
@@ -209,7 +210,7 @@ pub struct Retry {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Circuit breaker")]
-pub struct Breaker {
+pub struct BreakerFlags {
     /// Failures in a row that take a worker out
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub cb_failure_threshold: u32,
@@ -229,7 +230,7 @@ pub struct Breaker {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Health checks")]
-pub struct Health {
+pub struct HealthFlags {
     /// Failed probes in a row that make a worker unhealthy
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub health_failure_threshold: u32,

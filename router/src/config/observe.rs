@@ -5,7 +5,7 @@ use tracing_subscriber::filter::LevelFilter;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Logs and metrics")]
-pub struct Observe {
+pub struct ObservabilityFlags {
     /// Least severe log line shown: trace, debug, info, warn (or warning), error (or critical), or a filter like
     /// 'info,baton_router=debug'
     #[arg(long, default_value = "info", value_name = "LEVEL")]
@@ -45,7 +45,7 @@ pub struct Observe {
     pub print_flags: bool,
 }
 
-impl Observe {
+impl ObservabilityFlags {
     /// Filter that --log-level means; SGLang's launcher says 'warning' and 'critical'.
     pub fn log_filter(&self) -> String {
         match self.log_level.as_str() {

@@ -5,7 +5,7 @@ use rustls::pki_types::ServerName;
 
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "TLS")]
-pub struct Tls {
+pub struct TlsFlags {
     /// Serve HTTPS with this certificate, its chain after it (PEM)
     #[arg(long, value_name = "PATH")]
     pub tls_cert_path: Option<String>,
@@ -26,7 +26,7 @@ pub struct Tls {
     pub client_key_path: Option<String>,
 }
 
-impl Tls {
+impl TlsFlags {
     /// Every file that is named, with its flag.
     pub fn files(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let one = [
@@ -85,30 +85,34 @@ mod tests {
     #[test]
     fn halves_are_refused() {
         let some = |text: &str| Some(text.to_owned());
-        let none = Tls::default();
+        let none = TlsFlags::default();
         assert!(none.complaints().is_empty());
         for (tls, part) in [
             (
-                Tls { tls_cert_path: some("c"), ..Tls::default() },
+                TlsFlags { tls_cert_path: some("c"), ..TlsFlags::default() },
                 "--tls-cert-path c: give its --tls-key-path too",
             ),
             (
-                Tls { tls_key_path: some("k"), ..Tls::default() },
+                TlsFlags { tls_key_path: some("k"), ..TlsFlags::default() },
                 "--tls-key-path k: give its --tls-cert-path too",
             ),
             (
-                Tls { client_cert_path: some("c"), client_key_path: some("k"), ..Tls::default() },
+                TlsFlags {
+                    client_cert_path: some("c"),
+                    client_key_path: some("k"),
+                    ..TlsFlags::default()
+                },
                 "give --ca-cert-paths",
             ),
             (
-                Tls { worker_tls_name: some("engine"), ..Tls::default() },
+                TlsFlags { worker_tls_name: some("engine"), ..TlsFlags::default() },
                 "--worker-tls-name engine: is for https:// workers only",
             ),
             (
-                Tls {
+                TlsFlags {
                     worker_tls_name: some("no name"),
                     ca_cert_paths: vec!["ca".to_owned()],
-                    ..Tls::default()
+                    ..TlsFlags::default()
                 },
                 "give a DNS name or an address",
             ),

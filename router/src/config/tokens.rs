@@ -4,7 +4,7 @@ use clap::{ArgAction, Args};
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Tokenizer")]
-pub struct Tokens {
+pub struct TokenizerFlags {
     /// The model's directory: with its tokenizer.json and chat template prompts are counted and matched in tokens, as the
     /// engines do; without, in characters
     #[arg(long, value_name = "DIR")]
@@ -59,7 +59,7 @@ pub struct Tokens {
 /// Longer blocks match next to nothing.
 const MAX_BLOCK_SIZE: usize = 4096;
 
-impl Tokens {
+impl TokenizerFlags {
     /// True if the flags name a tokenizer.
     pub fn is_named(&self) -> bool {
         self.model_path.is_some() || self.tokenizer_path.is_some()

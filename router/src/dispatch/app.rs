@@ -4,43 +4,35 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use router_core::{Deciders, LiveRooms, PoisonList, ResumePacer, RetryBudget, RetryConfig};
+use router_core::{LiveRooms, PoisonList, PolicySet, ResumePacer, RetryBudget, RetryConfig};
 use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::config::RouterConfig;
-use crate::observability::access_log::RecordSinks;
+use crate::observability::access_log::EntrySinks;
 use crate::observability::feed_hub::FeedHub;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 use crate::observability::pair_traffic::PairTraffic;
-use crate::observability::request_timeline::Requests;
-use crate::request::admission::Admission;
+use crate::observability::request_timeline::RequestHistory;
+use crate::request::admission::AdmissionController;
 use crate::request::body_memory::BodyMemory;
 use crate::request::body_threads::BodyThreads;
-use crate::request::tokenize::Tokens;
+use crate::request::tokenize::PromptTokenizer;
 use crate::response::failover;
 use crate::transport::tls_reload::WorkerTls;
 use crate::workers::fleet::WorkerFleet;
 
-const MOST: usize = 64;
-
-/// Places for those that are told now.
-pub struct Releases(pub Arc<Semaphore>);
-
-impl Default for Releases {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MOST)))
-    }
-}
+/// Releases of prefilled pages sent at once, at most.
+const MAX_RELEASES: usize = 64;
 
 /// Most bootstrap rooms in use at once, of all requests together: 16 MiB.
 const MAX_ROOMS: usize = 1 << 20;
 
 /// Everything the request path shares.
-pub struct App {
+pub struct AppState {
     pub config: Arc<RouterConfig>,
     pub fleet: Arc<WorkerFleet>,
-    pub metrics: Arc<Metrics>,
-    pub admission: Admission,
+    pub metrics: Arc<RouterMetrics>,
+    pub admission: AdmissionController,
     pub body_memory: Arc<BodyMemory>,
     pub body_threads: BodyThreads,
     pub retry: RetryConfig,
@@ -51,12 +43,13 @@ pub struct App {
     /// Bootstrap rooms of requests in flight.
     pub rooms: Arc<Mutex<LiveRooms>>,
     /// `None`: prompts are counted in characters.
-    pub tokens: Option<Arc<Tokens>>,
+    pub tokens: Option<Arc<PromptTokenizer>>,
     /// Timelines of requests, and where records go.
-    pub sinks: RecordSinks,
+    pub sinks: EntrySinks,
     /// Memory held for failovers.
-    pub failover_memory: Arc<failover::Memory>,
-    pub releases: Releases,
+    pub failover_memory: Arc<failover::MemoryBudget>,
+    /// Places for the releases that are sent now.
+    pub releases: Arc<Semaphore>,
     /// KV traffic by pair, for the web page.
     pub pair_traffic: PairTraffic,
     /// Web pages that show the fleet.
@@ -66,11 +59,11 @@ pub struct App {
     draining: AtomicBool,
 }
 
-impl App {
+impl AppState {
     pub fn new(
         config: RouterConfig,
-        metrics: Arc<Metrics>,
-        deciders: Deciders,
+        metrics: Arc<RouterMetrics>,
+        deciders: PolicySet,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
@@ -83,17 +76,17 @@ impl App {
                 tls,
                 cut.clone(),
             )),
-            failover_memory: Arc::new(failover::Memory::new(config.retry.failover_max_bytes)),
-            releases: Releases::default(),
+            failover_memory: Arc::new(failover::MemoryBudget::new(config.retry.failover_max_bytes)),
+            releases: Arc::new(Semaphore::new(MAX_RELEASES)),
             pair_traffic: PairTraffic::default(),
             feed: Arc::new(FeedHub::new(
                 metrics.feed_clients.clone(),
                 metrics.feed_snapshots.clone(),
             )),
             cut,
-            sinks: RecordSinks {
+            sinks: EntrySinks {
                 metrics: metrics.clone(),
-                requests: Arc::new(Requests::new(config.observe.request_history)),
+                requests: Arc::new(RequestHistory::new(config.observe.request_history)),
                 tracer: None,
             },
             body_memory: BodyMemory::new(
@@ -102,7 +95,7 @@ impl App {
             ),
             body_threads: BodyThreads::default(),
             metrics,
-            admission: Admission::new(&config.limits),
+            admission: AdmissionController::new(&config.limits),
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
             resume_pacer: Mutex::default(),

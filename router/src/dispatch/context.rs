@@ -8,22 +8,22 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
-use router_core::{Blocks, FailedAttempts, Make, RequestBreaks, WorkerId};
+use router_core::{FailedAttempts, PromptBlocks, RequestBreaks, WorkerFingerprint, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::clock::{ms_since, now_ms};
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::is_loss_of_any;
 use crate::error::RouteError;
-use crate::observability::access_log::Record;
+use crate::observability::access_log::AccessLogEntry;
 use crate::request::admission::QueuePlace;
-use crate::request::body::{Deadlines, Ours, Scan};
+use crate::request::body::{BodyIndex, ManagedField, RequestDeadlines};
 use crate::response::failover;
-use crate::transport::request_body::Parts;
-use crate::transport::upstream::Head;
+use crate::transport::request_body::BodySegments;
+use crate::transport::upstream::RequestHead;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::{Avoid, Wanted};
+use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
 const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
@@ -32,13 +32,13 @@ const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
 /// Shortest wait in the router's queue that the worker is told; less is sent as the client wrote it.
 const WORTH_TELLING: Duration = Duration::from_millis(10);
 
-pub struct Inbound {
-    pub head: Head,
+pub struct RequestContext {
+    pub head: RequestHead,
     pub body: Bytes,
-    pub scan: Arc<Scan>,
+    pub scan: Arc<BodyIndex>,
     pub routing_key: Option<String>,
     /// The prompt's hashes, if a policy reads them.
-    pub blocks: Option<Arc<Blocks>>,
+    pub blocks: Option<Arc<PromptBlocks>>,
     /// If they were counted.
     pub prompt_tokens: Option<u32>,
     /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
@@ -52,9 +52,9 @@ pub struct Inbound {
     /// How long it waited for a place.
     pub queued: Duration,
     /// Workers that failed it.
-    pub avoid: Avoid,
+    pub avoid: ExcludedWorkers,
     /// Set when its answer broke off.
-    pub begun: Option<Begun>,
+    pub begun: Option<ResumePoint>,
     /// The answer has opened: the request is resumed, and only paced.
     pub is_accepted: bool,
     /// Attempts wait for their turn, and no retry budget applies to them.
@@ -68,26 +68,26 @@ pub struct Inbound {
     /// Held while it waits for a worker and has no answer.
     pub place: Option<QueuePlace>,
     /// Deadlines of its headers; the body's are in `scan`.
-    pub told: Deadlines,
+    pub told: RequestDeadlines,
     /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
     pub again: String,
-    pub record: Record,
+    pub record: AccessLogEntry,
     pub permit: Option<OwnedSemaphorePermit>,
 }
 
 /// An answer whose beginning the client has.
 #[derive(Debug, Clone)]
-pub struct Begun {
+pub struct ResumePoint {
     /// Fingerprint of the worker that gave it.
-    pub make: Make,
+    pub make: WorkerFingerprint,
     pub tokens: usize,
     /// Member of the body; empty: the client has nothing of it after all.
     pub resume: String,
 }
 
-impl Inbound {
-    pub fn wanted(&self) -> Wanted<'_> {
-        Wanted {
+impl RequestContext {
+    pub fn wanted(&self) -> SelectionRequest<'_> {
+        SelectionRequest {
             text: match self.needs_text {
                 true => self.scan.routing_text(&self.body),
                 false => Cow::default(),
@@ -103,33 +103,38 @@ impl Inbound {
     }
 
     /// The body for a worker: the client's without its own members of the groups in `replaced`, with `ids` and `fields`.
-    pub fn body_for(&self, replaced: &[Ours], ids: Option<&Bytes>, fields: &str) -> Parts {
+    pub fn body_for(
+        &self,
+        replaced: &[ManagedField],
+        ids: Option<&Bytes>,
+        fields: &str,
+    ) -> BodySegments {
         if self.again.is_empty() {
             return match replaced.is_empty() && ids.is_none() && fields.is_empty() {
-                true => Parts::from(self.body.clone()),
+                true => BodySegments::from(self.body.clone()),
                 false => self.scan.splice(&self.body, replaced, ids, fields),
             };
         }
-        let replaced = [replaced, &[Ours::Deadlines, Ours::Resume]].concat();
+        let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
         let members = [fields, &self.again].into_iter().filter(|m| !m.is_empty());
         let fields = members.collect::<Vec<_>>().join(",");
         self.scan.splice(&self.body, &replaced, ids, &fields)
     }
 
     /// True if another worker could resume its answer, if `candidate` gives it.
-    pub fn is_resumable(&self, app: &App, candidate: &Candidate) -> bool {
+    pub fn is_resumable(&self, app: &AppState, candidate: &Candidate) -> bool {
         let (config, scan) = (&app.config.retry, &self.scan);
         !config.disable_failover
             && app.retry.max_attempts > 1
             && scan.stream
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
-            && !scan.has(Ours::Resume)
+            && !scan.has(ManagedField::Resume)
             && candidate.worker.has_feature(failover::FEATURE)
     }
 
     /// True if it may wait: an accepted stream always, another while there is a place in the queue.
-    pub fn take_place(&mut self, app: &App) -> bool {
+    pub fn take_place(&mut self, app: &AppState) -> bool {
         if self.is_accepted || self.place.is_some() {
             return true;
         }
@@ -138,7 +143,7 @@ impl Inbound {
     }
 
     /// A worker broke under it, without a token since the last one did. True: it is not to be tried again.
-    pub fn add_break(&mut self, app: &App, worker: WorkerId, is_alone: bool) -> bool {
+    pub fn add_break(&mut self, app: &AppState, worker: WorkerId, is_alone: bool) -> bool {
         let is_over = self.breaks.add(is_alone);
         match (is_alone, is_over) {
             (true, _) => {
@@ -161,7 +166,7 @@ impl Inbound {
     }
 
     /// True if requests with this body broke workers a moment ago.
-    pub async fn is_poison(&self, app: &App) -> Result<bool, RouteError> {
+    pub async fn is_poison(&self, app: &AppState) -> Result<bool, RouteError> {
         if app.poison.lock().is_empty() {
             return Ok(false);
         }
@@ -178,7 +183,7 @@ impl Inbound {
 
     /// The least of the times the client gives for the first token or for all of the answer.
     pub fn deadline_ms(&self) -> Option<u64> {
-        let Deadlines { ttft, whole } = self.scan.deadlines;
+        let RequestDeadlines { ttft, whole } = self.scan.deadlines;
         let all = [self.told.ttft, self.told.whole, ttft, whole];
         all.into_iter().flatten().min()
     }
@@ -203,7 +208,7 @@ impl Inbound {
         }
         // The first token came, if only from another worker.
         let begun = self.begun.as_ref().filter(|begun| !begun.resume.is_empty());
-        let left = |of: Deadlines| {
+        let left = |of: RequestDeadlines| {
             let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
             [of.ttft.filter(|_| begun.is_none()), of.whole].map(|ms| ms.map(left))
         };
@@ -235,7 +240,10 @@ fn body_hash(body: &Bytes) -> u64 {
 }
 
 /// Deadlines in the headers of a request.
-pub fn told_deadlines(headers: &HeaderMap) -> Deadlines {
+pub fn told_deadlines(headers: &HeaderMap) -> RequestDeadlines {
     let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
-    Deadlines { ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(), whole: ms(DEADLINE_HEADER) }
+    RequestDeadlines {
+        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
+        whole: ms(DEADLINE_HEADER),
+    }
 }

@@ -10,8 +10,8 @@ use bytes::Bytes;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::dispatch::attempt::Opened;
-use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
+use crate::dispatch::attempt::UpstreamResponse;
+use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 
 const FIELD: &str = "input_token_logprobs";
 /// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits this long for it.
@@ -20,7 +20,11 @@ const STREAM_WAIT: Duration = Duration::from_secs(2);
 const MAX_EVENT: usize = 8 << 20;
 
 /// `opened` with the prefill leg's input logprobs, if it says them within `limit`.
-pub async fn merged(mut opened: Opened, prefill: &mut PrefillLeg, limit: Duration) -> Opened {
+pub async fn merged(
+    mut opened: UpstreamResponse,
+    prefill: &mut PrefillAttempt,
+    limit: Duration,
+) -> UpstreamResponse {
     let limit = match opened.is_sse {
         true => limit.min(STREAM_WAIT),
         false => limit,
@@ -48,7 +52,7 @@ pub async fn merged(mut opened: Opened, prefill: &mut PrefillLeg, limit: Duratio
 }
 
 /// Read on until the first event's line is complete.
-async fn read_first_event(opened: &mut Opened, limit: Duration) {
+async fn read_first_event(opened: &mut UpstreamResponse, limit: Duration) {
     let mut held: usize = opened.pieces.iter().map(Bytes::len).sum();
     while !opened.pieces.iter().any(|piece| piece.contains(&b'\n')) && held < MAX_EVENT {
         let Some(rest) = &mut opened.rest else { return };

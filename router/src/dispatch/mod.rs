@@ -36,19 +36,19 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 
 use crate::clock::now_ms;
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::{Failure, Opened, Told};
-use crate::dispatch::context::Inbound;
-use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
-use crate::dispatch::proxy_body::Relay;
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{AttemptError, ErrorReply, UpstreamResponse};
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::proxy_body::ProxyBody;
 use crate::dispatch::retry::commit;
-use crate::dispatch::types::Unanswered;
+use crate::dispatch::types::NoResponse;
 use crate::error::RouteError;
 use crate::response::keepalive::{sse_headers, with_keepalive};
 use crate::transport::headers::end_to_end;
 
 /// Answer a generation request. Dropping the future drops everything the request holds.
-pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
+pub async fn generate(app: Arc<AppState>, request: RequestContext) -> Response {
     let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
     if request.scan.stream && !every.is_zero() {
         with_keepalive(Box::pin(attempts(app, request)), every).await
@@ -57,7 +57,7 @@ pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
     }
 }
 
-async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
+async fn attempts(app: Arc<AppState>, mut request: RequestContext) -> Response {
     match request.is_poison(&app).await {
         Ok(false) => {}
         Ok(true) => return refuse(request, RouteError::PoisonRequest),
@@ -69,38 +69,38 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
         Err(_) if app.is_cut() => refuse(request, RouteError::Draining),
-        Err(Unanswered::Refused(err)) => refuse(request, err),
-        Err(Unanswered::Failed(failure)) => tell(request, failure),
+        Err(NoResponse::Refused(err)) => refuse(request, err),
+        Err(NoResponse::Failed(failure)) => tell(request, failure),
     }
 }
 
 fn answer(
-    app: Arc<App>,
-    request: Inbound,
-    opened: Opened,
-    prefill: Option<PrefillLeg>,
+    app: Arc<AppState>,
+    request: RequestContext,
+    opened: UpstreamResponse,
+    prefill: Option<PrefillAttempt>,
 ) -> Response {
     let (status, mut headers) = (opened.status, end_to_end(&opened.headers));
     if opened.is_sse {
         sse_headers(&mut headers);
     }
-    let relay = Relay::new(app, request, opened, prefill);
+    let relay = ProxyBody::new(app, request, opened, prefill);
     let mut response = Response::new(axum::body::Body::new(relay));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response
 }
 
-pub fn refuse(mut request: Inbound, err: RouteError) -> Response {
+pub fn refuse(mut request: RequestContext, err: RouteError) -> Response {
     request.record.end(err.status(), err.code());
     err.into_response()
 }
 
 /// The last attempt failed: the worker's own words if it had any.
-fn tell(mut request: Inbound, failure: Failure) -> Response {
+fn tell(mut request: RequestContext, failure: AttemptError) -> Response {
     match failure.told {
-        Told::Error(err) => refuse(request, err),
-        Told::Answer { status, headers, body } => {
+        ErrorReply::Error(err) => refuse(request, err),
+        ErrorReply::Answer { status, headers, body } => {
             request.record.end(status, failure.reason);
             let mut response = Response::new(axum::body::Body::from(body));
             *response.status_mut() = status;

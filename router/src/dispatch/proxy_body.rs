@@ -1,6 +1,6 @@
 //! The body of an answer to a client: a worker's pieces pass through, and everything the request holds hangs on it.
 //!
-//! 1. `Relay::new` with the request and what the leg already read, and the rest of the answer;
+//! 1. `ProxyBody::new` with the request and what the leg already read, and the rest of the answer;
 //! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
 //! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
 //! 4. or, where the worker told the tokens behind the text (failover.rs), another one is asked to go on: the client sees a
@@ -17,28 +17,28 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
-use router_core::{Outcome, Role};
+use router_core::{RequestOutcome, Role};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::{Opened, SILENT, is_break, silent_error};
-use crate::dispatch::context::{Begun, Inbound};
-use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error};
+use crate::dispatch::context::{RequestContext, ResumePoint};
+use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{commit, has_tries};
-use crate::dispatch::types::{Committed, Unanswered};
+use crate::dispatch::types::{CommittedResponse, NoResponse};
 use crate::error::RouteError;
-use crate::observability::access_log::Record;
-use crate::observability::metrics::Metrics;
-use crate::response::failover::{Broken, Said};
+use crate::observability::access_log::AccessLogEntry;
+use crate::observability::metrics::RouterMetrics;
+use crate::response::failover::{BrokenStream, ResumeBuffer};
 use crate::response::keepalive;
-use crate::response::sse::{Ending, Tail, epilogue};
+use crate::response::sse::{StreamEnd, StreamTail, epilogue};
 use crate::response::usage::usage_in;
-use crate::transport::upstream::{Answer, with_source};
+use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
-use crate::workers::registry::selection::Avoid;
-use crate::workers::worker::State;
+use crate::workers::registry::selection::ExcludedWorkers;
+use crate::workers::worker::WorkerState;
 
 const DONE: &[u8] = b"\ndata: [DONE]\n\n";
 /// A silent worker of a stream that another could resume is looked up, and probed, this often: its health checks may
@@ -48,41 +48,41 @@ const LOOK_UP: Duration = Duration::from_secs(2);
 /// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct Cut(RouteError);
+pub struct TruncatedResponse(RouteError);
 
 /// The request while its answer runs.
 #[expect(
     clippy::large_enum_variant,
     reason = "most answers have the large one, and need no allocation for it"
 )]
-enum Asker {
+enum RequestState {
     /// Whole request of a stream that another worker can resume.
-    Whole(Box<Inbound>),
+    Whole(Box<RequestContext>),
     Rest {
-        record: Record,
+        record: AccessLogEntry,
         _permit: Option<OwnedSemaphorePermit>,
     },
     /// With `Resuming`.
     Away,
 }
 
-impl Asker {
-    fn record(&mut self) -> Option<&mut Record> {
+impl RequestState {
+    fn record(&mut self) -> Option<&mut AccessLogEntry> {
         match self {
-            Asker::Whole(request) => Some(&mut request.record),
-            Asker::Rest { record, .. } => Some(record),
-            Asker::Away => None,
+            RequestState::Whole(request) => Some(&mut request.record),
+            RequestState::Rest { record, .. } => Some(record),
+            RequestState::Away => None,
         }
     }
 
-    fn rest(request: Inbound) -> Self {
-        Asker::Rest { record: request.record, _permit: request.permit }
+    fn rest(request: RequestContext) -> Self {
+        RequestState::Rest { record: request.record, _permit: request.permit }
     }
 
     /// Let go of what is needed to ask again.
     fn slim(&mut self) {
-        *self = match std::mem::replace(self, Asker::Away) {
-            Asker::Whole(request) => Asker::rest(*request),
+        *self = match std::mem::replace(self, RequestState::Away) {
+            RequestState::Whole(request) => RequestState::rest(*request),
             other => other,
         };
     }
@@ -94,13 +94,13 @@ struct Resuming {
     since: Instant,
     role: Role,
     /// Error for the client if nobody can.
-    words: Option<Words>,
+    words: Option<StreamFailure>,
     /// Label of the metric; the client leaves unless another is set.
     outcome: &'static str,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RouterMetrics>,
 }
 
-type Resumed = (Box<Inbound>, Result<Committed, Unanswered>);
+type Resumed = (Box<RequestContext>, Result<CommittedResponse, NoResponse>);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
@@ -110,38 +110,38 @@ impl Drop for Resuming {
 }
 
 /// How a stream ends that broke.
-enum Words {
+enum StreamFailure {
     Ours(RouteError),
     /// The worker's own error event.
-    Theirs(Broken),
+    Theirs(BrokenStream),
 }
 
-impl Words {
+impl StreamFailure {
     fn outcome(&self) -> &'static str {
         match self {
-            Words::Ours(err) => err.code(),
-            Words::Theirs(_) => "error_event",
+            StreamFailure::Ours(err) => err.code(),
+            StreamFailure::Theirs(_) => "error_event",
         }
     }
 
     /// True if the worker is to blame.
     fn blames(&self) -> bool {
         match self {
-            Words::Ours(err) => *err != RouteError::Draining,
-            Words::Theirs(broken) => broken.class.blames_worker(),
+            StreamFailure::Ours(err) => *err != RouteError::Draining,
+            StreamFailure::Theirs(broken) => broken.class.blames_worker(),
         }
     }
 }
 
-pub struct Relay {
-    app: Arc<App>,
-    asker: Asker,
+pub struct ProxyBody {
+    app: Arc<AppState>,
+    asker: RequestState,
     out: VecDeque<Bytes>,
-    rest: Option<Answer>,
+    rest: Option<ResponseBody>,
     /// `Some` for streams.
-    tail: Option<Tail>,
+    tail: Option<StreamTail>,
     /// `Some` for streams that tell their tokens.
-    said: Option<Said>,
+    said: Option<ResumeBuffer>,
     /// Pieces that `said` let pass; empty between two pieces.
     passed: VecDeque<Bytes>,
     resuming: Option<Resuming>,
@@ -156,27 +156,27 @@ pub struct Relay {
     counts: bool,
     /// Last piece of a JSON answer.
     last: Option<Bytes>,
-    prefill: Option<PrefillLeg>,
+    prefill: Option<PrefillAttempt>,
 }
 
-impl Relay {
+impl ProxyBody {
     pub fn new(
-        app: Arc<App>,
-        request: Inbound,
-        opened: Opened,
-        prefill: Option<PrefillLeg>,
+        app: Arc<AppState>,
+        request: RequestContext,
+        opened: UpstreamResponse,
+        prefill: Option<PrefillAttempt>,
     ) -> Self {
         let many = request.scan.batch.is_some();
         let held = request.held_bytes();
         let tells = opened.tells_tokens;
         let mut relay = Self {
             out: VecDeque::with_capacity(opened.pieces.len().max(2)),
-            tail: opened.is_sse.then(|| Tail::new(many)),
-            said: tells.then(|| Said::new(app.failover_memory.clone(), held)),
+            tail: opened.is_sse.then(|| StreamTail::new(many)),
+            said: tells.then(|| ResumeBuffer::new(app.failover_memory.clone(), held)),
             passed: VecDeque::new(),
             asker: match tells {
-                true => Asker::Whole(Box::new(request)),
-                false => Asker::rest(request),
+                true => RequestState::Whole(Box::new(request)),
+                false => RequestState::rest(request),
             },
             resuming: None,
             status: opened.status,
@@ -195,7 +195,7 @@ impl Relay {
     }
 
     /// Pass this leg's answer on.
-    fn follow(&mut self, opened: Opened, prefill: Option<PrefillLeg>) {
+    fn follow(&mut self, opened: UpstreamResponse, prefill: Option<PrefillAttempt>) {
         self.last_piece = Instant::now();
         self.silence = None;
         self.rest = opened.rest;
@@ -212,7 +212,7 @@ impl Relay {
         }
     }
 
-    fn take(&mut self, piece: Bytes) -> Result<(), Broken> {
+    fn take(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
         let Some(tail) = &mut self.tail else {
             if self.counts {
                 self.last = Some(piece.clone());
@@ -228,7 +228,7 @@ impl Relay {
         for event in self.passed.drain(..) {
             tail.pass(event, &mut self.out);
         }
-        if let (Some(lost), Asker::Whole(_)) = (said.lost(), &self.asker) {
+        if let (Some(lost), RequestState::Whole(_)) = (said.lost(), &self.asker) {
             let labels = [lost.label()];
             self.app.metrics.unresumable.with_label_values(&labels).inc();
             self.asker.slim();
@@ -236,8 +236,8 @@ impl Relay {
         result
     }
 
-    fn ending(&self) -> Option<Ending> {
-        self.tail.as_ref().map(Tail::ending)
+    fn ending(&self) -> Option<StreamEnd> {
+        self.tail.as_ref().map(StreamTail::ending)
     }
 
     /// The worker ended its answer properly; a stream must also have been finished.
@@ -245,14 +245,14 @@ impl Relay {
         self.rest = None;
         let ending = self.ending();
         match ending {
-            Some(Ending::Open) => {
+            Some(StreamEnd::Open) => {
                 self.broke("ended the stream without finishing it".into());
             }
             _ => {
-                if ending == Some(Ending::Finished) {
+                if ending == Some(StreamEnd::Finished) {
                     self.out.push_back(Bytes::from_static(DONE)); // a client may wait for it
                 }
-                let has_error = self.tail.as_ref().is_some_and(Tail::has_error);
+                let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
                 self.finish(if has_error { "error_event" } else { "ok" });
             }
         }
@@ -287,7 +287,7 @@ impl Relay {
     }
 
     /// The worker broke off.
-    fn broke(&mut self, cause: String) -> Option<Cut> {
+    fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
         let Some(guard) = &self.guard else {
             return None;
         };
@@ -297,22 +297,26 @@ impl Relay {
             worker: candidate.name.clone(),
             cause,
         };
-        self.fail(Words::Ours(err), "reset")
+        self.fail(StreamFailure::Ours(err), "reset")
     }
 
     /// The worker ended its stream with an error that another could mend.
-    fn theirs(&mut self, broken: Broken) {
+    fn theirs(&mut self, broken: BrokenStream) {
         let code = broken.code;
-        self.fail(Words::Theirs(broken), code);
+        self.fail(StreamFailure::Theirs(broken), code);
     }
 
     /// Nothing more comes from this worker. Returns the error if only a cut connection can tell the client.
-    fn fail(&mut self, mut words: Words, reason: &'static str) -> Option<Cut> {
+    fn fail(
+        &mut self,
+        mut words: StreamFailure,
+        reason: &'static str,
+    ) -> Option<TruncatedResponse> {
         self.rest = None;
-        let mut ending = self.ending().unwrap_or(Ending::Open);
-        if ending == Ending::Open {
+        let mut ending = self.ending().unwrap_or(StreamEnd::Open);
+        if ending == StreamEnd::Open {
             if self.app.is_cut() {
-                words = Words::Ours(RouteError::Draining);
+                words = StreamFailure::Ours(RouteError::Draining);
             } else {
                 words = match self.fail_over(words, reason) {
                     Ok(()) => return None,
@@ -327,9 +331,9 @@ impl Relay {
             }
             ending = tail.ending();
         }
-        if ending != Ending::Open {
+        if ending != StreamEnd::Open {
             self.finish("ok");
-            let missing = (ending == Ending::Finished).then_some(Bytes::from_static(DONE));
+            let missing = (ending == StreamEnd::Finished).then_some(Bytes::from_static(DONE));
             self.out.extend(missing);
             return None;
         }
@@ -339,13 +343,13 @@ impl Relay {
     }
 
     /// Attribute the worker's break.
-    fn blame(&mut self, words: &Words, reason: &'static str) {
+    fn blame(&mut self, words: &StreamFailure, reason: &'static str) {
         let Some(guard) = &mut self.guard else { return };
         if !words.blames() {
-            guard.settle(Outcome::Unknown);
+            guard.settle(RequestOutcome::Unknown);
             return;
         }
-        guard.settle(Outcome::Failure);
+        guard.settle(RequestOutcome::Failure);
         let worker = &guard.candidate.worker;
         worker.suspect.notify_one();
         if let Some(record) = self.asker.record() {
@@ -354,15 +358,15 @@ impl Relay {
     }
 
     /// The end of an answer that broke.
-    fn last_words(&mut self, words: Words) -> Option<Cut> {
+    fn last_words(&mut self, words: StreamFailure) -> Option<TruncatedResponse> {
         self.end(words.outcome());
-        if let (Some(record), Words::Ours(err)) = (self.asker.record(), &words) {
+        if let (Some(record), StreamFailure::Ours(err)) = (self.asker.record(), &words) {
             tracing::warn!(rid = record.rid, %err, "answer broke off");
         }
         match (words, &self.tail) {
-            (Words::Ours(err), None) => return Some(Cut(err)),
-            (Words::Ours(err), Some(_)) => self.out.extend(epilogue(Ending::Open, &err)),
-            (Words::Theirs(broken), _) => {
+            (StreamFailure::Ours(err), None) => return Some(TruncatedResponse(err)),
+            (StreamFailure::Ours(err), Some(_)) => self.out.extend(epilogue(StreamEnd::Open, &err)),
+            (StreamFailure::Theirs(broken), _) => {
                 self.out.extend([broken.words, Bytes::from_static(DONE)]);
             }
         }
@@ -371,7 +375,7 @@ impl Relay {
 
     /// True if another worker is to be asked to resume the answer.
     fn may_fail_over(&mut self, reason: &'static str) -> bool {
-        let (Some(said), Some(guard), Asker::Whole(request)) =
+        let (Some(said), Some(guard), RequestState::Whole(request)) =
             (&self.said, &self.guard, &mut self.asker)
         else {
             return false;
@@ -385,14 +389,14 @@ impl Relay {
         let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
         if said.tokens() > resumed_at {
             (request.failed, request.breaks) = Default::default();
-            request.avoid = Avoid::default();
+            request.avoid = ExcludedWorkers::default();
         } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
             return false;
         }
         request.count_failure(reason);
         (request.is_accepted, request.is_paced) = (true, true);
         request.avoid.add(role, candidate.id);
-        request.begun = (said.tokens() > 0).then(|| Begun {
+        request.begun = (said.tokens() > 0).then(|| ResumePoint {
             make: candidate.make,
             tokens: said.tokens(),
             resume: said.member(),
@@ -411,13 +415,17 @@ impl Relay {
     }
 
     /// Have another worker say the rest. `Err`: nobody is asked.
-    fn fail_over(&mut self, words: Words, reason: &'static str) -> Result<(), Words> {
+    fn fail_over(
+        &mut self,
+        words: StreamFailure,
+        reason: &'static str,
+    ) -> Result<(), StreamFailure> {
         if !self.may_fail_over(reason) {
             return Err(words);
         }
         self.blame(&words, reason);
-        let asker = std::mem::replace(&mut self.asker, Asker::Away);
-        let (Asker::Whole(mut request), Some(guard), Some(said)) =
+        let asker = std::mem::replace(&mut self.asker, RequestState::Away);
+        let (RequestState::Whole(mut request), Some(guard), Some(said)) =
             (asker, self.guard.take(), &mut self.said)
         else {
             return Err(words); // may_fail_over has seen them
@@ -441,7 +449,7 @@ impl Relay {
                         let waited_ms = request.record.started;
                         match timeout_at(end, commit(&app, &mut request)).await {
                             Ok(rest) => rest,
-                            Err(_) => Err(Unanswered::Refused(RouteError::DeadlineOver {
+                            Err(_) => Err(NoResponse::Refused(RouteError::DeadlineOver {
                                 waited_ms: ms_since(waited_ms),
                             })),
                         }
@@ -460,7 +468,7 @@ impl Relay {
 
     /// Another worker was asked, this came of it.
     fn resumed(&mut self, mut resuming: Resuming, (request, rest): Resumed) {
-        self.asker = Asker::Whole(request);
+        self.asker = RequestState::Whole(request);
         let why = match rest {
             Ok((opened, prefill)) if opened.is_sse => {
                 resuming.outcome = "resumed";
@@ -474,20 +482,20 @@ impl Relay {
                 return self.follow(opened, prefill);
             }
             Ok(_) => "the rest came as something else than a stream".to_owned(),
-            Err(Unanswered::Refused(err)) if err.code() == "timeout" => {
-                resuming.words = Some(Words::Ours(err));
+            Err(NoResponse::Refused(err)) if err.code() == "timeout" => {
+                resuming.words = Some(StreamFailure::Ours(err));
                 String::new()
             }
-            Err(Unanswered::Refused(err)) => err.to_string(),
-            Err(Unanswered::Failed(failure)) => {
+            Err(NoResponse::Refused(err)) => err.to_string(),
+            Err(NoResponse::Failed(failure)) => {
                 format!("the last one asked, a {} worker: {}", failure.role, failure.reason)
             }
         };
         resuming.outcome = "failed";
         if let Some(mut words) = resuming.words.take() {
             if self.app.is_cut() {
-                words = Words::Ours(RouteError::Draining);
-            } else if let Words::Ours(RouteError::Upstream { cause, .. }) = &mut words {
+                words = StreamFailure::Ours(RouteError::Draining);
+            } else if let StreamFailure::Ours(RouteError::Upstream { cause, .. }) = &mut words {
                 cause.push_str("; no other worker went on with it: ");
                 cause.push_str(&why);
             }
@@ -496,9 +504,9 @@ impl Relay {
     }
 
     /// Why the worker is not waited for any longer, if so.
-    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<Words> {
+    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<StreamFailure> {
         let guard = self.guard.as_ref()?;
-        let can_resume = self.said.as_ref().is_some_and(Said::can_resume);
+        let can_resume = self.said.as_ref().is_some_and(ResumeBuffer::can_resume);
         let pause = match can_resume {
             true => self.limit.min(LOOK_UP),
             false => self.limit,
@@ -508,13 +516,13 @@ impl Relay {
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {
-                return Some(Words::Ours(silent_error(guard, self.limit)));
+                return Some(StreamFailure::Ours(silent_error(guard, self.limit)));
             }
             let worker = &guard.candidate.worker;
             if now >= next
-                && let State::Unhealthy { reason, .. } = worker.state()
+                && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
-                return Some(Words::Ours(RouteError::Upstream {
+                return Some(StreamFailure::Ours(RouteError::Upstream {
                     role: worker.role(),
                     worker: guard.candidate.name.clone(),
                     cause: format!("fell silent and fails its health checks: {reason}"),
@@ -545,14 +553,14 @@ impl Relay {
     }
 }
 
-impl Body for Relay {
+impl Body for ProxyBody {
     type Data = Bytes;
-    type Error = Cut;
+    type Error = TruncatedResponse;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, TruncatedResponse>>> {
         let this = &mut *self;
         loop {
             if let Some(piece) = this.out.pop_front() {
@@ -596,7 +604,7 @@ impl Body for Relay {
                 }
                 Poll::Pending => match this.too_silent(cx) {
                     None => return Poll::Pending,
-                    Some(words @ Words::Ours(RouteError::UpstreamSilent { .. })) => {
+                    Some(words @ StreamFailure::Ours(RouteError::UpstreamSilent { .. })) => {
                         this.fail(words, SILENT)
                     }
                     Some(words) => this.fail(words, "hung"),

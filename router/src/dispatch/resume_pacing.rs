@@ -9,8 +9,8 @@ use router_core::{PacerTicket, Role};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::dispatch::app::App;
-use crate::dispatch::context::Inbound;
+use crate::dispatch::app::AppState;
+use crate::dispatch::context::RequestContext;
 use crate::error::RouteError;
 
 /// A circuit closes, and a refused connection is accepted again, without a change of the fleet: look again after this.
@@ -18,12 +18,12 @@ const RECHECK: Duration = Duration::from_secs(1);
 
 /// A turn to attempt an answer; the next stream gets it when this is dropped.
 pub struct ResumeTurn<'a> {
-    app: &'a App,
+    app: &'a AppState,
     ticket: PacerTicket,
 }
 
 impl<'a> ResumeTurn<'a> {
-    pub async fn wait(app: &'a App) -> Self {
+    pub async fn wait(app: &'a AppState) -> Self {
         let (waker, is_due) = oneshot::channel();
         let limit = limit(app);
         let (ticket, due) = app.resume_pacer.lock().enter(waker, limit);
@@ -43,13 +43,13 @@ impl Drop for ResumeTurn<'_> {
 }
 
 /// --failover-concurrency for each ready worker of the role that has the fewest.
-fn limit(app: &App) -> usize {
+fn limit(app: &AppState) -> usize {
     let ready = |role: &Role| app.fleet.registry.count(*role).1;
     let workers = app.fleet.serving_roles().iter().map(ready).min().unwrap_or(0);
     workers.saturating_mul(app.config.retry.failover_concurrency)
 }
 
-fn wake(app: &App, due: Vec<oneshot::Sender<()>>) {
+fn wake(app: &AppState, due: Vec<oneshot::Sender<()>>) {
     let waiting = app.resume_pacer.lock().waiting();
     app.metrics.resumes_waiting.set(waiting as f64);
     for waker in due {
@@ -65,7 +65,11 @@ pub struct WorkerWait {
 
 impl WorkerWait {
     /// Wait for a change of the fleet. False: there is nothing to wait for, or --worker-wait-timeout-secs have passed.
-    pub async fn for_change(wait: &mut Option<Self>, app: &App, request: &mut Inbound) -> bool {
+    pub async fn for_change(
+        wait: &mut Option<Self>,
+        app: &AppState,
+        request: &mut RequestContext,
+    ) -> bool {
         let limit = Duration::from_secs(app.config.retry.worker_wait_timeout_secs);
         if limit.is_zero() || app.is_cut() || !request.take_place(app) {
             return false;
@@ -89,7 +93,7 @@ impl WorkerWait {
 }
 
 /// True if a worker may come for a request that was refused with `err`.
-pub fn may_come(app: &App, request: &Inbound, err: &RouteError) -> bool {
+pub fn may_come(app: &AppState, request: &RequestContext, err: &RouteError) -> bool {
     match err {
         RouteError::NoWorker { role, .. } => {
             request.is_accepted || app.fleet.registry.may_return(*role)

@@ -7,30 +7,34 @@ use router_core::{RetryClass, Role, WorkerId};
 use tokio::time::Instant;
 
 use crate::clock::now_ms;
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::Failure;
-use crate::dispatch::context::Inbound;
-use crate::dispatch::disaggregated;
-use crate::dispatch::disaggregated::vllm;
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::AttemptError;
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::{self, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
-use crate::dispatch::types::{Committed, Stop, Unanswered, ids_for, leg, observe_overhead};
+use crate::dispatch::types::{
+    AttemptFailure, CommittedResponse, NoResponse, ids_for, leg, observe_overhead,
+};
 use crate::error::RouteError;
-use crate::request::body::Ours;
+use crate::request::body::ManagedField;
 
 /// A client is not kept waiting for an overloaded worker that asks for more time than this [ms].
 const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
-pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Unanswered> {
+pub async fn commit(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+) -> Result<CommittedResponse, NoResponse> {
     let committed = try_until_committed(app, request).await;
     request.place = None;
     committed
 }
 
 async fn try_until_committed(
-    app: &Arc<App>,
-    request: &mut Inbound,
-) -> Result<Committed, Unanswered> {
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+) -> Result<CommittedResponse, NoResponse> {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
@@ -41,7 +45,7 @@ async fn try_until_committed(
             false => None,
         };
         if request.record.attempts > 0 || request.has_lost_time() {
-            request.prepare_again().map_err(Unanswered::Refused)?;
+            request.prepare_again().map_err(NoResponse::Refused)?;
         }
         request.record.attempts += 1;
         request.attempted_at = Instant::now();
@@ -58,13 +62,9 @@ async fn try_until_committed(
                 }
                 return Ok(committed);
             }
-            Err(Stop::Error(err)) => {
-                if let (RouteError::NoWorker { role, .. }, Some(model)) =
-                    (&err, &request.scan.model)
-                    && app.fleet.registry.lacks_model(*role, model)
-                {
-                    let (model, role) = (model.clone(), *role);
-                    return Err(Unanswered::Refused(RouteError::ModelNotFound { model, role }));
+            Err(AttemptFailure::Error(err)) => {
+                if let Some(err) = model_not_found(app, request, &err) {
+                    return Err(NoResponse::Refused(err));
                 }
                 if may_come(app, request, &err)
                     && WorkerWait::for_change(&mut wait, app, request).await
@@ -72,10 +72,10 @@ async fn try_until_committed(
                     request.record.attempts -= 1; // nothing was sent
                     continue;
                 }
-                return Err(Unanswered::Refused(err));
+                return Err(NoResponse::Refused(err));
             }
-            Err(Stop::Failed(failure)) => (failure, false),
-            Err(Stop::Stale(failure)) => (failure, true),
+            Err(AttemptFailure::Failed(failure)) => (failure, false),
+            Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
         request.record.story.failed(failure.role, failure.reason);
         let labels = [failure.role.label(), failure.reason];
@@ -84,24 +84,13 @@ async fn try_until_committed(
         avoid.add(failure.role, failure.worker);
         let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
         let is_second = had_second_opinion;
-        let may_retry = match failure.class {
-            RetryClass::Refused => {
-                let is_own = failure.is_denial()
-                    && app.fleet.registry.judge_denial(failure.role, failure.worker);
-                is_own && has_other && !std::mem::replace(&mut had_second_opinion, true)
-            }
-            RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
-            RetryClass::Broken | RetryClass::Leaving => true,
-            // No other worker is left to ask, and this one asks for more time than a client is kept waiting for.
-            RetryClass::Overloaded => {
-                has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
-            }
-        };
+        let may_retry = may_retry(app, &failure, has_other, &mut had_second_opinion);
         request.count_failure(failure.reason);
         let is_poison =
             failure.broke_alone.is_some_and(|alone| request.add_break(app, failure.worker, alone));
         let may_retry = may_retry && !is_poison;
-        let has_budget = |request: &mut Inbound| is_stale || has_budget(app, request, &failure);
+        let has_budget =
+            |request: &mut RequestContext| is_stale || has_budget(app, request, &failure);
         let is_tried_again = may_retry && has_tries(app, request) && has_budget(request);
         if failure.class == RetryClass::Unexplained && !is_second {
             match is_tried_again {
@@ -116,7 +105,7 @@ async fn try_until_committed(
             if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
                 continue;
             }
-            return Err(Unanswered::Failed(failure));
+            return Err(NoResponse::Failed(failure));
         }
         tracing::debug!(
             rid = request.record.rid,
@@ -136,8 +125,44 @@ async fn try_until_committed(
     }
 }
 
+/// The error that says more than `err`: no registered worker serves the request's model.
+fn model_not_found(
+    app: &AppState,
+    request: &RequestContext,
+    err: &RouteError,
+) -> Option<RouteError> {
+    let (RouteError::NoWorker { role, .. }, Some(model)) = (err, &request.scan.model) else {
+        return None;
+    };
+    let (model, role) = (model.clone(), *role);
+    let is_missing = app.fleet.registry.lacks_model(role, &model);
+    is_missing.then_some(RouteError::ModelNotFound { model, role })
+}
+
+/// True if another attempt may help. A failure that may be the request's own fault gets one second opinion.
+fn may_retry(
+    app: &AppState,
+    failure: &AttemptError,
+    has_other: bool,
+    had_second_opinion: &mut bool,
+) -> bool {
+    match failure.class {
+        RetryClass::Refused => {
+            let is_own = failure.is_denial()
+                && app.fleet.registry.judge_denial(failure.role, failure.worker);
+            is_own && has_other && !std::mem::replace(had_second_opinion, true)
+        }
+        RetryClass::Unexplained => !std::mem::replace(had_second_opinion, true),
+        RetryClass::Broken | RetryClass::Leaving => true,
+        // No other worker is left to ask, and this one asks for more time than a client is kept waiting for.
+        RetryClass::Overloaded => {
+            has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
+        }
+    }
+}
+
 /// True if the request has another attempt.
-pub fn has_tries(app: &App, request: &Inbound) -> bool {
+pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
     if app.is_cut() {
         return false;
     }
@@ -151,7 +176,7 @@ pub fn has_tries(app: &App, request: &Inbound) -> bool {
 
 /// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is paced, if there is a place in
 /// the queue: to the budget, the end of a busy worker looks like a storm of retries.
-fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
+fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptError) -> bool {
     if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;
     }
@@ -164,7 +189,10 @@ fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
     request.is_paced
 }
 
-async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop> {
+async fn single(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+) -> Result<CommittedResponse, AttemptFailure> {
     let registry = &app.fleet.registry;
     let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
     let candidate = &chosen.guard.candidate;
@@ -175,7 +203,7 @@ async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop
         None => request.body_for(&[], ids, ""),
         Some(rank) => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&[Ours::Rank], ids, &fields)
+            request.body_for(&[ManagedField::Rank], ids, &fields)
         }
     };
     observe_overhead(app, request);

@@ -4,49 +4,53 @@ use bytes::Bytes;
 use http::HeaderValue;
 use router_core::Role;
 
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::{Failure, Leg, Opened};
-use crate::dispatch::context::Inbound;
-use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{AttemptError, UpstreamAttempt, UpstreamResponse};
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::error::RouteError;
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
-use crate::transport::request_body::Parts;
+use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Chosen;
+use crate::workers::registry::selection::Selection;
 
 /// Attempt failed: by a worker, or because nobody could be chosen.
-pub enum Stop {
-    Failed(Failure),
+pub enum AttemptFailure {
+    Failed(AttemptError),
     /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided for that.
-    Stale(Failure),
+    Stale(AttemptError),
     Error(RouteError),
 }
 
-impl From<RouteError> for Stop {
+impl From<RouteError> for AttemptFailure {
     fn from(err: RouteError) -> Self {
-        Stop::Error(err)
+        AttemptFailure::Error(err)
     }
 }
 
-impl From<Failure> for Stop {
-    fn from(failure: Failure) -> Self {
-        Stop::Failed(failure)
+impl From<AttemptError> for AttemptFailure {
+    fn from(failure: AttemptError) -> Self {
+        AttemptFailure::Failed(failure)
     }
 }
 
 /// No attempt brought an answer.
-pub enum Unanswered {
+pub enum NoResponse {
     /// No worker could be chosen, or its time is over.
     Refused(RouteError),
     /// The last one failed like this.
-    Failed(Failure),
+    Failed(AttemptError),
 }
 
-pub type Committed = (Opened, Option<PrefillLeg>);
+pub type CommittedResponse = (UpstreamResponse, Option<PrefillAttempt>);
 
 /// The prompt's token ids as a member of the body, if this worker would have come to the same.
-pub fn ids_for<'a>(app: &App, request: &'a Inbound, candidate: &Candidate) -> Option<&'a Bytes> {
+pub fn ids_for<'a>(
+    app: &AppState,
+    request: &'a RequestContext,
+    candidate: &Candidate,
+) -> Option<&'a Bytes> {
     let ids = request.input_ids.as_ref()?;
     let worker = &candidate.worker;
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
@@ -57,7 +61,12 @@ pub fn ids_for<'a>(app: &App, request: &'a Inbound, candidate: &Candidate) -> Op
     Some(ids)
 }
 
-pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+pub fn leg(
+    app: &AppState,
+    request: &RequestContext,
+    chosen: Selection,
+    body: BodySegments,
+) -> UpstreamAttempt {
     let mut head = request.head.clone();
     if let Some(traceparent) = chosen.guard.traceparent() {
         head.headers.insert(TRACEPARENT, traceparent);
@@ -69,7 +78,7 @@ pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
         let yes = HeaderValue::from_static("1");
         head.headers.insert(failover::HEADER, yes);
     }
-    Leg {
+    UpstreamAttempt {
         guard: chosen.guard,
         head,
         body,
@@ -80,7 +89,7 @@ pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
     }
 }
 
-pub fn observe_overhead(app: &App, request: &Inbound) {
+pub fn observe_overhead(app: &AppState, request: &RequestContext) {
     if request.record.attempts == 1 {
         let labels = [request.record.route()];
         let overhead = app.metrics.overhead.with_label_values(&labels);

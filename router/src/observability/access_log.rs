@@ -3,50 +3,50 @@
 use std::sync::Arc;
 
 use http::{HeaderMap, StatusCode};
-use router_core::{Role, Why};
+use router_core::{Role, SelectionReason};
 use tokio::time::Instant;
 
 use crate::clock::ms_since;
-use crate::observability::metrics::Metrics;
-use crate::observability::otlp::{Context, Exporter};
-use crate::observability::request_timeline::{Requests, Stage, Story};
+use crate::observability::metrics::RouterMetrics;
+use crate::observability::otlp::{SpanExporter, TraceContext};
+use crate::observability::request_timeline::{RequestHistory, RequestStage, RequestTimeline};
 
 /// Where records go when they end.
 #[derive(Clone)]
-pub struct RecordSinks {
-    pub metrics: Arc<Metrics>,
-    pub requests: Arc<Requests>,
+pub struct EntrySinks {
+    pub metrics: Arc<RouterMetrics>,
+    pub requests: Arc<RequestHistory>,
     /// With --enable-trace.
-    pub tracer: Option<Arc<Exporter>>,
+    pub tracer: Option<Arc<SpanExporter>>,
 }
 
-/// Dropped with the response body. Nobody called [`Record::end`]: the client left.
-pub struct Record {
-    sinks: RecordSinks,
-    pub story: Arc<Story>,
+/// Dropped with the response body. Nobody called [`AccessLogEntry::end`]: the client left.
+pub struct AccessLogEntry {
+    sinks: EntrySinks,
+    pub story: Arc<RequestTimeline>,
     pub rid: String,
     route: &'static str,
     method: &'static str,
     pub started: Instant,
     pub attempts: u32,
-    pub prefill: Option<(String, Why)>,
+    pub prefill: Option<(String, SelectionReason)>,
     /// Decode or regular worker.
-    pub worker: Option<(String, Why)>,
+    pub worker: Option<(String, SelectionReason)>,
     pub room: Option<u64>,
     status: StatusCode,
     outcome: Option<&'static str>,
     ttft_ms: Option<u64>,
 }
 
-impl Record {
+impl AccessLogEntry {
     pub fn new(
-        sinks: &RecordSinks,
+        sinks: &EntrySinks,
         route: &'static str,
         method: &'static str,
         headers: &HeaderMap,
         rid: String,
     ) -> Self {
-        let trace = sinks.tracer.as_ref().map(|_| Context::of(headers));
+        let trace = sinks.tracer.as_ref().map(|_| TraceContext::of(headers));
         Self {
             sinks: sinks.clone(),
             story: sinks.requests.begin(route, &rid, trace),
@@ -72,7 +72,7 @@ impl Record {
     pub fn first_byte(&mut self, status: StatusCode) {
         if self.ttft_ms.is_none() {
             self.status = status;
-            self.story.mark(Stage::FirstByte);
+            self.story.mark(RequestStage::FirstByte);
             self.ttft_ms = Some(ms_since(self.started));
             let ttft = self.sinks.metrics.ttft.with_label_values(&[self.route]);
             ttft.observe(self.started.elapsed().as_secs_f64());
@@ -95,7 +95,7 @@ impl Record {
     }
 }
 
-impl Drop for Record {
+impl Drop for AccessLogEntry {
     fn drop(&mut self) {
         let outcome = self.outcome.unwrap_or("client_gone");
         // nginx's number for a client that left; it never goes over the wire.
@@ -117,7 +117,7 @@ impl Drop for Record {
         self.sinks.metrics.stages(&stages);
         let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
         let usage = self.story.usage();
-        let show = |chosen: &Option<(String, Why)>| match chosen {
+        let show = |chosen: &Option<(String, SelectionReason)>| match chosen {
             Some((name, why)) => format!("{name} ({why})"),
             None => "-".to_owned(),
         };

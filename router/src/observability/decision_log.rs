@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prometheus::IntCounterVec;
-use router_core::decision_log::{FORMAT, Header, Line, Sink};
+use router_core::decision_log::{FORMAT, LogHeader, LogLine, LogSink};
 
 /// Lines that wait to be written: a second of a busy router.
 const MAX_LINES: usize = 16_384;
@@ -27,39 +27,39 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Place that --decision-log and the flags beside it name.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct LogLocation {
     pub path: PathBuf,
     pub max_bytes: u64,
     pub max_files: u32,
 }
 
 /// The queue's end that policies see.
-pub struct Queue {
+pub struct LogQueue {
     lines: SyncSender<Message>,
     waiting_bytes: Arc<AtomicUsize>,
     counts: IntCounterVec,
 }
 
 enum Message {
-    Line(Box<Line>),
+    Line(Box<LogLine>),
     /// The router is going down.
     Stop,
 }
 
 /// The thread's handle.
-pub struct Writer {
+pub struct LogWriter {
     lines: SyncSender<Message>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Open the first file, start the thread. `counts` is by result: written, dropped (the queue was full), failed (the disk).
 pub fn start(
-    place: Place,
+    place: LogLocation,
     flags: Vec<String>,
     counts: IntCounterVec,
-) -> Result<(Queue, Writer), String> {
+) -> Result<(LogQueue, LogWriter), String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let header = Header {
+    let header = LogHeader {
         decision_log: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         run: now.map_or(0, |now| now.as_millis() as u64),
@@ -82,19 +82,19 @@ pub fn start(
         .name("decision-log".into())
         .spawn(move || writing.run(&received))
         .map_err(|err| format!("--decision-log: cannot start its thread: {err}"))?;
-    let queue = Queue { lines: lines.clone(), waiting_bytes, counts };
-    let writer = Writer { lines, thread: Some(thread) };
+    let queue = LogQueue { lines: lines.clone(), waiting_bytes, counts };
+    let writer = LogWriter { lines, thread: Some(thread) };
     Ok((queue, writer))
 }
 
-impl Queue {
+impl LogQueue {
     fn count(&self, result: &str) {
         self.counts.with_label_values(&[result]).inc();
     }
 }
 
-impl Sink for Queue {
-    fn put(&self, line: Line) {
+impl LogSink for LogQueue {
+    fn put(&self, line: LogLine) {
         let bytes = line.bytes();
         let waiting = self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
         let is_sent = waiting + bytes <= MAX_BYTES
@@ -109,7 +109,7 @@ impl Sink for Queue {
     }
 }
 
-impl Writer {
+impl LogWriter {
     /// Write what is queued, for at most `LAST_WORDS`.
     pub fn stop(mut self) {
         let until = std::time::Instant::now() + LAST_WORDS;
@@ -190,14 +190,14 @@ impl Writing {
 }
 
 struct Files {
-    place: Place,
-    header: Header,
+    place: LogLocation,
+    header: LogHeader,
     out: BufWriter<File>,
     bytes: u64,
 }
 
 impl Files {
-    fn open(place: Place, header: Header) -> io::Result<Self> {
+    fn open(place: LogLocation, header: LogHeader) -> io::Result<Self> {
         // What an earlier run left is kept, as if it had been full.
         if place.path.metadata().is_ok_and(|old| old.len() > 0) {
             shift(&place.path, place.max_files)?;
@@ -216,7 +216,7 @@ impl Files {
         self.out.write_all(&text)
     }
 
-    fn write(&mut self, line: &Line) -> io::Result<()> {
+    fn write(&mut self, line: &LogLine) -> io::Result<()> {
         let mut text = serde_json::to_vec(line)?;
         text.push(b'\n');
         if self.bytes + text.len() as u64 > self.place.max_bytes {
@@ -263,7 +263,7 @@ fn numbered(path: &Path, number: u32) -> PathBuf {
 mod tests {
     use prometheus::Opts;
     use router_core::Role;
-    use router_core::decision_log::Entry;
+    use router_core::decision_log::LogEntry;
 
     use super::*;
 
@@ -274,10 +274,10 @@ mod tests {
         folder
     }
 
-    fn line(n: u64) -> Line {
+    fn line(n: u64) -> LogLine {
         let (role, now_ms) = (Role::Regular, 5);
-        let entry = Entry::Evict { role, now_ms };
-        Line { n, entry }
+        let entry = LogEntry::Evict { role, now_ms };
+        LogLine { n, entry }
     }
 
     fn counts() -> IntCounterVec {
@@ -288,7 +288,7 @@ mod tests {
     fn files_are_shifted_at_the_limit_and_each_begins_with_the_header() {
         let folder = folder("shift");
         let path = folder.join("log");
-        let place = || Place { path: path.clone(), max_bytes: 400, max_files: 3 };
+        let place = || LogLocation { path: path.clone(), max_bytes: 400, max_files: 3 };
         let counted = counts();
         let (queue, writer) = start(place(), vec!["--policy".into()], counted.clone()).unwrap();
         (0..40).for_each(|n| queue.put(line(n)));
@@ -299,10 +299,10 @@ mod tests {
             let text = std::fs::read_to_string(numbered(&path, number)).unwrap();
             assert!(text.len() <= 400);
             let mut lines = text.lines();
-            let header: Header = serde_json::from_str(lines.next().unwrap()).unwrap();
+            let header: LogHeader = serde_json::from_str(lines.next().unwrap()).unwrap();
             assert_eq!(header.flags, ["--policy"]);
             let numbers: Vec<u64> =
-                lines.map(|l| serde_json::from_str::<Line>(l).unwrap().n).collect();
+                lines.map(|l| serde_json::from_str::<LogLine>(l).unwrap().n).collect();
             assert_eq!(*numbers.last().unwrap() + 1, next);
             assert!(numbers.is_sorted());
             next = numbers[0];
@@ -320,7 +320,7 @@ mod tests {
     fn a_full_queue_drops_and_counts_and_never_waits() {
         let counted = counts();
         let (lines, _unread) = sync_channel(2);
-        let queue = Queue { lines, waiting_bytes: Arc::default(), counts: counted.clone() };
+        let queue = LogQueue { lines, waiting_bytes: Arc::default(), counts: counted.clone() };
         (0..5).for_each(|n| queue.put(line(n)));
         assert_eq!(counted.with_label_values(&["dropped"]).get(), 3);
         let two = 2 * line(0).bytes();
@@ -329,7 +329,8 @@ mod tests {
 
     #[test]
     fn a_place_that_cannot_be_written_is_refused_with_its_name() {
-        let place = Place { path: "/proc/nowhere/log".into(), max_bytes: 1 << 20, max_files: 2 };
+        let place =
+            LogLocation { path: "/proc/nowhere/log".into(), max_bytes: 1 << 20, max_files: 2 };
         let refusal = start(place, Vec::new(), counts()).err().unwrap();
         assert!(refusal.starts_with("--decision-log /proc/nowhere/log: "), "{refusal}");
     }

@@ -9,7 +9,7 @@
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderValue};
-use router_core::{Role, Why};
+use router_core::{Role, SelectionReason};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -19,22 +19,22 @@ pub const HEADER: &str = "x-baton-explain";
 
 /// Explanation that the client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Asks {
+pub enum ExplainMode {
     #[default]
     Nothing,
     Explain,
     DryRun,
 }
 
-impl Asks {
+impl ExplainMode {
     pub fn of(headers: &HeaderMap) -> Result<Self, RouteError> {
         let Some(value) = headers.get(HEADER) else {
-            return Ok(Asks::Nothing);
+            return Ok(ExplainMode::Nothing);
         };
         match value.as_bytes() {
-            b"0" | b"false" => Ok(Asks::Nothing),
-            b"1" | b"true" => Ok(Asks::Explain),
-            b"dry-run" => Ok(Asks::DryRun),
+            b"0" | b"false" => Ok(ExplainMode::Nothing),
+            b"1" | b"true" => Ok(ExplainMode::Explain),
+            b"dry-run" => Ok(ExplainMode::DryRun),
             _ => Err(RouteError::InvalidValue {
                 param: HEADER,
                 problem: "must be 1 or dry-run".into(),
@@ -49,7 +49,7 @@ pub struct DryRun {
     pub role: Role,
     pub worker: String,
     #[serde(flatten)]
-    pub decision: Why,
+    pub decision: SelectionReason,
     pub explanation: Option<Box<RawValue>>,
 }
 
@@ -74,12 +74,12 @@ mod tests {
         let asks = |value: &'static str| {
             let mut headers = HeaderMap::new();
             headers.insert(HEADER, HeaderValue::from_static(value));
-            Asks::of(&headers)
+            ExplainMode::of(&headers)
         };
-        assert_eq!(asks("1").unwrap(), Asks::Explain);
-        assert_eq!(asks("dry-run").unwrap(), Asks::DryRun);
-        assert_eq!(asks("0").unwrap(), Asks::Nothing);
-        assert_eq!(Asks::of(&HeaderMap::new()).unwrap(), Asks::Nothing);
+        assert_eq!(asks("1").unwrap(), ExplainMode::Explain);
+        assert_eq!(asks("dry-run").unwrap(), ExplainMode::DryRun);
+        assert_eq!(asks("0").unwrap(), ExplainMode::Nothing);
+        assert_eq!(ExplainMode::of(&HeaderMap::new()).unwrap(), ExplainMode::Nothing);
         let wrong = asks("please").unwrap_err().to_string();
         assert_eq!(wrong, "x-baton-explain must be 1 or dry-run");
     }

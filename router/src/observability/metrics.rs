@@ -7,9 +7,9 @@ use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
     Opts, Registry as Exposed, TextEncoder,
 };
-use router_core::{Forecast, Role};
+use router_core::{PrefillForecast, Role};
 
-use crate::observability::request_timeline::Stages;
+use crate::observability::request_timeline::StageTimes;
 
 /// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
 /// since alerts name them.
@@ -24,25 +24,25 @@ fn seconds_buckets() -> Vec<f64> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum MetricKind {
     Counter,
     Gauge,
     Histogram,
 }
 
 /// A metric's name (without unit mistakes: it ends in one), labels and meaning.
-pub struct Spec {
+pub struct MetricSpec {
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: MetricKind,
     pub labels: &'static [&'static str],
     pub help: &'static str,
 }
 
 macro_rules! specs {
     ($($konst:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
-        $(const $konst: Spec = Spec { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
+        $(const $konst: MetricSpec = MetricSpec { name: $name, kind: MetricKind::$kind, labels: &[$($label),*], help: $help };)*
         /// All metrics, in the order of docs/metrics.md.
-        pub const METRICS: &[&Spec] = &[$(&$konst),*];
+        pub const METRICS: &[&MetricSpec] = &[$(&$konst),*];
     };
 }
 
@@ -185,12 +185,12 @@ specs! {
         "Always 1";
 }
 
-/// Label values of [`STAGES`], as `Metrics::stages` has them.
+/// Label values of [`STAGES`], as `RouterMetrics::stages` has them.
 const STAGE_NAMES: [&str; 7] =
     ["read", "queue", "parse", "tokenise", "decide", "connect", "first_token"];
 
 /// Handles of everything in [`METRICS`].
-pub struct Metrics {
+pub struct RouterMetrics {
     exposed: Exposed,
     /// Lock of a scrape: gauges are rebuilt for each.
     scrape: parking_lot::Mutex<()>,
@@ -263,30 +263,30 @@ pub struct Metrics {
     pub routing_keys: GaugeVec,
 }
 
-fn opts(spec: &Spec) -> Opts {
+fn opts(spec: &MetricSpec) -> Opts {
     Opts::new(spec.name, spec.help)
 }
 
-fn counters(exposed: &Exposed, spec: &Spec) -> prometheus::Result<IntCounterVec> {
+fn counters(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<IntCounterVec> {
     let made = IntCounterVec::new(opts(spec), spec.labels)?;
     exposed.register(Box::new(made.clone()))?;
     Ok(made)
 }
 
-fn gauges(exposed: &Exposed, spec: &Spec) -> prometheus::Result<GaugeVec> {
+fn gauges(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<GaugeVec> {
     let made = GaugeVec::new(opts(spec), spec.labels)?;
     exposed.register(Box::new(made.clone()))?;
     Ok(made)
 }
 
-fn histograms(exposed: &Exposed, spec: &Spec) -> prometheus::Result<HistogramVec> {
+fn histograms(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<HistogramVec> {
     let buckets = HistogramOpts::from(opts(spec)).buckets(seconds_buckets());
     let made = HistogramVec::new(buckets, spec.labels)?;
     exposed.register(Box::new(made.clone()))?;
     Ok(made)
 }
 
-impl Metrics {
+impl RouterMetrics {
     pub fn new() -> prometheus::Result<Self> {
         let exposed = Exposed::new();
         gauges(&exposed, &BUILD)?.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1.0);
@@ -366,7 +366,7 @@ impl Metrics {
     }
 
     /// How long the stages of a request took, those it came to.
-    pub fn stages(&self, took: &Stages) {
+    pub fn stages(&self, took: &StageTimes) {
         let seconds = [
             took.read,
             took.queue,
@@ -384,7 +384,7 @@ impl Metrics {
     }
 
     /// A first token that had been predicted was seen.
-    pub fn first_token(&self, role: &str, forecast: Forecast, took_ms: u64) {
+    pub fn first_token(&self, role: &str, forecast: PrefillForecast, took_ms: u64) {
         let predicted_ms = u64::from(forecast.ttft_ms);
         let seconds = |ms: u64| ms as f64 / 1e3;
         let role_only = [role];
@@ -423,7 +423,13 @@ impl Metrics {
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
-    pub fn counted(&self, role: &str, prompt_tokens: u32, forecast: Forecast, reported: u32) {
+    pub fn counted(
+        &self,
+        role: &str,
+        prompt_tokens: u32,
+        forecast: PrefillForecast,
+        reported: u32,
+    ) {
         let expected = forecast.cached_tokens;
         let passed_over = forecast.best_cached_tokens.saturating_sub(expected);
         for (family, tokens) in [
@@ -476,13 +482,18 @@ mod tests {
     fn names_carry_prefix_and_unit() {
         for spec in METRICS {
             assert!(spec.name.starts_with("baton_router_"), "{}", spec.name);
-            assert_eq!(spec.kind == Kind::Counter, spec.name.ends_with("_total"), "{}", spec.name);
+            assert_eq!(
+                spec.kind == MetricKind::Counter,
+                spec.name.ends_with("_total"),
+                "{}",
+                spec.name
+            );
             // A gauge may be seconds too, a counter may not: it counts.
             let is_seconds = spec.name.ends_with("_seconds");
             match spec.kind {
-                Kind::Histogram => assert!(is_seconds, "{}", spec.name),
-                Kind::Counter => assert!(!is_seconds, "{}", spec.name),
-                Kind::Gauge => {}
+                MetricKind::Histogram => assert!(is_seconds, "{}", spec.name),
+                MetricKind::Counter => assert!(!is_seconds, "{}", spec.name),
+                MetricKind::Gauge => {}
             }
         }
     }
@@ -499,7 +510,7 @@ mod tests {
 
     #[test]
     fn all_of_the_table_registers() {
-        let metrics = Metrics::new().unwrap();
+        let metrics = RouterMetrics::new().unwrap();
         metrics.requests.with_label_values(&["a", "b", "c", "d"]).inc();
         assert!(metrics.exposed.gather().len() > 1);
     }

@@ -6,8 +6,8 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, stdin};
 
-use router_core::Replay;
-use router_core::decision_log::{FORMAT, Header, Line};
+use router_core::DecisionReplay;
+use router_core::decision_log::{FORMAT, LogHeader, LogLine};
 
 use crate::config::{ParseStop, RouterConfig};
 
@@ -21,7 +21,7 @@ situation the fleet was in. Give all files of a run, in any order; '-' is standa
 /// A file of a log, its header read.
 struct Opened {
     name: String,
-    header: Header,
+    header: LogHeader,
     lines: Box<dyn BufRead>,
 }
 
@@ -49,7 +49,7 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
     }
     let recorded = configured(&first.flags, &[])?;
     let now = configured(&first.flags, &flags)?;
-    let mut replay = Replay::new(
+    let mut replay = DecisionReplay::new(
         |role| recorded.policy_for(role),
         |role| now.policy_for(role),
         &now.policy_params(),
@@ -88,7 +88,7 @@ fn open(name: &String) -> Result<Opened, String> {
     };
     let mut text = String::new();
     lines.read_line(&mut text).map_err(failed)?;
-    let header: Header = serde_json::from_str(&text)
+    let header: LogHeader = serde_json::from_str(&text)
         .map_err(|err| format!("{name}: not a file of --decision-log: {err}"))?;
     match header.decision_log {
         FORMAT => Ok(Opened { name: name.clone(), header, lines }),
@@ -98,7 +98,7 @@ fn open(name: &String) -> Result<Opened, String> {
     }
 }
 
-fn read(file: &mut Opened, replay: &mut Replay) -> Result<(), String> {
+fn read(file: &mut Opened, replay: &mut DecisionReplay) -> Result<(), String> {
     let name = &file.name;
     let mut text = String::new();
     let mut number = 1u64;
@@ -115,7 +115,7 @@ fn read(file: &mut Opened, replay: &mut Replay) -> Result<(), String> {
         if text.starts_with("{\"decision_log\"") {
             continue; // files of a run one behind the other on standard input
         }
-        let line: Line =
+        let line: LogLine =
             serde_json::from_str(&text).map_err(|err| format!("{name}, line {number}: {err}"))?;
         if !replay.line(&line) {
             let n = line.n;

@@ -11,12 +11,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, interval, timeout};
 
 use crate::clock::ms_since;
-use crate::config::Limits;
+use crate::config::LimitFlags;
 use crate::error::RouteError;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 
 /// First come, first served. A place is a permit that lives in the response body.
-pub struct Admission {
+pub struct AdmissionController {
     /// `None`: no limit.
     places: Option<Arc<Semaphore>>,
     running: usize,
@@ -28,9 +28,9 @@ pub struct Admission {
 /// How often a bucket is filled.
 const FILL_EVERY: Duration = Duration::from_millis(10);
 
-impl Admission {
+impl AdmissionController {
     /// Fill the bucket, if there is one, as long as this router lives.
-    pub fn keep_filling(&self, limits: &Limits) {
+    pub fn keep_filling(&self, limits: &LimitFlags) {
         let (Some(rate), Some(places)) = (limits.rate_limit_tokens_per_second, &self.places) else {
             return;
         };
@@ -52,7 +52,7 @@ impl Admission {
         });
     }
 
-    pub fn new(limits: &Limits) -> Self {
+    pub fn new(limits: &LimitFlags) -> Self {
         let running = usize::try_from(limits.max_concurrent_requests).ok();
         let running = running.map(|n| n.min(Semaphore::MAX_PERMITS));
         let queue_size = limits.queue_size.min(Semaphore::MAX_PERMITS);
@@ -66,7 +66,7 @@ impl Admission {
     }
 
     /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are taken.
-    pub fn queue_place(&self, metrics: &Metrics) -> Option<QueuePlace> {
+    pub fn queue_place(&self, metrics: &RouterMetrics) -> Option<QueuePlace> {
         let place = self.queue.clone().try_acquire_owned().ok()?;
         Some(QueuePlace { _place: place, _shown: Shown::new(&metrics.queued) })
     }
@@ -89,7 +89,7 @@ impl Admission {
     /// Wait for a place. Dropping the future leaves the queue.
     pub async fn enter(
         &self,
-        metrics: &Metrics,
+        metrics: &RouterMetrics,
     ) -> Result<Option<OwnedSemaphorePermit>, RouteError> {
         let Some(places) = &self.places else {
             return Ok(None);

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use memchr::memmem;
-use router_core::Blocks;
+use router_core::PromptBlocks;
 
 /// Text that stands for one image [bytes]: 512 tokens at the usual ratio, between the 256 and 1500 of today's models.
 const MEDIA_BYTES: usize = 2048;
@@ -27,7 +27,7 @@ pub fn condensed(prompt: &[u8]) -> Option<Vec<u8>> {
     for span in spans {
         text.extend_from_slice(&prompt[from..span.start]);
         let data = &prompt[span.clone()];
-        let hash = Blocks::of_text(data, None).prompt().hashes.last().copied();
+        let hash = PromptBlocks::of_text(data, None).prompt().hashes.last().copied();
         let name = [hash.unwrap_or(0).to_le_bytes(), data.len().to_le_bytes()].concat();
         text.extend(name.iter().cycle().take(MEDIA_BYTES));
         from = span.end;

@@ -10,7 +10,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use crate::error::RouteError;
-use crate::request::body::{Api, Scan};
+use crate::request::body::{ApiKind, BodyIndex};
 
 /// Most bytes of JSON for one character: an escaped surrogate pair, `\ud83d\ude00`.
 const JSON_BYTES_PER_CHAR: u64 = 12;
@@ -75,15 +75,15 @@ pub enum OversizedBody {
 impl OversizedBody {
     /// The first part of `body` that exceeds `limit`. Cost: one pass over the prompt's JSON where that is longer than
     /// the limit; else nothing.
-    pub fn find(scan: &Scan, body: &[u8], api: Api, limit: PromptLimit) -> Option<Self> {
+    pub fn find(scan: &BodyIndex, body: &[u8], api: ApiKind, limit: PromptLimit) -> Option<Self> {
         let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
         let size = match api {
-            Api::Chat => size_of_messages(prompt, limit),
+            ApiKind::Chat => size_of_messages(prompt, limit),
             _ => None,
         };
         let size = size.or_else(|| match ids {
             Some(ids) => size_of_ids(ids, limit),
-            None if api != Api::Chat => size_of_text(prompt, limit),
+            None if api != ApiKind::Chat => size_of_text(prompt, limit),
             None => None,
         });
         if let Some(size) = size {
@@ -114,11 +114,11 @@ pub fn oversized_body(
     body: &[u8],
     limit: PromptLimit,
 ) -> Result<Option<OversizedBody>, RouteError> {
-    let apis = [Api::Chat, Api::Completions, Api::Generate];
+    let apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate];
     let Some(api) = apis.into_iter().find(|api| api.path() == path) else {
         return Ok(None);
     };
-    match Scan::of(body, api) {
+    match BodyIndex::of(body, api) {
         Ok(scan) => Ok(OversizedBody::find(&scan, body, api, limit)),
         Err(err @ RouteError::InvalidJson { .. }) => Err(err),
         Err(_) => Ok(None), // a value that the engine refuses in its own words
@@ -206,7 +206,7 @@ mod tests {
 
     const LIMIT: PromptLimit = PromptLimit { tokens: NonZeroU64::new(4).unwrap(), chars: 40 };
 
-    fn find(api: Api, body: &str) -> Option<(&'static str, String)> {
+    fn find(api: ApiKind, body: &str) -> Option<(&'static str, String)> {
         let found = oversized_body(api.path(), body.as_bytes(), LIMIT).unwrap();
         found.map(|part| match part {
             OversizedBody::Prompt { param, size } => (param, size),
@@ -220,7 +220,8 @@ mod tests {
         for character in ["a", "é", "😀", "\\n", "\\u00e9", "\\ud83d\\ude00"] {
             for (count, is_refused) in [(40, false), (41, true)] {
                 let text = format!("\"{}\"", character.repeat(count));
-                for (api, member) in [(Api::Completions, "prompt"), (Api::Generate, "text")] {
+                for (api, member) in [(ApiKind::Completions, "prompt"), (ApiKind::Generate, "text")]
+                {
                     let expected = is_refused.then(|| too_long(member)).flatten();
                     let body = format!("{{\"{member}\": {text}}}");
                     assert_eq!(find(api, &body), expected, "{body}");
@@ -230,7 +231,7 @@ mod tests {
             }
         }
         let many = json!({"prompt": vec!["a".repeat(40); 9]}).to_string();
-        assert_eq!(find(Api::Completions, &many), None);
+        assert_eq!(find(ApiKind::Completions, &many), None);
     }
 
     #[test]
@@ -241,13 +242,13 @@ mod tests {
             let expected = |param| is_refused.then(|| too_long(param)).flatten();
             for ids in [ids.to_owned(), format!("[[1, 2], {ids}]")] {
                 let body = format!("{{\"prompt\": {ids}}}");
-                assert_eq!(find(Api::Completions, &body), expected("prompt"));
+                assert_eq!(find(ApiKind::Completions, &body), expected("prompt"));
                 let body = format!("{{\"input_ids\": {ids}}}");
-                assert_eq!(find(Api::Generate, &body), expected("input_ids"));
+                assert_eq!(find(ApiKind::Generate, &body), expected("input_ids"));
                 let body = format!("{{\"text\": \"{}\", \"input_ids\": {ids}}}", "x".repeat(99));
-                assert_eq!(find(Api::Generate, &body), expected("text"));
+                assert_eq!(find(ApiKind::Generate, &body), expected("text"));
                 let body = format!("{{\"messages\": [], \"input_ids\": {ids}}}");
-                assert_eq!(find(Api::Chat, &body), expected("messages"));
+                assert_eq!(find(ApiKind::Chat, &body), expected("messages"));
             }
         }
     }
@@ -257,8 +258,8 @@ mod tests {
         let body = |content: &str| {
             format!("{{\"messages\": [{{\"role\":\"user\",\"content\":\"{content}\"}}]}}")
         };
-        assert_eq!(find(Api::Chat, &body(&"\\ud83d\\ude00".repeat(36))), None);
-        let long = find(Api::Chat, &body(&"x".repeat(480)));
+        assert_eq!(find(ApiKind::Chat, &body(&"\\ud83d\\ude00".repeat(36))), None);
+        let long = find(ApiKind::Chat, &body(&"x".repeat(480)));
         let size = "has 510 bytes of messages, at most 480 are accepted";
         assert_eq!(long, Some(("messages", size.to_owned())));
     }
@@ -273,7 +274,7 @@ mod tests {
             format!("{{\"prompt\": [[1], \"{long}\"]}}"),
             format!("{{\"prompt\": \"a\", \"n\": 99999999, \"user\": \"{long}\"}}"),
         ] {
-            assert_eq!(find(Api::Completions, &body), None, "{body}");
+            assert_eq!(find(ApiKind::Completions, &body), None, "{body}");
         }
         let broken = oversized_body("/generate", b"{\"text\": ", LIMIT);
         assert_eq!(broken.unwrap_err().code(), "invalid_json");
@@ -289,12 +290,12 @@ mod tests {
             let tools = "x".repeat(most - overhead + excess);
             let body = format!(r#"{{"messages":{messages},"tools":"{tools}","input_ids":{ids}}}"#);
             let expected = is_refused.then(|| ("", format!("{} of {most}", most + 1)));
-            assert_eq!(find(Api::Chat, &body), expected);
+            assert_eq!(find(ApiKind::Chat, &body), expected);
         }
         let texts = json!({"prompt": vec!["x".repeat(40); 1 + most / 40]}).to_string();
-        assert_eq!(find(Api::Completions, &texts), None, "many prompts are no excess");
+        assert_eq!(find(ApiKind::Completions, &texts), None, "many prompts are no excess");
         let ids = json!({"prompt": vec![vec![1; 4]; 1 + most / 8]}).to_string();
-        assert_eq!(find(Api::Completions, &ids), None, "many prompts are no excess");
+        assert_eq!(find(ApiKind::Completions, &ids), None, "many prompts are no excess");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event of each write: the
 //!    tokens that are out with the events so far (docs/protocol.md §2);
-//! 2. [`Said`] takes these comments out of the stream and remembers the tokens of what passed;
+//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of what passed;
 //! 3. the worker breaks off: the same body with `baton_resume` goes to another one (`dispatch::proxy_body`), whose stream passes here too.
 //!
 //! Invariant: a token is remembered if and only if its event went to the client whole. Events whose tokens are not known
@@ -36,7 +36,7 @@ const MAX_WAITING: usize = 8 << 20;
 
 /// Why a stream cannot be gone on with any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lost {
+pub enum NotResumable {
     /// More than `MAX_TOKENS`, or an event of more than `MAX_WAITING`.
     TooLong,
     /// --failover-max-bytes.
@@ -45,24 +45,24 @@ pub enum Lost {
     Malformed,
 }
 
-impl Lost {
+impl NotResumable {
     pub fn label(self) -> &'static str {
         match self {
-            Lost::TooLong => "too_long",
-            Lost::Memory => "memory",
-            Lost::Malformed => "malformed",
+            NotResumable::TooLong => "too_long",
+            NotResumable::Memory => "memory",
+            NotResumable::Malformed => "malformed",
         }
     }
 }
 
 /// Memory of all streams that could be gone on with.
 #[derive(Debug)]
-pub struct Memory {
+pub struct MemoryBudget {
     used: AtomicUsize,
     limit: usize,
 }
 
-impl Memory {
+impl MemoryBudget {
     pub fn new(limit: usize) -> Self {
         Self { used: AtomicUsize::new(0), limit }
     }
@@ -70,18 +70,18 @@ impl Memory {
 
 /// Share of one stream; free when dropped.
 #[derive(Debug)]
-struct Share {
-    memory: Arc<Memory>,
+struct MemoryReservation {
+    memory: Arc<MemoryBudget>,
     bytes: usize,
 }
 
-impl Share {
-    fn grow(&mut self, bytes: usize) -> Result<(), Lost> {
+impl MemoryReservation {
+    fn grow(&mut self, bytes: usize) -> Result<(), NotResumable> {
         let used = self.memory.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.bytes += bytes;
         match used <= self.memory.limit {
             true => Ok(()),
-            false => Err(Lost::Memory),
+            false => Err(NotResumable::Memory),
         }
     }
 
@@ -91,7 +91,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for MemoryReservation {
     fn drop(&mut self) {
         self.free();
     }
@@ -106,7 +106,7 @@ struct Comment {
 
 /// The worker's own last event is an error that another worker may mend.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Broken {
+pub struct BrokenStream {
     pub code: &'static str,
     pub class: RetryClass,
     /// The event.
@@ -115,7 +115,7 @@ pub struct Broken {
 
 /// Tokens and events that a stream has sent.
 #[derive(Debug)]
-pub struct Said {
+pub struct ResumeBuffer {
     ids: Vec<u32>,
     /// Count of `ids` whose event passed.
     passed: usize,
@@ -128,13 +128,13 @@ pub struct Said {
     /// The beginning of an event.
     part: Vec<u8>,
     waiting_len: usize,
-    share: Share,
-    lost: Option<Lost>,
+    share: MemoryReservation,
+    lost: Option<NotResumable>,
 }
 
-impl Said {
+impl ResumeBuffer {
     /// `held`: bytes of the request that are kept to ask again.
-    pub fn new(memory: Arc<Memory>, held: usize) -> Self {
+    pub fn new(memory: Arc<MemoryBudget>, held: usize) -> Self {
         let mut said = Self {
             ids: Vec::new(),
             passed: 0,
@@ -144,7 +144,7 @@ impl Said {
             waiting: Vec::new(),
             part: Vec::new(),
             waiting_len: 0,
-            share: Share { memory, bytes: 0 },
+            share: MemoryReservation { memory, bytes: 0 },
             lost: None,
         };
         if let Err(lost) = said.share.grow(held) {
@@ -154,7 +154,7 @@ impl Said {
     }
 
     /// Take a piece of the stream; what is for the client comes to `out`, in whole events.
-    pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), Broken> {
+    pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
         let text = if self.part.is_empty() {
             piece
         } else {
@@ -168,7 +168,7 @@ impl Said {
         }
         self.part.extend_from_slice(&text[from..]);
         if self.part.len() + self.waiting_len > MAX_WAITING {
-            self.lose(Lost::TooLong);
+            self.lose(NotResumable::TooLong);
             self.flush(out);
         }
         Ok(())
@@ -180,7 +180,7 @@ impl Said {
         text: &Bytes,
         at: Range<usize>,
         out: &mut VecDeque<Bytes>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), BrokenStream> {
         let event = &text[at.clone()];
         if event.starts_with(COMMENT) {
             let end = line_end(event).unwrap_or(event.len() - 1) + 1;
@@ -204,7 +204,7 @@ impl Said {
                 && self.can_resume()
             {
                 let words = text.slice(at);
-                return Err(Broken { code, class, words });
+                return Err(BrokenStream { code, class, words });
             }
             self.release(out);
             out.push_back(text.slice(at));
@@ -220,11 +220,12 @@ impl Said {
     }
 
     /// The usual form without a general parser: it comes with nearly every event.
-    fn comment(&mut self, json: &[u8]) -> Result<(), Lost> {
+    fn comment(&mut self, json: &[u8]) -> Result<(), NotResumable> {
         let before = self.ids.len();
         if !self.plain_ids(json)? {
             self.ids.truncate(before);
-            let told: Comment = serde_json::from_slice(json).map_err(|_| Lost::Malformed)?;
+            let told: Comment =
+                serde_json::from_slice(json).map_err(|_| NotResumable::Malformed)?;
             for id in told.ids {
                 self.push(id)?;
             }
@@ -233,12 +234,12 @@ impl Said {
         }
         match self.seed.and(self.created) {
             Some(_) => Ok(()),
-            None => Err(Lost::Malformed),
+            None => Err(NotResumable::Malformed),
         }
     }
 
     /// `{"ids":[1,2]}`; false: something else.
-    fn plain_ids(&mut self, json: &[u8]) -> Result<bool, Lost> {
+    fn plain_ids(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
         let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
         let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else {
             return Ok(false);
@@ -259,10 +260,10 @@ impl Said {
         Ok(true)
     }
 
-    fn push(&mut self, id: u32) -> Result<(), Lost> {
+    fn push(&mut self, id: u32) -> Result<(), NotResumable> {
         if self.ids.len() == self.ids.capacity() {
             if self.ids.len() >= MAX_TOKENS {
-                return Err(Lost::TooLong);
+                return Err(NotResumable::TooLong);
             }
             let more = self.ids.len().max(64);
             self.share.grow(more * size_of::<u32>())?;
@@ -272,7 +273,7 @@ impl Said {
         Ok(())
     }
 
-    fn lose(&mut self, lost: Lost) {
+    fn lose(&mut self, lost: NotResumable) {
         self.lost.get_or_insert(lost);
         self.ids = Vec::new();
         self.share.free();
@@ -292,7 +293,7 @@ impl Said {
         }
     }
 
-    pub fn lost(&self) -> Option<Lost> {
+    pub fn lost(&self) -> Option<NotResumable> {
         self.lost
     }
 
@@ -366,11 +367,11 @@ mod tests {
         data: {\"role\":1}\n\ndata: {\"a\":1}\n\n: waiting\n\ndata: {\"b\":1}\n\n\
         data: {\"c\":1}\n\ndata: {\"usage\":1}\n\ndata: [DONE]\n\n";
 
-    fn said() -> Said {
-        Said::new(Arc::new(Memory::new(1 << 20)), 100)
+    fn said() -> ResumeBuffer {
+        ResumeBuffer::new(Arc::new(MemoryBudget::new(1 << 20)), 100)
     }
 
-    fn pass(said: &mut Said, text: &str) -> Result<String, Broken> {
+    fn pass(said: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
         said.pass(Bytes::copy_from_slice(text.as_bytes()), &mut out)?;
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
@@ -457,23 +458,23 @@ mod tests {
         let mut said = said();
         let plain = "data: {\"a\":1}\n\n";
         assert_eq!(pass(&mut said, &format!(": baton what\n{plain}")).unwrap(), plain);
-        assert_eq!(said.lost(), Some(Lost::Malformed));
+        assert_eq!(said.lost(), Some(NotResumable::Malformed));
         assert!(!said.can_resume());
         assert_eq!(pass(&mut said, plain).unwrap(), plain);
     }
 
     #[test]
     fn memory_is_bounded_over_all_streams_and_given_back() {
-        let memory = Arc::new(Memory::new(1000));
-        let first = Said::new(memory.clone(), 600);
-        assert_eq!(Said::new(memory.clone(), 600).lost(), Some(Lost::Memory));
-        let mut second = Said::new(memory.clone(), 300);
+        let memory = Arc::new(MemoryBudget::new(1000));
+        let first = ResumeBuffer::new(memory.clone(), 600);
+        assert_eq!(ResumeBuffer::new(memory.clone(), 600).lost(), Some(NotResumable::Memory));
+        let mut second = ResumeBuffer::new(memory.clone(), 300);
         let told = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
         assert_eq!(pass(&mut second, told).unwrap(), "data: {}\n\n");
-        assert_eq!(second.lost(), Some(Lost::Memory));
+        assert_eq!(second.lost(), Some(NotResumable::Memory));
         drop((first, second));
         assert_eq!(memory.used.load(Ordering::Relaxed), 0);
-        let mut alone = Said::new(memory, 300);
+        let mut alone = ResumeBuffer::new(memory, 300);
         pass(&mut alone, told).unwrap();
         assert!(alone.can_resume());
     }
@@ -483,6 +484,6 @@ mod tests {
         let mut said = said();
         let long = "x".repeat(MAX_WAITING + 1);
         assert_eq!(pass(&mut said, &long).unwrap(), long);
-        assert_eq!(said.lost(), Some(Lost::TooLong));
+        assert_eq!(said.lost(), Some(NotResumable::TooLong));
     }
 }

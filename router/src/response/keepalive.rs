@@ -26,7 +26,7 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
     if let Ok(answer) = timeout(every, &mut answering).await {
         return answer;
     }
-    let late = Late {
+    let late = KeepAliveBody {
         state: State::Waiting(answering),
         first: true,
         every,
@@ -47,7 +47,7 @@ pub fn sse_headers(headers: &mut http::HeaderMap) {
     cache.or_insert(HeaderValue::from_static("no-cache"));
 }
 
-struct Late {
+struct KeepAliveBody {
     state: State,
     /// The first comment goes with the head.
     first: bool,
@@ -64,7 +64,7 @@ enum State {
     Ended,
 }
 
-impl Body for Late {
+impl Body for KeepAliveBody {
     type Data = Bytes;
     type Error = axum::Error;
 

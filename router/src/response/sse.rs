@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 use http::{HeaderMap, header};
-use router_core::Usage;
+use router_core::TokenUsage;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -22,7 +22,7 @@ const MAX_LINE: usize = 8 << 20;
 
 /// How far a stream had got when it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
+pub enum StreamEnd {
     /// `[DONE]` went out.
     Done,
     /// The finish_reason went out: the answer is whole.
@@ -31,7 +31,7 @@ pub enum Ending {
 }
 
 #[derive(Debug, Default)]
-pub struct Tail {
+pub struct StreamTail {
     held: Vec<Bytes>,
     held_len: usize,
     recent: VecDeque<Bytes>,
@@ -39,7 +39,7 @@ pub struct Tail {
     many: bool,
 }
 
-impl Tail {
+impl StreamTail {
     pub fn new(many: bool) -> Self {
         Self { many, ..Self::default() }
     }
@@ -85,20 +85,20 @@ impl Tail {
     }
 
     /// How far the stream got, from the end of what went out.
-    pub fn ending(&self) -> Ending {
+    pub fn ending(&self) -> StreamEnd {
         let tail: Vec<u8> = self.recent.iter().flatten().copied().collect();
         let mut lines = tail.split(|b| *b == b'\n').rev();
         if lines.any(|line| data_of(line) == Some(b"[DONE]")) {
-            return Ending::Done;
+            return StreamEnd::Done;
         }
         if !self.many && has_finish_reason(&tail) {
-            return Ending::Finished;
+            return StreamEnd::Finished;
         }
-        Ending::Open
+        StreamEnd::Open
     }
 
     /// Tokens that the worker counted, if it said so at the end.
-    pub fn usage(&self) -> Option<Usage> {
+    pub fn usage(&self) -> Option<TokenUsage> {
         usage_in(self.recent.iter())
     }
 
@@ -131,11 +131,11 @@ fn has_finish_reason(tail: &[u8]) -> bool {
 }
 
 /// End of a stream that broke: nothing, the missing `[DONE]`, or the error and `[DONE]`.
-pub fn epilogue(ending: Ending, err: &RouteError) -> Option<Bytes> {
+pub fn epilogue(ending: StreamEnd, err: &RouteError) -> Option<Bytes> {
     match ending {
-        Ending::Done => None,
-        Ending::Finished => Some(Bytes::from_static(b"\ndata: [DONE]\n\n")),
-        Ending::Open => {
+        StreamEnd::Done => None,
+        StreamEnd::Finished => Some(Bytes::from_static(b"\ndata: [DONE]\n\n")),
+        StreamEnd::Open => {
             let mut event = Vec::from(b"\ndata: ");
             event.extend_from_slice(&err.body());
             event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
@@ -180,8 +180,8 @@ pub fn is_sse(headers: &HeaderMap) -> bool {
 mod tests {
     use super::*;
 
-    fn passed(pieces: &[&str], many: bool) -> (String, Ending) {
-        let mut tail = Tail::new(many);
+    fn passed(pieces: &[&str], many: bool) -> (String, StreamEnd) {
+        let mut tail = StreamTail::new(many);
         let mut out = VecDeque::new();
         for piece in pieces {
             tail.pass(Bytes::copy_from_slice(piece.as_bytes()), &mut out);
@@ -202,24 +202,24 @@ mod tests {
         let open = "data: {\"choices\":[{\"finish_reason\":null}]}\n\n";
         let finished = "data: {\"choices\":[{\"finish_reason\": \"stop\"}]}\n\n";
         let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";
-        assert_eq!(passed(&[open], false).1, Ending::Open);
-        assert_eq!(passed(&[open, finished], false).1, Ending::Finished);
-        assert_eq!(passed(&[finished, usage], false).1, Ending::Finished);
-        assert_eq!(passed(&[finished], true).1, Ending::Open);
-        assert_eq!(passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1, Ending::Done);
+        assert_eq!(passed(&[open], false).1, StreamEnd::Open);
+        assert_eq!(passed(&[open, finished], false).1, StreamEnd::Finished);
+        assert_eq!(passed(&[finished, usage], false).1, StreamEnd::Finished);
+        assert_eq!(passed(&[finished], true).1, StreamEnd::Open);
+        assert_eq!(passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1, StreamEnd::Done);
         assert_eq!(
             passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
-            Ending::Finished
+            StreamEnd::Finished
         );
         // the model may write the word itself
-        assert_eq!(passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1, Ending::Open);
+        assert_eq!(passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1, StreamEnd::Open);
     }
 
     #[test]
     fn epilogue_adds_what_is_missing() {
         let err = RouteError::Draining;
-        assert_eq!(epilogue(Ending::Done, &err), None);
-        let added = epilogue(Ending::Open, &err).unwrap();
+        assert_eq!(epilogue(StreamEnd::Done, &err), None);
+        let added = epilogue(StreamEnd::Open, &err).unwrap();
         let added = std::str::from_utf8(&added).unwrap();
         assert_eq!(added.matches("data: {\"error\"").count(), 1);
         assert!(added.ends_with("\n\ndata: [DONE]\n\n"));

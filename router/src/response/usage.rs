@@ -5,14 +5,14 @@
 //! string the quotes are escaped.
 
 use bytes::Bytes;
-use router_core::Usage;
+use router_core::TokenUsage;
 
 /// How much of an answer's end is looked at [bytes]: a usage object is about 200, an event of /generate about 400 and its
 /// text.
 const LOOKED_AT: usize = 4096;
 
 /// The usage told by the last pieces of an answer, if any. Cost: one copy and a few scans of at most `LOOKED_AT` bytes.
-pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<Usage> {
+pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<TokenUsage> {
     let (mut last, mut len) = (Vec::new(), 0);
     for piece in pieces.rev() {
         let part = &piece[piece.len().saturating_sub(LOOKED_AT - len)..];
@@ -23,7 +23,7 @@ pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Optio
         }
     }
     let tail: Vec<u8> = last.into_iter().rev().flatten().copied().collect();
-    Some(Usage {
+    Some(TokenUsage {
         prompt_tokens: number(&tail, b"\"prompt_tokens\":")?,
         cached_tokens: number(&tail, b"\"cached_tokens\":"),
         completion_tokens: number(&tail, b"\"completion_tokens\":"),
@@ -44,7 +44,7 @@ fn number(text: &[u8], name: &[u8]) -> Option<u32> {
 mod tests {
     use super::*;
 
-    fn told(pieces: &[&str]) -> Option<Usage> {
+    fn told(pieces: &[&str]) -> Option<TokenUsage> {
         let pieces: Vec<Bytes> =
             pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
         usage_in(pieces.iter())
@@ -55,7 +55,7 @@ mod tests {
         let openai = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\": 70,\"completion_tokens\":5,\"total_tokens\":75,\
             \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
         let usage =
-            Usage { prompt_tokens: 70, cached_tokens: Some(64), completion_tokens: Some(5) };
+            TokenUsage { prompt_tokens: 70, cached_tokens: Some(64), completion_tokens: Some(5) };
         assert_eq!(told(&[openai]), Some(usage));
         let (a, b) = openai.split_at(60); // a name cut in two
         assert_eq!(told(&["data: {}\n\n", a, b]), Some(usage));

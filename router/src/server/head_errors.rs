@@ -13,7 +13,7 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::error::RouteError;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 use crate::server::api::http_util::{REQUEST_ID, new_request_id};
 
 /// Most headers of a request, `host` included.
@@ -28,11 +28,11 @@ pub struct HeadErrors<S> {
     /// Rest of an answer that is written in the place of a bare one.
     answer: Bytes,
     max_header_bytes: usize,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RouterMetrics>,
 }
 
 impl<S: AsyncWrite + Unpin> HeadErrors<S> {
-    pub fn new(stream: S, max_header_bytes: usize, metrics: Arc<Metrics>) -> Self {
+    pub fn new(stream: S, max_header_bytes: usize, metrics: Arc<RouterMetrics>) -> Self {
         Self { stream, answer: Bytes::new(), max_header_bytes, metrics }
     }
 

@@ -14,14 +14,14 @@ use tokio::time::Instant;
 
 /// Timer of one connection, and what its reads tell the timer.
 #[derive(Clone)]
-pub struct Patience {
+pub struct HeaderReadTimeout {
     idle: Duration,
     head: Duration,
     /// A byte came since the connection began to wait for a head.
     has_begun: Arc<AtomicBool>,
 }
 
-impl Patience {
+impl HeaderReadTimeout {
     pub fn new(idle: Duration, head: Duration) -> Self {
         Self { idle, head, has_begun: Arc::default() }
     }
@@ -36,12 +36,12 @@ impl Patience {
         self.has_begun.load(Ordering::Relaxed)
     }
 
-    pub fn watch<S>(&self, stream: S) -> Heard<S> {
-        Heard { stream, has_begun: self.has_begun.clone() }
+    pub fn watch<S>(&self, stream: S) -> ReadObserver<S> {
+        ReadObserver { stream, has_begun: self.has_begun.clone() }
     }
 }
 
-impl Timer for Patience {
+impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.has_begun.store(false, Ordering::Relaxed);
         Box::pin(Wait {
@@ -82,12 +82,12 @@ impl Future for Wait {
 }
 
 /// A stream that notes when something is read.
-pub struct Heard<S> {
+pub struct ReadObserver<S> {
     stream: S,
     has_begun: Arc<AtomicBool>,
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for ReadObserver<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -102,7 +102,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Heard<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for ReadObserver<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

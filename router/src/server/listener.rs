@@ -4,7 +4,7 @@
 //!
 //! 1. accepted when there is a place (--max-connections); until then it waits in the kernel's queue;
 //! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say (prior knowledge);
-//! 3. HTTP/1: `Patience` bounds idleness and heads, the kernel cuts a client that takes nothing of its answer;
+//! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes nothing of its answer;
 //! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while the connection is well;
 //! 5. the router stops: idle connections close, others after their requests.
 
@@ -33,10 +33,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::clock::now_ms;
-use crate::config::Limits;
-use crate::observability::metrics::Metrics;
+use crate::config::LimitFlags;
+use crate::observability::metrics::RouterMetrics;
 use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
-use crate::server::header_timeout::Patience;
+use crate::server::header_timeout::HeaderReadTimeout;
 use crate::transport::socket::tune_client;
 use crate::transport::tls::HTTP_2;
 use crate::transport::tls_reload::ClientTls;
@@ -65,14 +65,14 @@ const ROUND: Duration = Duration::from_secs(1);
 
 /// Configuration of every connection of a listener.
 #[derive(Clone)]
-pub struct Terms {
+pub struct ConnectionConfig {
     pub routes: Router,
     pub tls: Option<ClientTls>,
-    pub limits: Limits,
-    pub metrics: Arc<Metrics>,
+    pub limits: LimitFlags,
+    pub metrics: Arc<RouterMetrics>,
 }
 
-impl Terms {
+impl ConnectionConfig {
     fn cut(&self, reason: &str) {
         tracing::debug!(reason, "a client took too long");
         let cuts = &self.metrics.client_cuts;
@@ -83,7 +83,7 @@ impl Terms {
 /// Accept until told to close; returns the connections that are still open.
 pub async fn accept(
     listener: TcpListener,
-    terms: Terms,
+    terms: ConnectionConfig,
     mut closed: oneshot::Receiver<()>,
 ) -> GracefulShutdown {
     let connections = GracefulShutdown::new();
@@ -113,7 +113,7 @@ pub async fn accept(
             continue;
         }
         let (terms, closing, watcher) = (terms.clone(), closing.clone(), connections.watcher());
-        let held = (Shown::new(&terms.metrics), place);
+        let held = (GaugeGuard::new(&terms.metrics), place);
         tokio::spawn(async move {
             let _held = held;
             run(stream, terms, closing, watcher).await;
@@ -124,7 +124,7 @@ pub async fn accept(
 async fn accept_one(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
-    limits: &Limits,
+    limits: &LimitFlags,
     warning: &mut FullWarning,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
     let place = match places.clone().try_acquire_owned() {
@@ -179,16 +179,16 @@ impl AcceptFailures {
 }
 
 /// Counts an open connection while it lives.
-struct Shown(Arc<Metrics>);
+struct GaugeGuard(Arc<RouterMetrics>);
 
-impl Shown {
-    fn new(metrics: &Arc<Metrics>) -> Self {
+impl GaugeGuard {
+    fn new(metrics: &Arc<RouterMetrics>) -> Self {
         metrics.connections.inc();
         Self(metrics.clone())
     }
 }
 
-impl Drop for Shown {
+impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.connections.dec();
     }
@@ -197,7 +197,7 @@ impl Drop for Shown {
 /// `closing` fails when the router stops.
 async fn run(
     stream: TcpStream,
-    mut terms: Terms,
+    mut terms: ConnectionConfig,
     mut closing: watch::Receiver<()>,
     watcher: Watcher,
 ) {
@@ -232,7 +232,7 @@ async fn run(
 }
 
 /// Peek at the first bytes; they stay in the socket. `None`: the client left, or is cut for its silence.
-async fn speaks_h2(stream: &TcpStream, terms: &Terms) -> Option<bool> {
+async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool> {
     let mut first = [0; PREFACE.len()];
     let idle = terms.limits.idle_timeout();
     let mut len = timeout(idle, stream.peek(&mut first)).await.ok()?.ok()?;
@@ -254,12 +254,12 @@ async fn speaks_h2(stream: &TcpStream, terms: &Terms) -> Option<bool> {
     Some(first == *PREFACE)
 }
 
-async fn serve_h1<S>(stream: S, terms: Terms, watcher: Watcher)
+async fn serve_h1<S>(stream: S, terms: ConnectionConfig, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;
-    let patience = Patience::new(limits.idle_timeout(), limits.header_read_timeout());
+    let patience = HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
     let stream = patience.watch(stream);
     let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());
@@ -280,8 +280,12 @@ where
 }
 
 /// `_watcher` is held: the router waits for this connection as long as it lives.
-async fn serve_h2<S>(stream: S, terms: Terms, mut closing: watch::Receiver<()>, _watcher: Watcher)
-where
+async fn serve_h2<S>(
+    stream: S,
+    terms: ConnectionConfig,
+    mut closing: watch::Receiver<()>,
+    _watcher: Watcher,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;

@@ -26,26 +26,25 @@ use std::time::Duration;
 use axum::Router;
 use hyper_util::server::graceful::GracefulShutdown;
 use rand::RngCore;
-use router_core::Deciders;
+use router_core::PolicySet;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
-use crate::dispatch::app::App;
+use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown};
+use crate::dispatch::app::AppState;
 use crate::observability::decision_log;
-use crate::observability::metrics::{Metrics, metrics_markdown};
-use crate::observability::otlp::{Exporter, Service};
+use crate::observability::metrics::{RouterMetrics, metrics_markdown};
+use crate::observability::otlp::{SpanExporter, TraceService};
 use crate::observability::replay;
-use crate::request::tokenize::Tokens;
+use crate::request::tokenize::PromptTokenizer;
 use crate::server::api::{metrics_router, router};
-use crate::server::listener::{Terms, accept};
+use crate::server::listener::{ConnectionConfig, accept};
 use crate::transport::descriptors;
 use crate::transport::socket::tune_listener;
-use crate::transport::tls_reload;
-use crate::transport::tls_reload::{ClientTls, TlsFiles};
+use crate::transport::tls_reload::{self, ClientTls, TlsFiles};
 use crate::workers::discovery;
 use crate::workers::kv_events;
 use crate::workers::registration::register;
@@ -129,7 +128,7 @@ async fn until_signal(config: RouterConfig) -> i32 {
         eprintln!("baton-router: cannot listen for signals");
         return 1;
     };
-    let running = match Running::start(config).await {
+    let running = match RunningServer::start(config).await {
         Ok(running) => running,
         Err(text) => {
             eprintln!("baton-router: {text}");
@@ -149,20 +148,20 @@ async fn until_signal(config: RouterConfig) -> i32 {
 }
 
 /// A router that accepts connections. Dropping it without `stop` leaves its tasks to the runtime.
-pub struct Running {
+pub struct RunningServer {
     pub addr: SocketAddr,
     pub metrics_addr: Option<SocketAddr>,
     /// Held to the end: the last scrape may come late.
     _metrics_open: Option<oneshot::Sender<()>>,
-    app: Arc<App>,
-    log: Option<decision_log::Writer>,
+    app: Arc<AppState>,
+    log: Option<decision_log::LogWriter>,
     cut: watch::Sender<bool>,
     /// Told to stop accepting.
     close: oneshot::Sender<()>,
     accepting: JoinHandle<GracefulShutdown>,
 }
 
-impl Running {
+impl RunningServer {
     /// Bind, register the workers of the flags, begin to accept.
     pub async fn start(mut config: RouterConfig) -> Result<Self, String> {
         share_descriptors(&mut config);
@@ -181,20 +180,20 @@ impl Running {
         let (tls, to_workers) = (tls_files.for_clients(), tls_files.for_workers());
         let scheme = if tls.is_some() { "https" } else { "http" };
         let (cut, cut_seen) = watch::channel(false);
-        let metrics = Arc::new(Metrics::new().map_err(|err| err.to_string())?);
+        let metrics = Arc::new(RouterMetrics::new().map_err(|err| err.to_string())?);
         tls_files.show_expiries(&metrics);
         tls_reload::follow(tls_files, metrics.clone());
         let (deciders, log) = deciders(&config, &metrics)?;
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
-            let service = Service { name: "baton-router".to_owned(), attributes: Vec::new() };
+            let service = TraceService { name: "baton-router".to_owned(), attributes: Vec::new() };
             let counts = metrics.trace_spans.clone();
-            Arc::new(Exporter::start(endpoint, service, counts))
+            Arc::new(SpanExporter::start(endpoint, service, counts))
         });
-        let mut app = App::new(config, metrics, deciders, to_workers, cut_seen);
+        let mut app = AppState::new(config, metrics, deciders, to_workers, cut_seen);
         app.sinks.tracer = tracer;
-        app.tokens = Tokens::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
+        app.tokens = PromptTokenizer::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
         let app = Arc::new(app);
         for spec in specs {
             register(&app.fleet, spec).map_err(|err| err.to_string())?;
@@ -284,13 +283,13 @@ fn share_descriptors(config: &mut RouterConfig) {
 /// The policies, with the decision log if there is to be one.
 pub fn deciders(
     config: &RouterConfig,
-    metrics: &Metrics,
-) -> Result<(Deciders, Option<decision_log::Writer>), String> {
-    let deciders = Deciders::new(|role| config.policy_for(role), &config.policy_params());
+    metrics: &RouterMetrics,
+) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
+    let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
     let Some(path) = config.observe.decision_log.clone() else {
         return Ok((deciders, None));
     };
-    let place = decision_log::Place {
+    let place = decision_log::LogLocation {
         path,
         max_bytes: config.observe.decision_log_max_bytes,
         max_files: config.observe.decision_log_files,
@@ -304,7 +303,7 @@ pub fn deciders(
 }
 
 /// Warns of what other machines may do without a key of their own.
-fn exposure_warning(listen: &Listen, addr: SocketAddr) -> Option<String> {
+fn exposure_warning(listen: &ListenFlags, addr: SocketAddr) -> Option<String> {
     if addr.ip().to_canonical().is_loopback() {
         return None;
     }
@@ -338,11 +337,16 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> 
     })
 }
 
-fn terms(app: &App, routes: Router, tls: Option<ClientTls>) -> Terms {
-    Terms { routes, tls, limits: app.config.limits.clone(), metrics: app.metrics.clone() }
+fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
+    ConnectionConfig {
+        routes,
+        tls,
+        limits: app.config.limits.clone(),
+        metrics: app.metrics.clone(),
+    }
 }
 
-fn evict_regularly(app: &Arc<App>) {
+fn evict_regularly(app: &Arc<AppState>) {
     let weak = Arc::downgrade(app);
     let pause = Duration::from_secs(app.config.routing.eviction_interval_secs);
     tokio::spawn(async move {

@@ -8,12 +8,12 @@ use http_body::{Body, Frame, SizeHint};
 
 /// A body in pieces, sent one after the other.
 #[derive(Debug, Clone, Default)]
-pub struct Parts {
+pub struct BodySegments {
     pieces: Vec<Bytes>,
     len: u64,
 }
 
-impl Parts {
+impl BodySegments {
     pub fn push(&mut self, piece: Bytes) {
         if !piece.is_empty() {
             self.len += piece.len() as u64;
@@ -30,27 +30,27 @@ impl Parts {
     }
 }
 
-impl From<Bytes> for Parts {
+impl From<Bytes> for BodySegments {
     fn from(bytes: Bytes) -> Self {
-        let mut parts = Parts::default();
+        let mut parts = BodySegments::default();
         parts.push(bytes);
         parts
     }
 }
 
 /// Request body of known length in pieces; hyper writes them with one vectored write.
-pub struct Pieces {
+pub struct SegmentBody {
     pieces: std::vec::IntoIter<Bytes>,
     left: u64,
 }
 
-impl From<Parts> for Pieces {
-    fn from(parts: Parts) -> Self {
+impl From<BodySegments> for SegmentBody {
+    fn from(parts: BodySegments) -> Self {
         Self { left: parts.len(), pieces: parts.into_pieces().into_iter() }
     }
 }
 
-impl Body for Pieces {
+impl Body for SegmentBody {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 

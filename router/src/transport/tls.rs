@@ -14,13 +14,13 @@ use tokio_rustls::TlsAcceptor;
 use x509_cert::Certificate;
 use x509_cert::der::Decode;
 
-use crate::config::Tls;
+use crate::config::TlsFlags;
 
 const HTTP_1_1: &[u8] = b"http/1.1";
 pub const HTTP_2: &[u8] = b"h2";
 
 /// Acceptor of clients, if they are to speak TLS.
-pub fn acceptor(flags: &Tls, has_h2: bool) -> Result<Option<TlsAcceptor>, String> {
+pub fn acceptor(flags: &TlsFlags, has_h2: bool) -> Result<Option<TlsAcceptor>, String> {
     let (Some(cert), Some(key)) = (&flags.tls_cert_path, &flags.tls_key_path) else {
         return Ok(None);
     };
@@ -44,7 +44,7 @@ pub fn acceptor(flags: &Tls, has_h2: bool) -> Result<Option<TlsAcceptor>, String
 }
 
 /// How https:// workers are reached, if they can be.
-pub fn to_workers(flags: &Tls) -> Result<Option<Arc<ClientConfig>>, String> {
+pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String> {
     if flags.ca_cert_paths.is_empty() {
         return Ok(None);
     }
@@ -74,7 +74,7 @@ pub fn to_workers(flags: &Tls) -> Result<Option<Arc<ClientConfig>>, String> {
 }
 
 /// Unix seconds at which the certificates of the flags expire, by metric label; of a chain the earliest.
-pub fn expiries(flags: &Tls) -> Result<Vec<(&'static str, i64)>, String> {
+pub fn expiries(flags: &TlsFlags) -> Result<Vec<(&'static str, i64)>, String> {
     let chains = [
         ("server", "--tls-cert-path", &flags.tls_cert_path),
         ("client", "--client-cert-path", &flags.client_cert_path),

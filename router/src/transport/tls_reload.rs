@@ -16,8 +16,8 @@ use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::config::Tls;
-use crate::observability::metrics::Metrics;
+use crate::config::TlsFlags;
+use crate::observability::metrics::RouterMetrics;
 use crate::transport::tls;
 
 /// Pause between two looks at the files. Renewals come days before the end of a certificate.
@@ -50,7 +50,7 @@ impl WorkerTls {
 
 /// The files of the TLS flags, and both sides built from them.
 pub struct TlsFiles {
-    flags: Tls,
+    flags: TlsFlags,
     has_h2: bool,
     digest: [u8; 32],
     to_clients: Option<watch::Sender<TlsAcceptor>>,
@@ -60,7 +60,7 @@ pub struct TlsFiles {
 
 impl TlsFiles {
     /// `Err` names the flag and what is wrong with its file.
-    pub fn open(flags: &Tls, has_h2: bool) -> Result<Self, String> {
+    pub fn open(flags: &TlsFlags, has_h2: bool) -> Result<Self, String> {
         Ok(Self {
             flags: flags.clone(),
             has_h2,
@@ -83,7 +83,7 @@ impl TlsFiles {
         self.to_workers.as_ref().map(|sender| WorkerTls { config: sender.subscribe(), name })
     }
 
-    pub fn show_expiries(&self, metrics: &Metrics) {
+    pub fn show_expiries(&self, metrics: &RouterMetrics) {
         for (certificate, end) in &self.expiries {
             let expiry = metrics.certificate_expiry.with_label_values(&[certificate]);
             expiry.set(*end as f64);
@@ -116,7 +116,7 @@ impl TlsFiles {
 }
 
 /// Over the content of all files, in the order of the flags.
-fn digest(flags: &Tls) -> Result<[u8; 32], String> {
+fn digest(flags: &TlsFlags) -> Result<[u8; 32], String> {
     let mut hash = Sha256::new();
     for (flag, path) in flags.files() {
         let content = std::fs::read(path);
@@ -129,7 +129,7 @@ fn digest(flags: &Tls) -> Result<[u8; 32], String> {
 }
 
 /// Keeps both sides current until nothing uses them.
-pub fn follow(files: TlsFiles, metrics: Arc<Metrics>) {
+pub fn follow(files: TlsFiles, metrics: Arc<RouterMetrics>) {
     tokio::spawn(async move {
         let mut files = files;
         let mut turn = interval(POLL);

@@ -2,7 +2,7 @@
 //!
 //! The life of a connection:
 //!
-//! 1. `Pool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://) and spawns the task that drives it;
+//! 1. `ConnectionPool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://) and spawns the task that drives it;
 //! 2. the request goes out; a [`Lease`] ties the connection to the answer;
 //! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task, which closes the socket.
 //!
@@ -32,7 +32,7 @@ use tokio_rustls::client::TlsStream;
 
 use crate::config::WorkerUrl;
 use crate::transport::descriptors::is_exhausted;
-use crate::transport::request_body::{Parts, Pieces};
+use crate::transport::request_body::{BodySegments, SegmentBody};
 use crate::transport::socket::tune_upstream;
 use crate::transport::tls_reload::WorkerTls;
 
@@ -64,7 +64,7 @@ pub enum SendError {
 
 /// Head of a request, without the body. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Head {
+pub struct RequestHead {
     pub method: Method,
     /// Path and query.
     pub uri: Uri,
@@ -72,7 +72,7 @@ pub struct Head {
 }
 
 /// See the module. One per worker.
-pub struct Pool {
+pub struct ConnectionPool {
     url: WorkerUrl,
     host: HeaderValue,
     /// Given for https:// only.
@@ -90,7 +90,7 @@ struct Idle {
 }
 
 struct Connection {
-    sender: SendRequest<Pieces>,
+    sender: SendRequest<SegmentBody>,
     task: AbortHandle,
 }
 
@@ -101,7 +101,7 @@ enum Keep {
     No,
 }
 
-impl Pool {
+impl ConnectionPool {
     /// An https:// worker needs `tls`.
     pub fn new(url: WorkerUrl, tls: Option<WorkerTls>, cut: watch::Receiver<bool>) -> Arc<Self> {
         let tls = tls.filter(|_| url.is_tls);
@@ -119,10 +119,10 @@ impl Pool {
     /// `on_sent` is called when a connection is there, and again if the request is sent once more on another.
     pub async fn send(
         self: &Arc<Self>,
-        head: &Head,
-        body: Parts,
+        head: &RequestHead,
+        body: BodySegments,
         on_sent: &(dyn Fn() + Sync),
-    ) -> Result<Response<Answer>, SendError> {
+    ) -> Result<Response<ResponseBody>, SendError> {
         if let Some(connection) = self.take_idle().await {
             on_sent();
             match self.exchange(connection, Keep::Yes, head, body.clone()).await {
@@ -138,9 +138,12 @@ impl Pool {
     }
 
     /// Like `send`, on a new connection that is not kept: a health probe must see whether the worker still accepts.
-    pub async fn send_alone(self: &Arc<Self>, head: &Head) -> Result<Response<Answer>, SendError> {
+    pub async fn send_alone(
+        self: &Arc<Self>,
+        head: &RequestHead,
+    ) -> Result<Response<ResponseBody>, SendError> {
         let connection = self.connect().await?;
-        self.exchange(connection, Keep::No, head, Parts::default()).await
+        self.exchange(connection, Keep::No, head, BodySegments::default()).await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
@@ -207,11 +210,11 @@ impl Pool {
         self: &Arc<Self>,
         connection: Connection,
         keep: Keep,
-        head: &Head,
-        body: Parts,
-    ) -> Result<Response<Answer>, SendError> {
+        head: &RequestHead,
+        body: BodySegments,
+    ) -> Result<Response<ResponseBody>, SendError> {
         let mut lease = Lease { connection: Some(connection), keep, pool: self.clone() };
-        let mut request = Request::new(Pieces::from(body));
+        let mut request = Request::new(SegmentBody::from(body));
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
         *request.headers_mut() = head.headers.clone();
@@ -225,7 +228,7 @@ impl Pool {
             .await
             .map_err(|err| SendError::Broken(with_source(&err)))?;
         self.heard.fetch_add(1, Ordering::Relaxed);
-        Ok(response.map(|incoming| Answer::new(incoming, lease)))
+        Ok(response.map(|incoming| ResponseBody::new(incoming, lease)))
     }
 
     async fn take_idle(&self) -> Option<Connection> {
@@ -274,7 +277,7 @@ pub fn with_source(err: &dyn std::error::Error) -> String {
 struct Lease {
     connection: Option<Connection>,
     keep: Keep,
-    pool: Arc<Pool>,
+    pool: Arc<ConnectionPool>,
 }
 
 impl Lease {
@@ -296,12 +299,12 @@ impl Drop for Lease {
 }
 
 /// Body of a worker's answer. Dropping it before its end closes the connection.
-pub struct Answer {
+pub struct ResponseBody {
     incoming: Incoming,
     lease: Option<Lease>,
 }
 
-impl Answer {
+impl ResponseBody {
     fn new(incoming: Incoming, lease: Lease) -> Self {
         let mut answer = Self { incoming, lease: Some(lease) };
         answer.release_at_end();

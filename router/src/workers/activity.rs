@@ -1,6 +1,6 @@
 //! Last report of a candidate's work, and its token rates between reports: for the web page.
 
-use crate::workers::load_report::{Report, TokenTotals};
+use crate::workers::load_report::{LoadReport, TokenTotals};
 
 /// Shortest time between two reports from which a rate is computed: totals are a second old at most [ms].
 const MIN_SPAN_MS: u64 = 2_000;
@@ -13,15 +13,15 @@ pub struct TokenRates {
 }
 
 #[derive(Debug, Default)]
-pub struct Activity {
-    last: Option<(Report, u64)>,
+pub struct WorkerActivity {
+    last: Option<(LoadReport, u64)>,
     /// Totals from which the next rate is computed, and when they were true.
     base: Option<(TokenTotals, u64)>,
     rates: Option<TokenRates>,
 }
 
-impl Activity {
-    pub fn reported(&mut self, report: Report, now_ms: u64) {
+impl WorkerActivity {
+    pub fn reported(&mut self, report: LoadReport, now_ms: u64) {
         self.last = Some((report, now_ms.saturating_sub(report.age_ms)));
         // The clock begins with the process: a report from before has no place on it.
         let (Some(totals), Some(at_ms)) = (report.totals, now_ms.checked_sub(report.age_ms)) else {
@@ -44,7 +44,7 @@ impl Activity {
     }
 
     /// The last report, and its age [ms].
-    pub fn last(&self, now_ms: u64) -> Option<(Report, u64)> {
+    pub fn last(&self, now_ms: u64) -> Option<(LoadReport, u64)> {
         let (report, at_ms) = self.last?;
         Some((report, now_ms.saturating_sub(at_ms)))
     }
@@ -58,8 +58,8 @@ impl Activity {
 mod tests {
     use super::*;
 
-    fn report(prefilled: u64, generated: u64, age_ms: u64) -> Report {
-        Report {
+    fn report(prefilled: u64, generated: u64, age_ms: u64) -> LoadReport {
+        LoadReport {
             rank: 0,
             queued_tokens: 0,
             running: None,
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn rates_are_means_between_reports_far_enough_apart() {
-        let mut activity = Activity::default();
+        let mut activity = WorkerActivity::default();
         activity.reported(report(7, 7, 9_000), 8_000);
         activity.reported(report(100, 0, 0), 10_000);
         activity.reported(report(200, 0, 0), 10_500);

@@ -5,19 +5,19 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue, header};
 use parking_lot::Mutex;
-use router_core::{Deciders, Role};
+use router_core::{PolicySet, Role};
 use tokio::sync::watch;
 
 use crate::config::RouterConfig;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 use crate::transport::tls_reload::WorkerTls;
-use crate::workers::registry::Registry;
+use crate::workers::registry::WorkerRegistry;
 use crate::workers::worker::Worker;
 
 pub struct WorkerFleet {
     pub config: Arc<RouterConfig>,
-    pub metrics: Arc<Metrics>,
-    pub registry: Registry,
+    pub metrics: Arc<RouterMetrics>,
+    pub registry: WorkerRegistry,
     /// Sources of workers that were read once.
     pub discovered: Mutex<BTreeSet<&'static str>>,
 }
@@ -26,13 +26,13 @@ impl WorkerFleet {
     /// `tls`: for https:// workers. `cut` turns true when what still runs is cut.
     pub fn new(
         config: Arc<RouterConfig>,
-        metrics: Arc<Metrics>,
-        deciders: Deciders,
+        metrics: Arc<RouterMetrics>,
+        deciders: PolicySet,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {
-            registry: Registry::new(&config, deciders, metrics.clone(), tls, cut),
+            registry: WorkerRegistry::new(&config, deciders, metrics.clone(), tls, cut),
             config,
             metrics,
             discovered: Mutex::default(),

@@ -20,13 +20,12 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::response::sse::code_of;
-use crate::transport::upstream::{Head, SendError};
+use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::kv_events;
-use crate::workers::load_report;
-use crate::workers::load_report::Fate;
-use crate::workers::registry::startup_gate::Newcomer;
-use crate::workers::worker::{Description, State, Worker};
+use crate::workers::load_report::{self, ReportStatus};
+use crate::workers::registry::startup_gate::PendingProbe;
+use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
@@ -78,7 +77,7 @@ struct Watch {
 async fn watch(
     fleet: std::sync::Weak<WorkerFleet>,
     worker: std::sync::Weak<Worker>,
-    newcomer: Newcomer,
+    newcomer: PendingProbe,
 ) {
     let mut newcomer = Some(newcomer);
     let mut seen = Watch {
@@ -97,7 +96,7 @@ async fn watch(
             // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
             let description = describe(&fleet, &worker).await;
             let is_described = description.is_some();
-            fleet.registry.set_state(&worker, State::Ready, description);
+            fleet.registry.set_state(&worker, WorkerState::Ready, description);
             kv_events::start(&fleet, &worker);
             if is_described {
                 return;
@@ -147,7 +146,7 @@ impl Watch {
             Probe::Good => counter.record(true),
             Probe::Draining => {
                 counter.record(true);
-                fleet.registry.set_state(worker, State::Draining, None);
+                fleet.registry.set_state(worker, WorkerState::Draining, None);
                 return self.recovery_pause(fleet);
             }
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
@@ -160,12 +159,15 @@ impl Watch {
                 Some(HealthChange::BecameUnhealthy),
                 Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
             ) => {
-                let state = State::Unhealthy { reason, is_hung: is_silent };
+                let state = WorkerState::Unhealthy { reason, is_hung: is_silent };
                 fleet.registry.set_state(worker, state, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was undrained.
             (None, Probe::Good)
-                if matches!(worker.state(), State::Rejected { .. } | State::Draining) =>
+                if matches!(
+                    worker.state(),
+                    WorkerState::Rejected { .. } | WorkerState::Draining
+                ) =>
             {
                 admit(fleet, worker).await;
             }
@@ -199,7 +201,7 @@ impl Watch {
             }
             Probe::Draining => {
                 self.counter = Some(HealthCounter::new(fleet.config.health(), true));
-                fleet.registry.set_state(worker, State::Draining, None);
+                fleet.registry.set_state(worker, WorkerState::Draining, None);
                 self.recovery_pause(fleet)
             }
             Probe::Refused(reason)
@@ -213,7 +215,7 @@ impl Watch {
                     tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
                 }
                 let reason = Some(reason);
-                fleet.registry.set_state(worker, State::Starting { reason }, None);
+                fleet.registry.set_state(worker, WorkerState::Starting { reason }, None);
                 self.longer_pause(fleet)
             }
         }
@@ -307,7 +309,7 @@ enum GetError {
 
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
-    let head = Head { method: Method::GET, uri, headers: fleet.worker_headers() };
+    let head = RequestHead { method: Method::GET, uri, headers: fleet.worker_headers() };
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();
@@ -326,7 +328,7 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
 }
 
 /// Ask the worker about itself; both names of the path are tried.
-async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<Description> {
+async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescription> {
     let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     for path in ["/get_server_info", "/server_info"] {
         if let Ok(Ok(body)) = timeout(limit, get(fleet, worker, path)).await {
@@ -340,11 +342,11 @@ async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<Description> {
     }
     // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
     let told: Version = ask(fleet, worker, "/version").await?;
-    Some(Description {
+    Some(WorkerDescription {
         engine: Some("vllm".to_owned()),
         version: Some(told.version),
         served_model_names: model_names(fleet, worker).await.unwrap_or_default(),
-        ..Description::default()
+        ..WorkerDescription::default()
     })
 }
 
@@ -376,8 +378,8 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     };
     let known = worker.description();
     if known.served_model_names != names {
-        let told = Description { served_model_names: names, ..(*known).clone() };
-        fleet.registry.set_state(worker, State::Ready, Some(told));
+        let told = WorkerDescription { served_model_names: names, ..(*known).clone() };
+        fleet.registry.set_state(worker, WorkerState::Ready, Some(told));
     }
 }
 
@@ -390,13 +392,13 @@ struct Version {
 async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     let fate = match timeout(limit, get(fleet, worker, "/v1/loads")).await {
-        Err(_) | Ok(Err(_)) => Fate::Failed,
+        Err(_) | Ok(Err(_)) => ReportStatus::Failed,
         Ok(Ok(body)) => match load_report::of_loads(&body) {
-            Ok(reports) if fleet.registry.loads_told(worker, &reports) => Fate::Taken,
-            Ok(_) => Fate::Unused,
+            Ok(reports) if fleet.registry.loads_told(worker, &reports) => ReportStatus::Taken,
+            Ok(_) => ReportStatus::Unused,
             Err(err) => {
                 tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
-                Fate::Malformed
+                ReportStatus::Malformed
             }
         },
     };
@@ -413,8 +415,8 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
         description.dp_size = Some(given);
     }
     let state = match objection(worker, &description) {
-        Some(reason) => State::Rejected { reason },
-        None => State::Ready,
+        Some(reason) => WorkerState::Rejected { reason },
+        None => WorkerState::Ready,
     };
     let is_news = fleet.registry.set_state(worker, state, Some(description));
     if is_news && let Some(why) = fleet.registry.misfit(worker) {
@@ -424,7 +426,7 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
 }
 
 /// Why this worker cannot serve in its role.
-fn objection(worker: &Worker, told: &Description) -> Option<String> {
+fn objection(worker: &Worker, told: &WorkerDescription) -> Option<String> {
     let wanted = match worker.role() {
         Role::Regular => "null",
         Role::Prefill => "prefill",

@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    Blocks, BreakerState, CircuitBreaker, Deciders, Event, Forecast, Make, Objection, Outcome,
-    Ticket, Usage, WorkerId, WorkerPenalty,
+    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PrefillForecast, PromptBlocks,
+    RequestOutcome, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
+    WorkerPenalty,
 };
 
-use super::activity::Activity;
+use super::activity::WorkerActivity;
 use super::worker::Worker;
 use crate::clock::now_ms;
 use crate::observability::engine_stages::EngineStages;
-use crate::observability::metrics::Metrics;
-use crate::observability::request_timeline::LegStory;
+use crate::observability::metrics::RouterMetrics;
+use crate::observability::request_timeline::AttemptRecorder;
 use crate::response::failover;
-use crate::workers::kv_events::status::Feed;
-use crate::workers::load_report;
-use crate::workers::load_report::{Fate, Report};
+use crate::workers::kv_events::status::EventSubscription;
+use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
 /// Candidate that a policy chooses: a worker, or one DP rank of it.
 pub struct Candidate {
@@ -29,15 +29,15 @@ pub struct Candidate {
     pub worker: Arc<Worker>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
-    pub make: Make,
+    pub make: WorkerFingerprint,
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
     pub penalty: Mutex<WorkerPenalty>,
     /// Last report of its work.
-    pub activity: Mutex<Activity>,
+    pub activity: Mutex<WorkerActivity>,
     /// Subscription to its cache events.
-    pub feed: Feed,
+    pub feed: EventSubscription,
 }
 
 impl Candidate {
@@ -46,34 +46,34 @@ impl Candidate {
     }
 
     /// Strongest objection to sending it a request that failed at the workers in `tried`.
-    pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> Objection {
+    pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> WorkerObjection {
         let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows(now_ms);
         if self.breaker.as_ref().is_some_and(is_open) {
-            Objection::CircuitOpen
+            WorkerObjection::CircuitOpen
         } else if tried.contains(&self.id) {
-            Objection::Tried
+            WorkerObjection::Tried
         } else if self.penalty.lock().left_ms(now_ms) > 0 {
-            Objection::Penalized
+            WorkerObjection::Penalized
         } else {
-            Objection::Nothing
+            WorkerObjection::Nothing
         }
     }
 
     /// A request to it failed, which was not known when it ended.
     pub(super) fn count_failure(&self) {
         if let Some(breaker) = &self.breaker {
-            self.count(breaker, Outcome::Failure);
+            self.count(breaker, RequestOutcome::Failure);
         }
     }
 
-    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: Outcome) {
+    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: RequestOutcome) {
         if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
             tracing::warn!(worker = %self.name, circuit = state.label(), "circuit breaker changed");
         }
     }
 
     /// True if it could resume an answer of a worker of this make; always true where there is none.
-    pub(super) fn is_heir(&self, of: Option<Make>) -> bool {
+    pub(super) fn is_heir(&self, of: Option<WorkerFingerprint>) -> bool {
         of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(failover::FEATURE))
     }
 
@@ -94,19 +94,19 @@ impl Candidate {
 /// Request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
 pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
-    pub(super) deciders: Arc<Deciders>,
-    pub(super) outcome: Outcome,
-    pub(super) sent: Sent,
-    pub(super) story: Option<LegStory>,
-    pub(super) metrics: Arc<Metrics>,
+    pub(super) deciders: Arc<PolicySet>,
+    pub(super) outcome: RequestOutcome,
+    pub(super) sent: SentRequest,
+    pub(super) story: Option<AttemptRecorder>,
+    pub(super) metrics: Arc<RouterMetrics>,
 }
 
 /// Facts of a sending that the policy will be told about again.
-pub(super) struct Sent {
-    pub(super) ticket: Ticket,
+pub(super) struct SentRequest {
+    pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
-    pub(super) blocks: Option<Arc<Blocks>>,
-    pub(super) forecast: Option<Forecast>,
+    pub(super) blocks: Option<Arc<PromptBlocks>>,
+    pub(super) forecast: Option<PrefillForecast>,
     pub(super) at_ms: u64,
     /// Nothing more is learned from first tokens: it was seen, or cannot be.
     pub(super) is_first_token_known: bool,
@@ -114,11 +114,11 @@ pub(super) struct Sent {
 
 impl LoadGuard {
     /// How the request ended, as far as the worker is concerned. Never called: the client left.
-    pub fn settle(&mut self, outcome: Outcome) {
+    pub fn settle(&mut self, outcome: RequestOutcome) {
         self.outcome = outcome;
     }
 
-    fn observe(&self, event: &Event<'_>) {
+    fn observe(&self, event: &PolicyEvent<'_>) {
         let role = self.candidate.worker.role();
         self.deciders.observe(role, event);
     }
@@ -144,7 +144,7 @@ impl LoadGuard {
             story.first_token();
         }
         let now_ms = now_ms();
-        self.observe(&Event::FirstToken {
+        self.observe(&PolicyEvent::FirstToken {
             ticket: self.sent.ticket,
             worker: self.candidate.id,
             now_ms,
@@ -163,12 +163,12 @@ impl LoadGuard {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
                 candidate.activity.lock().reported(report, now_ms());
                 self.observe(&reported(candidate.id, report));
-                Fate::Taken
+                ReportStatus::Taken
             }
-            Ok(_) => Fate::Unused,
+            Ok(_) => ReportStatus::Unused,
             Err(err) => {
                 tracing::debug!(worker = %candidate.name, %err, "cannot read {}", load_report::HEADER);
-                Fate::Malformed
+                ReportStatus::Malformed
             }
         };
         let role = candidate.worker.role();
@@ -188,11 +188,15 @@ impl LoadGuard {
     }
 
     /// Tokens that the worker counted.
-    pub fn usage(&mut self, usage: Usage) {
+    pub fn usage(&mut self, usage: TokenUsage) {
         if let Some(story) = &self.story {
             story.usage(usage);
         }
-        self.observe(&Event::Usage { ticket: self.sent.ticket, worker: self.candidate.id, usage });
+        self.observe(&PolicyEvent::Usage {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            usage,
+        });
         if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
             let role = self.candidate.worker.role().label();
             self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
@@ -223,10 +227,10 @@ impl Drop for LoadGuard {
             story.ended(self.outcome);
         }
         let blocks = self.sent.blocks.as_ref();
-        self.observe(&Event::Finished {
+        self.observe(&PolicyEvent::Finished {
             ticket: self.sent.ticket,
             worker: candidate.id,
-            is_kept: self.outcome == Outcome::Success,
+            is_kept: self.outcome == RequestOutcome::Success,
             hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
@@ -234,8 +238,8 @@ impl Drop for LoadGuard {
 }
 
 /// A report that has just arrived, as the policies hear of it.
-pub(super) fn reported(worker: WorkerId, report: Report) -> Event<'static> {
-    Event::Reported {
+pub(super) fn reported(worker: WorkerId, report: LoadReport) -> PolicyEvent<'static> {
+    PolicyEvent::Reported {
         worker,
         queued_tokens: report.queued_tokens,
         running: report.running,

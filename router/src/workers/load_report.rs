@@ -12,7 +12,7 @@ pub const HEADER: &str = "x-baton-load";
 
 /// Queue of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Report {
+pub struct LoadReport {
     pub rank: u32,
     /// Prompt tokens it has still to compute, begun or not.
     pub queued_tokens: u64,
@@ -36,7 +36,7 @@ pub struct TokenTotals {
 
 /// Result of a report; a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum ReportStatus {
     Taken,
     /// The rank has not told yet, or it is one of several behind one candidate.
     Unused,
@@ -45,13 +45,13 @@ pub enum Fate {
     Failed,
 }
 
-impl Fate {
+impl ReportStatus {
     pub fn label(self) -> &'static str {
         match self {
-            Fate::Taken => "taken",
-            Fate::Unused => "unused",
-            Fate::Malformed => "malformed",
-            Fate::Failed => "failed",
+            ReportStatus::Taken => "taken",
+            ReportStatus::Unused => "unused",
+            ReportStatus::Malformed => "malformed",
+            ReportStatus::Failed => "failed",
         }
     }
 }
@@ -60,7 +60,7 @@ impl Fate {
 #[error(
     "not name=number parts with semicolons between, or rank, started_tokens or age_ms is missing"
 )]
-pub struct Malformed;
+pub struct MalformedReport;
 
 /// Take the header off. Only the first is returned, should there be several.
 pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
@@ -68,13 +68,13 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
 }
 
 /// Read the header; `None` when the rank has not told anything yet. Cost: one pass, nothing allocated.
-pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
-    let text = value.to_str().map_err(|_| Malformed)?;
+pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedReport> {
+    let text = value.to_str().map_err(|_| MalformedReport)?;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
     let (mut running, mut waiting, mut pages_free, mut pages) = (None, None, None, None);
     let (mut prefilled, mut generated) = (None, None);
     for part in text.split(';') {
-        let (name, value) = part.split_once('=').ok_or(Malformed)?;
+        let (name, value) = part.split_once('=').ok_or(MalformedReport)?;
         let place = match name.trim() {
             "rank" => &mut rank,
             "queued_tokens" => &mut queued,
@@ -88,28 +88,28 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
             "generated" => &mut generated,
             _ => continue,
         };
-        *place = Some(value.trim().parse::<u64>().map_err(|_| Malformed)?);
+        *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);
     }
     let rank = rank.and_then(|rank| u32::try_from(rank).ok());
-    let rank = rank.ok_or(Malformed)?;
+    let rank = rank.ok_or(MalformedReport)?;
     let Some(queued) = queued else {
         return Ok(None);
     };
     let running = || Some(running_load(running?.saturating_add(waiting?), pages_free?, pages?));
-    Ok(Some(Report {
+    Ok(Some(LoadReport {
         rank,
-        queued_tokens: started.ok_or(Malformed)?.saturating_add(queued),
+        queued_tokens: started.ok_or(MalformedReport)?.saturating_add(queued),
         running: running(),
         queued_requests: waiting,
         totals: prefilled
             .zip(generated)
             .map(|(prefilled, generated)| TokenTotals { prefilled, generated }),
-        age_ms: age_ms.ok_or(Malformed)?,
+        age_ms: age_ms.ok_or(MalformedReport)?,
     }))
 }
 
 /// Read the answer of `GET /v1/loads`: the ranks that have told something.
-pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
+pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
     #[derive(Deserialize)]
     struct Loads {
         loads: Vec<OfRank>,
@@ -147,7 +147,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
     let told: Loads = serde_json::from_slice(body)?;
     let told = told.loads.into_iter().filter_map(|of| {
         let load = of.load?;
-        Some(Report {
+        Some(LoadReport {
             rank: of.dp_rank,
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
             queued_requests: load.running.as_ref().map(|told| told.queued_requests),
@@ -182,10 +182,10 @@ fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
 }
 
 /// Load of a candidate that stands for all these ranks.
-pub fn sum(reports: &[Report]) -> Option<Report> {
+pub fn sum(reports: &[LoadReport]) -> Option<LoadReport> {
     let mut all = reports.iter().copied();
     let first = all.next()?;
-    Some(all.fold(first, |sum, report| Report {
+    Some(all.fold(first, |sum, report| LoadReport {
         rank: sum.rank,
         queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
         running: sum.running.zip(report.running).map(add_running),
@@ -201,7 +201,7 @@ pub fn sum(reports: &[Report]) -> Option<Report> {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Option<Report>, Malformed> {
+    fn read(text: &str) -> Result<Option<LoadReport>, MalformedReport> {
         of_header(&HeaderValue::from_str(text).unwrap())
     }
 
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn an_engines_header_is_read_in_any_order() {
-        let wanted = Report {
+        let wanted = LoadReport {
             rank: 3,
             queued_tokens: 570,
             running: Some(RunningLoad { requests: 2, pages_used: 52, pages: 64 }),
@@ -241,10 +241,10 @@ mod tests {
             "rank=4294967296;queued_tokens=1;started_tokens=0;age_ms=0",
             "rank=0;queued_tokens=1;started_tokens=0;age_ms=None",
         ] {
-            assert_eq!(read(text), Err(Malformed), "{text}");
+            assert_eq!(read(text), Err(MalformedReport), "{text}");
         }
         let bytes = HeaderValue::from_bytes(b"rank=\xff").unwrap();
-        assert_eq!(of_header(&bytes), Err(Malformed));
+        assert_eq!(of_header(&bytes), Err(MalformedReport));
     }
 
     #[test]

@@ -7,21 +7,21 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use router_core::{Make, QueueOrder, Role, WorkerFacts};
+use router_core::{QueueOrder, Role, WorkerFacts, WorkerFingerprint};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
-use crate::config::{Bootstrap, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
+use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
 use crate::request::prompt_limit::PromptLimit;
-use crate::transport::upstream::Pool;
+use crate::transport::upstream::ConnectionPool;
 use crate::workers::kv_events::status::{RankState, lenient};
 
 /// Connections that break within this time have one cause: the worker's end.
 const SAME_BREAK_MS: u64 = 1_000;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub enum WorkerState {
     /// Registered, never healthy yet.
     Starting {
         /// How its last probe failed.
@@ -43,31 +43,33 @@ pub enum State {
     Leaving,
 }
 
-impl State {
+impl WorkerState {
     pub fn label(&self) -> &'static str {
         match self {
-            State::Starting { .. } => "starting",
-            State::Ready => "ready",
-            State::Unhealthy { .. } => "unhealthy",
-            State::Rejected { .. } => "rejected",
-            State::Draining | State::Leaving => "draining",
+            WorkerState::Starting { .. } => "starting",
+            WorkerState::Ready => "ready",
+            WorkerState::Unhealthy { .. } => "unhealthy",
+            WorkerState::Rejected { .. } => "rejected",
+            WorkerState::Draining | WorkerState::Leaving => "draining",
         }
     }
 
     /// Source of a drain, for GET /workers.
     pub fn drained_by(&self) -> Option<&'static str> {
         match self {
-            State::Draining => Some("worker"),
-            State::Leaving => Some("router"),
+            WorkerState::Draining => Some("worker"),
+            WorkerState::Leaving => Some("router"),
             _ => None,
         }
     }
 
     pub fn reason(&self) -> Option<&str> {
         match self {
-            State::Ready | State::Draining | State::Leaving => None,
-            State::Starting { reason } => reason.as_deref(),
-            State::Unhealthy { reason, .. } | State::Rejected { reason } => Some(reason),
+            WorkerState::Ready | WorkerState::Draining | WorkerState::Leaving => None,
+            WorkerState::Starting { reason } => reason.as_deref(),
+            WorkerState::Unhealthy { reason, .. } | WorkerState::Rejected { reason } => {
+                Some(reason)
+            }
         }
     }
 }
@@ -75,7 +77,7 @@ impl State {
 /// Description of a worker from /get_server_info. All of it is optional: SGLang and mocks report less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(default)]
-pub struct Description {
+pub struct WorkerDescription {
     /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded (health.rs).
     pub engine: Option<String>,
     pub dp_size: Option<u32>,
@@ -113,9 +115,9 @@ pub struct Description {
     pub baton_features: Vec<String>,
 }
 
-impl Description {
-    pub fn make(&self) -> Make {
-        Make::of(|aspect| self.aspect(aspect))
+impl WorkerDescription {
+    pub fn make(&self) -> WorkerFingerprint {
+        WorkerFingerprint::of(|aspect| self.aspect(aspect))
     }
 
     /// True if it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
@@ -148,13 +150,13 @@ pub struct Worker {
     /// Name in /workers.
     pub id: u64,
     pub spec: WorkerSpec,
-    pub pool: Arc<Pool>,
+    pub pool: Arc<ConnectionPool>,
     /// Told when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
     /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
     /// resumed has paused (`dispatch::proxy_body`): probe soon.
     pub silent: Notify,
-    pub(super) state: watch::Sender<(State, Arc<Description>)>,
+    pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
     pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
     /// Told when the load of a rank falls to 0.
@@ -173,23 +175,24 @@ impl Worker {
         self.spec.role
     }
 
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> WorkerState {
         self.state.borrow().0.clone()
     }
 
-    pub fn description(&self) -> Arc<Description> {
+    pub fn description(&self) -> Arc<WorkerDescription> {
         self.state.borrow().1.clone()
     }
 
     pub fn is_ready(&self) -> bool {
-        self.state.borrow().0 == State::Ready
+        self.state.borrow().0 == WorkerState::Ready
     }
 
     /// Waits until health checks find the worker hung; returns what they found. Forever for a worker that is well.
     async fn until_hung(&self) -> String {
         let mut state = self.state.subscribe();
-        let is_hung =
-            |state: &(State, _)| matches!(state.0, State::Unhealthy { is_hung: true, .. });
+        let is_hung = |state: &(WorkerState, _)| {
+            matches!(state.0, WorkerState::Unhealthy { is_hung: true, .. })
+        };
         let hung = state.wait_for(is_hung).await.ok();
         let cause = hung.map(|state| state.0.reason().unwrap_or_default().to_owned());
         match cause {
@@ -225,9 +228,9 @@ impl Worker {
     /// JSON `bootstrap_port` for requests prefilled here.
     pub fn bootstrap_port(&self) -> Option<u16> {
         match self.spec.bootstrap {
-            Bootstrap::Port(port) => Some(port),
-            Bootstrap::Null => None,
-            Bootstrap::FromWorker => self.description().disaggregation_bootstrap_port,
+            BootstrapPort::Port(port) => Some(port),
+            BootstrapPort::Null => None,
+            BootstrapPort::FromWorker => self.description().disaggregation_bootstrap_port,
         }
     }
 

@@ -409,7 +409,7 @@ async fn a_port_in_use_is_said_so() {
         let port = router.running.addr.port().to_string();
         let argv = ["baton-router", "--host", "127.0.0.1", "--port", &port].map(str::to_owned);
         let config = baton_router::RouterConfig::parse(&argv).unwrap();
-        let err = baton_router::Running::start(config).await.err().unwrap();
+        let err = baton_router::RunningServer::start(config).await.err().unwrap();
         assert!(err.contains(&port) && err.contains("in use"), "{err}");
     })
     .await;

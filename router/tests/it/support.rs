@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use baton_router::{RouterConfig, Running};
+use baton_router::{RouterConfig, RunningServer};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
@@ -563,7 +563,7 @@ impl Body for Script {
 // ---- router ----
 
 pub struct Router {
-    pub running: Running,
+    pub running: RunningServer,
 }
 
 /// Flags that make tests quick and quiet.
@@ -584,7 +584,7 @@ impl Router {
             .map(str::to_owned)
             .collect();
         let config = RouterConfig::parse(&argv).expect("good flags");
-        let running = Running::start(config).await.expect("it starts");
+        let running = RunningServer::start(config).await.expect("it starts");
         Router { running }
     }
 
@@ -710,7 +710,7 @@ pub async fn refused_start(flags: &[&str]) -> String {
     let argv = ["baton-router", "--host", "127.0.0.1", "--port", "0"];
     let argv: Vec<String> = argv.iter().chain(flags).map(|f| (*f).to_owned()).collect();
     let config = RouterConfig::parse(&argv).expect("good flags");
-    match Running::start(config).await {
+    match RunningServer::start(config).await {
         Ok(_) => panic!("{flags:?} should be refused"),
         Err(text) => text,
     }

@@ -11,11 +11,11 @@
 //!
 //! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes handed out add up to the
 //! router blocks completed by blocks that count; a ghost has children. Memory is bounded by the rank's cache, and told
-//! ([`Mirror::bytes`]).
+//! ([`EngineBlockTree::bytes`]).
 
 use std::collections::HashMap;
 
-use super::{EngineHash, KvEvent, Stored};
+use super::{EngineHash, KvEvent, StoredBlocks};
 use crate::prompt::TokenChain;
 
 /// Index into the arena.
@@ -26,14 +26,14 @@ const FREE: Slot = u32::MAX - 1;
 
 /// A router block that the rank holds now, or no longer does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
+pub enum BlockChange {
     Hold(u64),
     Drop(u64),
 }
 
 /// Events that cannot be true of one cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
+pub enum BrokenTree {
     #[error("block {parent:016x} was never announced, and blocks behind it are")]
     UnknownParent { parent: EngineHash },
     #[error(
@@ -80,7 +80,7 @@ struct Other {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Mirror {
+pub struct EngineBlockTree {
     /// Tokens of a router block.
     block_tokens: usize,
     /// Blocks behind unknown ones are passed over instead of refused: it is known that announcements were missed.
@@ -98,7 +98,7 @@ pub struct Mirror {
     page_tokens: u32,
 }
 
-impl Mirror {
+impl EngineBlockTree {
     pub fn new(block_tokens: usize) -> Self {
         Self {
             block_tokens: block_tokens.max(1),
@@ -147,7 +147,11 @@ impl Mirror {
 
     /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch began anew (`Cleared`), in
     /// which case `changes` has only what came after that. An error leaves the mirror unusable until it is cleared.
-    pub fn apply(&mut self, events: &[KvEvent], changes: &mut Vec<Change>) -> Result<bool, Broken> {
+    pub fn apply(
+        &mut self,
+        events: &[KvEvent],
+        changes: &mut Vec<BlockChange>,
+    ) -> Result<bool, BrokenTree> {
         let mut is_cleared = false;
         for event in events {
             match event {
@@ -171,10 +175,10 @@ impl Mirror {
         Ok(is_cleared)
     }
 
-    fn store(&mut self, stored: &Stored) -> Result<(), Broken> {
+    fn store(&mut self, stored: &StoredBlocks) -> Result<(), BrokenTree> {
         let width = stored.block_tokens as usize;
         if width == 0 || stored.tokens.len() != width * stored.hashes.len() {
-            return Err(Broken::WrongLength {
+            return Err(BrokenTree::WrongLength {
                 hashes: stored.hashes.len(),
                 block_tokens: stored.block_tokens,
                 tokens: stored.tokens.len(),
@@ -192,7 +196,7 @@ impl Mirror {
                     tail = self.tail_behind(slot);
                 }
                 None if self.is_partial => return Ok(()),
-                None => return Err(Broken::UnknownParent { parent: hash }),
+                None => return Err(BrokenTree::UnknownParent { parent: hash }),
             }
         }
         let pages = stored.tokens.chunks_exact(width);
@@ -212,7 +216,7 @@ impl Mirror {
                 Some(&slot) => {
                     let known = &mut self.blocks[slot as usize];
                     if known.chain != chain.hash() || known.parent != parent {
-                        return Err(Broken::NotAPrefixHash { hash });
+                        return Err(BrokenTree::NotAPrefixHash { hash });
                     }
                     known.copies += 1;
                     slot
@@ -258,7 +262,7 @@ impl Mirror {
     }
 
     /// Make `counts` true to the rule, here and behind.
-    fn settle(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+    fn settle(&mut self, slot: Slot, changes: &mut Vec<BlockChange>) {
         let block = &self.blocks[slot as usize];
         let parent_counts = block.parent == NONE || self.blocks[block.parent as usize].counts;
         let counts = block.copies > 0 && parent_counts;
@@ -280,12 +284,12 @@ impl Mirror {
         }
     }
 
-    fn tell(&mut self, slot: Slot, counts: bool, changes: &mut Vec<Change>) {
+    fn tell(&mut self, slot: Slot, counts: bool, changes: &mut Vec<BlockChange>) {
         let block = &self.blocks[slot as usize];
         let done = match &block.rest {
             Rest::Token(_) => return,
             Rest::Whole => {
-                changes.push(Change::new(block.chain, counts));
+                changes.push(BlockChange::new(block.chain, counts));
                 return;
             }
             Rest::Other(other) => &other.done,
@@ -299,7 +303,7 @@ impl Mirror {
                 self.shared.remove(&hash);
             }
             if (before == 0) != (now == 0) {
-                changes.push(Change::new(hash, counts));
+                changes.push(BlockChange::new(hash, counts));
             }
         }
     }
@@ -368,11 +372,11 @@ impl Mirror {
     }
 }
 
-impl Change {
+impl BlockChange {
     fn new(hash: u64, is_held: bool) -> Self {
         match is_held {
-            true => Change::Hold(hash),
-            false => Change::Drop(hash),
+            true => BlockChange::Hold(hash),
+            false => BlockChange::Drop(hash),
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The life of a rank's entry:
 //!
-//! 1. [`News::Begin`] opens a *set*, [`News::Changed`] fills it, [`News::Serve`] puts it in the place of the rank's set in use.
+//! 1. [`CacheUpdate::Begin`] opens a *set*, [`CacheUpdate::Changed`] fills it, [`CacheUpdate::Serve`] puts it in the place of the rank's set in use.
 //!    A resync builds the new set beside the old one, which answers until then.
 //! 2. A match looks for the longest prefix of a prompt in every set in use at once ([`KvIndex::held_by`]): since sets are
 //!    closed under prefixes, the holders only get fewer along the path, and where they do is found by bisection.
@@ -17,7 +17,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use serde::Serialize;
 
-use super::{Change, News};
+use super::{BlockChange, CacheUpdate};
 use crate::types::WorkerId;
 
 const SHARDS: usize = 64;
@@ -244,10 +244,10 @@ impl KvIndex {
     }
 
     /// Take in what a rank's replica tells.
-    pub fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
         self.sweep();
         match *news {
-            News::Begin => {
+            CacheUpdate::Begin => {
                 let set = self.open();
                 let rank = self.ranks.entry(worker).or_default();
                 if let Some(before) = rank.loading.replace(set) {
@@ -255,7 +255,7 @@ impl KvIndex {
                 }
                 Ok(())
             }
-            News::Changed { changes, page_tokens, bytes } => {
+            CacheUpdate::Changed { changes, page_tokens, bytes } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
                 rank.page_tokens = page_tokens;
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
@@ -263,7 +263,7 @@ impl KvIndex {
                 let set = rank.loading.or(rank.in_use).ok_or(NewsError::Forgotten)?;
                 self.changed(set, changes)
             }
-            News::Serve { is_exact } => {
+            CacheUpdate::Serve { is_exact } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
                 rank.is_exact = is_exact;
                 if let Some(new) = rank.loading.take()
@@ -273,13 +273,13 @@ impl KvIndex {
                 }
                 Ok(())
             }
-            News::Doubt => {
+            CacheUpdate::Doubt => {
                 if let Some(rank) = self.ranks.get_mut(&worker) {
                     rank.is_exact = false;
                 }
                 Ok(())
             }
-            News::Forget => {
+            CacheUpdate::Forget => {
                 self.forget(worker);
                 Ok(())
             }
@@ -295,11 +295,11 @@ impl KvIndex {
         }
     }
 
-    fn changed(&mut self, set: u32, changes: &[Change]) -> Result<(), NewsError> {
+    fn changed(&mut self, set: u32, changes: &[BlockChange]) -> Result<(), NewsError> {
         for change in changes {
             match *change {
-                Change::Hold(hash) => self.hold(set, hash),
-                Change::Drop(hash) => self.drop_block(set, hash),
+                BlockChange::Hold(hash) => self.hold(set, hash),
+                BlockChange::Drop(hash) => self.drop_block(set, hash),
             }
         }
         match self.bytes() <= self.max_bytes {

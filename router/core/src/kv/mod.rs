@@ -2,13 +2,13 @@
 //!
 //! The life of a rank's events (one worker, or one DP rank of it):
 //!
-//! 1. The shell reads numbered batches of [`KvEvent`]s, or a snapshot, and gives them to the rank's [`Replica`].
-//! 2. The replica watches the numbers and keeps a [`Mirror`]: which blocks the rank holds, by the *engine's* names, and what
+//! 1. The shell reads numbered batches of [`KvEvent`]s, or a snapshot, and gives them to the rank's [`CacheReplica`].
+//! 2. The replica watches the numbers and keeps a [`EngineBlockTree`]: which blocks the rank holds, by the *engine's* names, and what
 //!    each is called *here*. An engine's hash may be SHA-256, Python's `hash` or anything else; ours is the chain hash of
 //!    the tokens ([`crate::prompt`]), computed once, when the block is announced.
-//! 3. What changed leaves as [`News`] in our names, and a policy's [`KvIndex`] takes it in: from [`News::Serve`] on the rank's
+//! 3. What changed leaves as [`CacheUpdate`] in our names, and a policy's [`KvIndex`] takes it in: from [`CacheUpdate::Serve`] on the rank's
 //!    entry is its stored set, no more and no less.
-//! 4. Batches were lost, or contradict each other: [`News::Doubt`]. The entry stays, as a guess, until a snapshot, a replay
+//! 4. Batches were lost, or contradict each other: [`CacheUpdate::Doubt`]. The entry stays, as a guess, until a snapshot, a replay
 //!    or an `AllBlocksCleared` makes it exact again.
 //! 5. The rank is gone, or is another process with the same address (epoch): its entry is forgotten in O(1).
 //!
@@ -28,9 +28,9 @@ mod replica;
 #[cfg(test)]
 mod model_test;
 
-pub use block_tree::{Broken, Change, Mirror};
+pub use block_tree::{BlockChange, BrokenTree, EngineBlockTree};
 pub use index::{KvIndex, KvRank, NewsError};
-pub use replica::{News, Replica, ReplicaError, Tell, Took};
+pub use replica::{ApplyResult, CacheReplica, CacheUpdate, ReplicaError, UpdateSink};
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before the block.
 pub type EngineHash = u64;
@@ -38,7 +38,7 @@ pub type EngineHash = u64;
 /// Events that vLLM's, SGLang's and our engines announce.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEvent {
-    Stored(Stored),
+    Stored(StoredBlocks),
     Removed(Vec<EngineHash>),
     /// There are no blocks.
     Cleared,
@@ -46,7 +46,7 @@ pub enum KvEvent {
 
 /// Blocks that follow each other, first one first.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Stored {
+pub struct StoredBlocks {
     pub hashes: Vec<EngineHash>,
     /// `None`: they begin a prompt.
     pub parent: Option<EngineHash>,

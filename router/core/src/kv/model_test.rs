@@ -77,12 +77,12 @@ impl Engine {
     fn stored(&self, prefix: &[u32], pages: usize) -> KvEvent {
         let first = prefix.len() - pages * self.page;
         let ends = (1..=pages).map(|i| first + i * self.page);
-        KvEvent::Stored(Stored {
+        KvEvent::Stored(StoredBlocks {
             hashes: ends.map(|end| self.hash(&prefix[..end])).collect(),
             parent: (first > 0).then(|| self.hash(&prefix[..first])),
             tokens: prefix[first..].to_vec(),
             block_tokens: self.page as u32,
-            ..Stored::default()
+            ..StoredBlocks::default()
         })
     }
 
@@ -188,7 +188,7 @@ impl Engine {
 
 struct World {
     engines: Vec<Engine>,
-    replicas: Vec<Replica>,
+    replicas: Vec<CacheReplica>,
     index: KvIndex,
 }
 
@@ -197,12 +197,12 @@ impl World {
         let engines = pages.iter().enumerate();
         Self {
             engines: engines.map(|(at, page)| Engine::new(at as u64, *page)).collect(),
-            replicas: pages.iter().map(|_| Replica::new(BLOCK)).collect(),
+            replicas: pages.iter().map(|_| CacheReplica::new(BLOCK)).collect(),
             index: KvIndex::new(usize::MAX),
         }
     }
 
-    fn deliver(&mut self, at: usize, number: usize) -> Took {
+    fn deliver(&mut self, at: usize, number: usize) -> ApplyResult {
         let worker = WorkerId(at as u64);
         let events = self.engines[at].log[number].clone();
         let index = &mut self.index;
@@ -229,7 +229,7 @@ impl World {
             Op::Restart => {
                 self.forget(at);
                 self.engines[at] = Engine::new(self.engines[at].seed + 10, self.engines[at].page);
-                assert_eq!(self.deliver(at, 0), Took::Applied);
+                assert_eq!(self.deliver(at, 0), ApplyResult::Applied);
                 return;
             }
             Op::Leave => {
@@ -249,13 +249,13 @@ impl World {
             return;
         }
         let expected = self.replicas[at].next();
-        if let Took::Gap { first } = self.deliver(at, number) {
+        if let ApplyResult::Gap { first } = self.deliver(at, number) {
             assert_eq!(first, expected.unwrap_or(0));
             assert!(first < number as u64);
             self.cure(at, first as usize, number, cure);
         }
         if way == Way::Twice {
-            assert_eq!(self.deliver(at, number), Took::Old);
+            assert_eq!(self.deliver(at, number), ApplyResult::Old);
         }
     }
 
@@ -264,7 +264,7 @@ impl World {
             Cure::Snapshot => self.snapshot(at),
             Cure::Replay => {
                 for missing in first..=number {
-                    assert_eq!(self.deliver(at, missing), Took::Applied);
+                    assert_eq!(self.deliver(at, missing), ApplyResult::Applied);
                 }
             }
             Cure::Skip => {
@@ -272,7 +272,7 @@ impl World {
                 self.replicas[at]
                     .skip_to(number as u64, &mut |news| index.reconcile(worker, &news))
                     .expect("skipping");
-                assert_eq!(self.deliver(at, number), Took::Applied);
+                assert_eq!(self.deliver(at, number), ApplyResult::Applied);
             }
         }
     }
@@ -371,7 +371,7 @@ proptest! {
             world.forget(at);
         }
         for _ in 0..80 {
-            world.index.reconcile(WorkerId(9), &News::Begin).expect("room");
+            world.index.reconcile(WorkerId(9), &CacheUpdate::Begin).expect("room");
             world.index.forget(WorkerId(9));
         }
         prop_assert_eq!(world.index.entries(), 0);

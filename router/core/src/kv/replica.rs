@@ -6,19 +6,19 @@
 //!                └── skip (what was before is lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
 //! ```
 
-use super::{Broken, Change, KvEvent, Mirror, NewsError};
+use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 
 /// Most changes told at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News<'a> {
+pub enum CacheUpdate<'a> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
     Begin,
     /// Changes of the copy that was begun, or else of the one in use.
     Changed {
-        changes: &'a [Change],
+        changes: &'a [BlockChange],
         /// The rank's pages, of which it reuses whole ones only.
         page_tokens: u32,
         /// Memory of the mirror.
@@ -34,7 +34,7 @@ pub enum News<'a> {
 
 /// Result of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Took {
+pub enum ApplyResult {
     Applied,
     /// Known already.
     Old,
@@ -48,31 +48,31 @@ pub enum Took {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReplicaError {
     #[error(transparent)]
-    Broken(#[from] Broken),
+    Broken(#[from] BrokenTree),
     #[error(transparent)]
     Refused(#[from] NewsError),
 }
 
 /// Where the index is told.
-pub type Tell<'a> = &'a mut dyn FnMut(News<'_>) -> Result<(), NewsError>;
+pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), NewsError>;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Replica {
-    mirror: Mirror,
+pub struct CacheReplica {
+    mirror: EngineBlockTree,
     /// Number of the next batch; `None`: nothing is known yet.
     next: Option<u64>,
     is_exact: bool,
     /// A copy was served.
     is_serving: bool,
-    changes: Vec<Change>,
+    changes: Vec<BlockChange>,
 }
 
-impl Replica {
+impl CacheReplica {
     /// `block_tokens`: of the router's blocks.
     pub fn new(block_tokens: usize) -> Self {
         Self {
-            mirror: Mirror::new(block_tokens),
+            mirror: EngineBlockTree::new(block_tokens),
             next: None,
             is_exact: false,
             is_serving: false,
@@ -99,10 +99,10 @@ impl Replica {
         &mut self,
         next: u64,
         events: &[KvEvent],
-        tell: Tell<'_>,
+        tell: UpdateSink<'_>,
     ) -> Result<(), ReplicaError> {
         self.mirror.clear();
-        tell(News::Begin)?;
+        tell(CacheUpdate::Begin)?;
         for event in events {
             self.take_in(std::slice::from_ref(event), tell)?;
         }
@@ -115,33 +115,35 @@ impl Replica {
         &mut self,
         number: u64,
         events: &[KvEvent],
-        tell: Tell<'_>,
-    ) -> Result<Took, ReplicaError> {
+        tell: UpdateSink<'_>,
+    ) -> Result<ApplyResult, ReplicaError> {
         // What was before `Cleared` does not matter, be it known or lost.
         let cleared = events.iter().rposition(|event| *event == KvEvent::Cleared);
         let (events, is_fresh_start) = (&events[cleared.unwrap_or(0)..], cleared.is_some());
         match self.next {
-            Some(next) if number < next => return Ok(Took::Old),
-            Some(next) if number > next && !is_fresh_start => return Ok(Took::Gap { first: next }),
-            None if number > 0 && !is_fresh_start => return Ok(Took::Gap { first: 0 }),
+            Some(next) if number < next => return Ok(ApplyResult::Old),
+            Some(next) if number > next && !is_fresh_start => {
+                return Ok(ApplyResult::Gap { first: next });
+            }
+            None if number > 0 && !is_fresh_start => return Ok(ApplyResult::Gap { first: 0 }),
             _ => {}
         }
         let is_first = self.next.is_none();
         if is_first && !is_fresh_start {
-            tell(News::Begin)?; // batch 0 of an engine that does not announce that it begins empty
+            tell(CacheUpdate::Begin)?; // batch 0 of an engine that does not announce that it begins empty
         }
         self.take_in(events, tell)?;
         self.next = Some(number + 1);
         if is_first || is_fresh_start {
             self.serve(true, tell)?;
         }
-        Ok(Took::Applied)
+        Ok(ApplyResult::Applied)
     }
 
     /// Skip the batches before `number`, which are lost; the entry is a guess from then on.
-    pub fn skip_to(&mut self, number: u64, tell: Tell<'_>) -> Result<(), ReplicaError> {
+    pub fn skip_to(&mut self, number: u64, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         if self.next.is_none() {
-            tell(News::Begin)?;
+            tell(CacheUpdate::Begin)?;
         }
         self.mirror.is_partial = true;
         self.next = Some(number);
@@ -149,15 +151,15 @@ impl Replica {
     }
 
     /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot replaces it.
-    pub fn doubt(&mut self, tell: Tell<'_>) -> Result<(), ReplicaError> {
+    pub fn doubt(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         if std::mem::replace(&mut self.is_exact, false) {
-            tell(News::Doubt)?;
+            tell(CacheUpdate::Doubt)?;
         }
         Ok(())
     }
 
     /// All that was missed has come: what was doubted is exact again. False: it was not doubted, or is not complete.
-    pub fn resume(&mut self, tell: Tell<'_>) -> Result<bool, ReplicaError> {
+    pub fn resume(&mut self, tell: UpdateSink<'_>) -> Result<bool, ReplicaError> {
         let is_due = self.next.is_some() && !self.is_exact && !self.mirror.is_partial;
         if is_due {
             self.serve(true, tell)?;
@@ -172,30 +174,30 @@ impl Replica {
     }
 
     /// The rank is another process now: numbers begin anew, and it holds nothing of what this knew.
-    pub fn forget(&mut self, tell: Tell<'_>) -> Result<(), ReplicaError> {
+    pub fn forget(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         self.mirror.clear();
         (self.next, self.is_exact) = (None, false);
         if std::mem::replace(&mut self.is_serving, false) {
-            tell(News::Forget)?;
+            tell(CacheUpdate::Forget)?;
         }
         Ok(())
     }
 
-    fn serve(&mut self, is_exact: bool, tell: Tell<'_>) -> Result<(), ReplicaError> {
+    fn serve(&mut self, is_exact: bool, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         (self.is_exact, self.is_serving) = (is_exact, true);
-        tell(News::Serve { is_exact })?;
+        tell(CacheUpdate::Serve { is_exact })?;
         Ok(())
     }
 
     /// If the events began anew, what follows is told as a new copy.
-    fn take_in(&mut self, events: &[KvEvent], tell: Tell<'_>) -> Result<(), ReplicaError> {
+    fn take_in(&mut self, events: &[KvEvent], tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         self.changes.clear();
         if self.mirror.apply(events, &mut self.changes)? {
-            tell(News::Begin)?;
+            tell(CacheUpdate::Begin)?;
         }
         let (page_tokens, bytes) = (self.mirror.page_tokens(), self.mirror.bytes());
         for changes in self.changes.chunks(PIECE) {
-            tell(News::Changed { changes, page_tokens, bytes })?;
+            tell(CacheUpdate::Changed { changes, page_tokens, bytes })?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 //!    characters: a candidate that holds it.
 //! 3. Else the miss rule: the candidate with the smallest tree (`smallest_tree`), or the least loaded (`least_load`).
 //!
-//! In all three cases the text is remembered for the chosen worker ([`Event::Routed`]), at most `max_tree_size`
+//! In all three cases the text is remembered for the chosen worker ([`PolicyEvent::Routed`]), at most `max_tree_size`
 //! characters per worker and `max_bytes` in all, least recently sent first out.
 //!
 //! Where it differs from SGLang's on purpose: a node of the tree keeps all its holders, so among several holders of the
@@ -27,9 +27,9 @@ use serde::{Deserialize, Serialize};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
-use crate::explain::{Basis, Explanation, Terms};
+use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::prefix_tree::PrefixTree;
-use crate::types::{Choice, Event, RequestView, Why, WorkerId, WorkerView};
+use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
 /// Nodes of a worker that is gone to forget under one hold of the lock: some tens of µs.
 const RETIRE_BATCH: usize = 256;
@@ -48,7 +48,7 @@ pub struct CacheAwareParams {
     pub max_tree_size: usize,
     /// Most memory of the tree [bytes].
     pub max_bytes: usize,
-    pub miss: Miss,
+    pub miss: MissPolicy,
 }
 
 impl Default for CacheAwareParams {
@@ -59,7 +59,7 @@ impl Default for CacheAwareParams {
             balance_rel_threshold: 1.5,
             max_tree_size: 1 << 26,
             max_bytes: 1 << 30,
-            miss: Miss::SmallestTree,
+            miss: MissPolicy::SmallestTree,
         }
     }
 }
@@ -67,31 +67,31 @@ impl Default for CacheAwareParams {
 /// Rule for a request whose prefix nobody holds well enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Miss {
+pub enum MissPolicy {
     /// The worker with the fewest characters in the tree (sglang-router).
     SmallestTree,
     /// The worker with the fewest requests in flight (smg).
     LeastLoad,
 }
 
-impl Miss {
-    pub const ALL: [Miss; 2] = [Miss::SmallestTree, Miss::LeastLoad];
+impl MissPolicy {
+    pub const ALL: [MissPolicy; 2] = [MissPolicy::SmallestTree, MissPolicy::LeastLoad];
 
     pub fn name(self) -> &'static str {
         match self {
-            Miss::SmallestTree => "smallest_tree",
-            Miss::LeastLoad => "least_load",
+            MissPolicy::SmallestTree => "smallest_tree",
+            MissPolicy::LeastLoad => "least_load",
         }
     }
 }
 
-impl std::fmt::Display for Miss {
+impl std::fmt::Display for MissPolicy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Miss {
+impl FromStr for MissPolicy {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
@@ -125,23 +125,24 @@ impl CacheAware {
         text: &str,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         let tree = self.read();
         let matched = tree.longest_match(text, ready);
         let total_chars = text.chars().count();
         // An empty text divides to NaN, which is above nothing.
         if matched.units as f32 / total_chars as f32 > self.params.cache_threshold {
             let holders = ready.iter().copied().filter(|worker| matched.is_held_by(worker.id));
-            let why = Why::PrefixHit { matched_chars: matched.units, total_chars };
-            return least_loaded(holders, rng).map(|worker| Choice { worker: worker.id, why });
+            let why = SelectionReason::PrefixHit { matched_chars: matched.units, total_chars };
+            return least_loaded(holders, rng)
+                .map(|worker| WorkerChoice { worker: worker.id, why });
         }
         match self.params.miss {
-            Miss::SmallestTree => {
+            MissPolicy::SmallestTree => {
                 let ids = ready.iter().map(|worker| worker.id);
                 min_by_key_random_tie(ids, |id| tree.units_of(id), rng)
-                    .map(|worker| Choice { worker, why: Why::SmallestTree })
+                    .map(|worker| WorkerChoice { worker, why: SelectionReason::SmallestTree })
             }
-            Miss::LeastLoad => choose_least_loaded(ready, rng),
+            MissPolicy::LeastLoad => choose_least_loaded(ready, rng),
         }
     }
 
@@ -192,10 +193,10 @@ impl Policy for CacheAware {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         match ready {
             [] => None,
-            [only] => Some(Choice { worker: only.id, why: Why::Only }),
+            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
             _ if self.is_unbalanced(ready) => choose_least_loaded(ready, rng),
             _ => self.choose_by_prefix(req.text, ready, rng),
         }
@@ -206,38 +207,38 @@ impl Policy for CacheAware {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Explanation)> {
+    ) -> Option<(WorkerChoice, Explanation)> {
         let choice = self.choose(req, ready, rng)?;
         let mut ids: Vec<WorkerId> = ready.iter().map(|worker| worker.id).collect();
         ids.sort_unstable();
         let mut held = vec![0; ids.len()];
         let tree = self.read();
         tree.held_by(req.text, &ids, &mut held);
-        let basis = Basis::Prefix {
+        let basis = PolicyBasis::Prefix {
             total_chars: req.text.chars().count(),
             matched_chars: held.iter().copied().max().unwrap_or(0),
             cache_threshold: self.params.cache_threshold,
             is_unbalanced: self.is_unbalanced(ready),
         };
-        let terms = |worker: &WorkerView| Terms::Prefix {
+        let terms = |worker: &WorkerView| PolicyTerms::Prefix {
             matched_chars: ids.binary_search(&worker.id).map_or(0, |at| held[at]),
             tree_chars: tree.units_of(worker.id),
         };
         Some((choice, Explanation::of(self.name(), basis, ready, terms)))
     }
 
-    fn observe(&self, event: &Event<'_>) {
+    fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
-            Event::Routed { worker, request, .. } => self.remember(worker, request.text),
-            Event::WorkerAdded { worker, .. } => {
+            PolicyEvent::Routed { worker, request, .. } => self.remember(worker, request.text),
+            PolicyEvent::WorkerAdded { worker, .. } => {
                 self.write().add(worker, self.params.max_tree_size);
             }
-            Event::WorkerGone { worker } => self.forget(worker),
+            PolicyEvent::WorkerGone { worker } => self.forget(worker),
             // As in SGLang, a prompt counts as cached from when it is sent, whatever becomes of it.
-            Event::FirstToken { .. }
-            | Event::Usage { .. }
-            | Event::Finished { .. }
-            | Event::Reported { .. } => {}
+            PolicyEvent::FirstToken { .. }
+            | PolicyEvent::Usage { .. }
+            | PolicyEvent::Finished { .. }
+            | PolicyEvent::Reported { .. } => {}
         }
     }
 
@@ -256,9 +257,9 @@ impl Policy for CacheAware {
     }
 }
 
-fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<Choice> {
+fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerChoice> {
     least_loaded(ready.iter().copied(), rng)
-        .map(|worker| Choice { worker: worker.id, why: Why::LeastLoaded })
+        .map(|worker| WorkerChoice { worker: worker.id, why: SelectionReason::LeastLoaded })
 }
 
 #[cfg(test)]
@@ -268,13 +269,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policy::testing::{Sender, chosen, rng, views};
+    use crate::policy::testing::{TestSender, chosen, rng, views};
     use crate::types::WorkerFacts;
 
     fn policy_for(workers: u64, params: CacheAwareParams) -> CacheAware {
         let policy = CacheAware::new(params);
         (0..workers).for_each(|id| {
-            policy.observe(&Event::WorkerAdded {
+            policy.observe(&PolicyEvent::WorkerAdded {
                 worker: WorkerId(id),
                 facts: WorkerFacts::default(),
             })
@@ -283,7 +284,7 @@ mod tests {
     }
 
     fn routed(policy: &CacheAware, worker: u64, text: &str) {
-        Sender::default().routed(policy, worker, text);
+        TestSender::default().routed(policy, worker, text);
     }
 
     #[test]
@@ -293,9 +294,12 @@ mod tests {
         let ready = views(&[3, 0]);
         let hit = chosen(&policy, "01234567é🦀", &ready, &mut rng(1));
         assert_eq!(hit.worker, WorkerId(0));
-        assert_eq!(hit.why, Why::PrefixHit { matched_chars: 8, total_chars: 10 });
+        assert_eq!(hit.why, SelectionReason::PrefixHit { matched_chars: 8, total_chars: 10 });
         let at_threshold = chosen(&policy, "01234éèéèé", &ready, &mut rng(1));
-        assert_eq!(at_threshold, Choice { worker: WorkerId(1), why: Why::SmallestTree });
+        assert_eq!(
+            at_threshold,
+            WorkerChoice { worker: WorkerId(1), why: SelectionReason::SmallestTree }
+        );
     }
 
     #[test]
@@ -315,8 +319,8 @@ mod tests {
         routed(&policy, 1, "abcdef__");
         let ready = views(&[0, 0, 0])[1..].to_vec();
         let taken = chosen(&policy, "abcdefgh", &ready, &mut rng(1));
-        let why = Why::PrefixHit { matched_chars: 6, total_chars: 8 };
-        assert_eq!(taken, Choice { worker: WorkerId(1), why });
+        let why = SelectionReason::PrefixHit { matched_chars: 6, total_chars: 8 };
+        assert_eq!(taken, WorkerChoice { worker: WorkerId(1), why });
     }
 
     #[test]
@@ -339,7 +343,7 @@ mod tests {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "hot prompt");
         let taken = chosen(&policy, "hot prompt", &views(&[65, 0]), &mut rng(1));
-        assert_eq!(taken, Choice { worker: WorkerId(1), why: Why::LeastLoaded });
+        assert_eq!(taken, WorkerChoice { worker: WorkerId(1), why: SelectionReason::LeastLoaded });
         routed(&policy, 1, "hot prompt");
         let again = chosen(&policy, "hot prompt", &views(&[60, 0]), &mut rng(1));
         assert_eq!(again.worker, WorkerId(1));
@@ -347,14 +351,15 @@ mod tests {
 
     #[test]
     fn miss_goes_to_the_smallest_tree_or_the_least_load() {
-        for (miss, worker, why) in
-            [(Miss::SmallestTree, 1, Why::SmallestTree), (Miss::LeastLoad, 0, Why::LeastLoaded)]
-        {
+        for (miss, worker, why) in [
+            (MissPolicy::SmallestTree, 1, SelectionReason::SmallestTree),
+            (MissPolicy::LeastLoad, 0, SelectionReason::LeastLoaded),
+        ] {
             let policy = policy_for(2, CacheAwareParams { miss, ..Default::default() });
             routed(&policy, 0, "a longer text");
             routed(&policy, 1, "b text");
             let taken = chosen(&policy, "something new", &views(&[0, 3]), &mut rng(1));
-            assert_eq!(taken, Choice { worker: WorkerId(worker), why });
+            assert_eq!(taken, WorkerChoice { worker: WorkerId(worker), why });
             let empty = chosen(&policy, "", &views(&[0, 3]), &mut rng(1));
             assert_eq!(empty.why, why);
         }
@@ -387,9 +392,11 @@ mod tests {
     /// such requests to one worker at 16 and at 48 in flight, because the absolute threshold of 64 cannot be exceeded.
     #[test]
     fn hot_prompt_pins_one_worker() {
-        for (concurrency, miss) in
-            [(16, Miss::SmallestTree), (48, Miss::SmallestTree), (48, Miss::LeastLoad)]
-        {
+        for (concurrency, miss) in [
+            (16, MissPolicy::SmallestTree),
+            (48, MissPolicy::SmallestTree),
+            (48, MissPolicy::LeastLoad),
+        ] {
             let mut counts =
                 hot_prompt(CacheAwareParams { miss, ..Default::default() }, 400, concurrency);
             counts.sort_unstable();
@@ -413,7 +420,7 @@ mod tests {
             history in proptest::collection::vec((0u64..4, "[abé]{0,6}"), 0..12),
             text in "[abé]{0,6}",
             loads in proptest::collection::vec(0usize..6, 4),
-            miss in proptest::sample::select(Miss::ALL.to_vec()),
+            miss in proptest::sample::select(MissPolicy::ALL.to_vec()),
             seed in any::<u64>(),
         ) {
             let params = CacheAwareParams {
@@ -440,17 +447,17 @@ mod tests {
             let best = *matched.iter().max().unwrap_or(&0);
             let by_load = |worker: usize| loads[worker];
             let allowed = if max - min > 3 && *max > 2 * min {
-                prop_assert_eq!(choice.why, Why::LeastLoaded);
+                prop_assert_eq!(choice.why, SelectionReason::LeastLoaded);
                 least(&by_load, (0..4).collect())
             } else if best * 10 > 3 * text.chars().count() {
-                let why = Why::PrefixHit { matched_chars: best, total_chars: text.chars().count() };
+                let why = SelectionReason::PrefixHit { matched_chars: best, total_chars: text.chars().count() };
                 prop_assert_eq!(choice.why, why);
                 least(&by_load, (0..4).filter(|&w| matched[w] == best).collect())
-            } else if miss == Miss::SmallestTree {
-                prop_assert_eq!(choice.why, Why::SmallestTree);
+            } else if miss == MissPolicy::SmallestTree {
+                prop_assert_eq!(choice.why, SelectionReason::SmallestTree);
                 least(&tree_size, (0..4).collect())
             } else {
-                prop_assert_eq!(choice.why, Why::LeastLoaded);
+                prop_assert_eq!(choice.why, SelectionReason::LeastLoaded);
                 least(&by_load, (0..4).collect())
             };
             prop_assert!(allowed.contains(&choice.worker.0), "{:?} not in {:?}", choice, allowed);
@@ -472,7 +479,7 @@ mod tests {
     fn late_events_of_a_worker_that_is_gone_leave_nothing() {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "abc");
-        policy.observe(&Event::WorkerGone { worker: WorkerId(0) });
+        policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
         assert_eq!((policy.read().stats().nodes, stats.chars), (0, vec![(WorkerId(1), 0)]));
@@ -495,7 +502,7 @@ mod tests {
             }
         });
         assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
-        (0..4).for_each(|id| policy.observe(&Event::WorkerGone { worker: WorkerId(id) }));
+        (0..4).for_each(|id| policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(id) }));
         let left = policy.read().stats();
         assert_eq!((left.nodes, left.label_bytes), (0, 0));
     }
@@ -512,7 +519,10 @@ mod tests {
             thread.join()
         });
         assert!(panicked.is_err() && policy.tree.is_poisoned());
-        assert_eq!(chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why, Why::SmallestTree);
+        assert_eq!(
+            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why,
+            SelectionReason::SmallestTree
+        );
         routed(&policy, 1, "abc");
         assert_eq!(chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker, WorkerId(1));
     }

@@ -2,7 +2,7 @@
 //!
 //! The life of a key (header `x-smg-routing-key`, smg's name):
 //!
-//! 1. first seen: a worker by `assignment_mode`, remembered when the request is sent ([`Event::Routed`]);
+//! 1. first seen: a worker by `assignment_mode`, remembered when the request is sent ([`PolicyEvent::Routed`]);
 //! 2. seen again: the first of its workers that is a candidate now. If none is, another is assigned and remembered too,
 //!    at most two, the older one first out; when the first comes back as the same candidate, the key returns to it;
 //! 3. not seen for `max_idle_secs`: forgotten by [`Policy::evict`]; with `max_keys` keys known, the one not seen longest
@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
-use crate::explain::{Basis, Explanation, Terms};
-use crate::types::{Choice, Event, RequestView, Why, WorkerId, WorkerView};
+use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
+use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
 /// Workers remembered for a key: the assigned one and its stand-in.
 const MAX_WORKERS: usize = 2;
@@ -84,7 +84,7 @@ impl FromStr for AssignmentMode {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Manual {
+pub struct ManualPolicy {
     params: ManualParams,
     state: Mutex<State>,
 }
@@ -109,7 +109,7 @@ struct Key {
     turn: u64,
 }
 
-impl Manual {
+impl ManualPolicy {
     pub fn new(params: ManualParams) -> Self {
         let state = Mutex::default();
         Self { params, state }
@@ -190,7 +190,7 @@ impl State {
     }
 }
 
-impl Policy for Manual {
+impl Policy for ManualPolicy {
     fn name(&self) -> &'static str {
         "manual"
     }
@@ -200,14 +200,14 @@ impl Policy for Manual {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         if let [only] = ready {
-            let (worker, why) = (only.id, Why::Only);
-            return Some(Choice { worker, why });
+            let (worker, why) = (only.id, SelectionReason::Only);
+            return Some(WorkerChoice { worker, why });
         }
         let Some(key) = req.routing_key.filter(|key| !key.is_empty()) else {
-            let why = Why::NoKey;
-            return random(ready, rng).map(|worker| Choice { worker, why });
+            let why = SelectionReason::NoKey;
+            return random(ready, rng).map(|worker| WorkerChoice { worker, why });
         };
         let known = {
             let state = self.lock();
@@ -216,8 +216,10 @@ impl Policy for Manual {
             workers.and_then(|ids| ids.iter().find(is_ready).copied())
         };
         match known {
-            Some(worker) => Some(Choice { worker, why: Why::Sticky }),
-            None => self.assign(ready, rng).map(|worker| Choice { worker, why: Why::NewKey }),
+            Some(worker) => Some(WorkerChoice { worker, why: SelectionReason::Sticky }),
+            None => self
+                .assign(ready, rng)
+                .map(|worker| WorkerChoice { worker, why: SelectionReason::NewKey }),
         }
     }
 
@@ -226,38 +228,38 @@ impl Policy for Manual {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Explanation)> {
+    ) -> Option<(WorkerChoice, Explanation)> {
         let choice = self.choose(req, ready, rng)?;
         let key = req.routing_key.filter(|key| !key.is_empty()).map(hashed);
         let state = self.lock();
         let known = key.and_then(|key| state.keys.get(&key));
-        let terms = |worker: &WorkerView| Terms::Key {
+        let terms = |worker: &WorkerView| PolicyTerms::Key {
             keys: state.groups.get(&worker.id).copied().unwrap_or(0),
             holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
         };
         let has_key = key.is_some();
-        let told = Explanation::of(self.name(), Basis::Key { has_key }, ready, terms);
+        let told = Explanation::of(self.name(), PolicyBasis::Key { has_key }, ready, terms);
         Some((choice, told))
     }
 
-    fn observe(&self, event: &Event<'_>) {
+    fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
-            Event::Routed { worker, request, .. } => {
+            PolicyEvent::Routed { worker, request, .. } => {
                 if let Some(key) = request.routing_key.filter(|key| !key.is_empty()) {
                     let max_keys = self.params.max_keys;
                     self.lock().seen(hashed(key), worker, request.now_ms, max_keys);
                 }
             }
-            Event::WorkerAdded { worker, .. } => {
+            PolicyEvent::WorkerAdded { worker, .. } => {
                 self.lock().groups.entry(worker).or_default();
             }
-            Event::WorkerGone { worker } => {
+            PolicyEvent::WorkerGone { worker } => {
                 self.lock().groups.remove(&worker);
             }
-            Event::FirstToken { .. }
-            | Event::Usage { .. }
-            | Event::Finished { .. }
-            | Event::Reported { .. } => {}
+            PolicyEvent::FirstToken { .. }
+            | PolicyEvent::Usage { .. }
+            | PolicyEvent::Finished { .. }
+            | PolicyEvent::Reported { .. } => {}
         }
     }
 
@@ -290,13 +292,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policy::testing::{Sender, rng, views};
+    use crate::policy::testing::{TestSender, rng, views};
     use crate::types::WorkerFacts;
 
-    fn policy_for(workers: u64, params: ManualParams) -> Manual {
-        let policy = Manual::new(params);
+    fn policy_for(workers: u64, params: ManualParams) -> ManualPolicy {
+        let policy = ManualPolicy::new(params);
         for id in 0..workers {
-            policy.observe(&Event::WorkerAdded {
+            policy.observe(&PolicyEvent::WorkerAdded {
                 worker: WorkerId(id),
                 facts: WorkerFacts::default(),
             });
@@ -307,23 +309,23 @@ mod tests {
     #[test]
     fn a_key_stays_with_its_worker_and_returns_to_it() {
         let policy = policy_for(3, ManualParams::default());
-        let (mut sender, mut rng, all) = (Sender::default(), rng(3), views(&[0, 0, 0]));
+        let (mut sender, mut rng, all) = (TestSender::default(), rng(3), views(&[0, 0, 0]));
         let first = sender.keyed(&policy, "session", &all, &mut rng);
-        assert_eq!(first.why, Why::NewKey);
+        assert_eq!(first.why, SelectionReason::NewKey);
         for load in 0..20 {
             let again = sender.keyed(&policy, "session", &views(&[load, 9, 3]), &mut rng);
-            assert_eq!(again, Choice { worker: first.worker, why: Why::Sticky });
+            assert_eq!(again, WorkerChoice { worker: first.worker, why: SelectionReason::Sticky });
         }
         let others: Vec<_> = all.iter().copied().filter(|w| w.id != first.worker).collect();
         let stand_in = sender.keyed(&policy, "session", &others, &mut rng);
-        assert_eq!(stand_in.why, Why::NewKey);
+        assert_eq!(stand_in.why, SelectionReason::NewKey);
         assert_eq!(sender.keyed(&policy, "session", &others, &mut rng).worker, stand_in.worker);
         assert_eq!(sender.keyed(&policy, "session", &all, &mut rng).worker, first.worker);
     }
 
     #[test]
     fn new_keys_go_where_the_mode_says_and_no_key_is_random() {
-        let (mut sender, mut rng) = (Sender::default(), rng(5));
+        let (mut sender, mut rng) = (TestSender::default(), rng(5));
         for mode in AssignmentMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
             let policy =
@@ -345,7 +347,14 @@ mod tests {
                 let request = RequestView { routing_key: key, ..Default::default() };
                 let why =
                     policy.choose(&request, &views(&[0, 0]), &mut rng).map(|choice| choice.why);
-                assert_eq!(why, Some(if key.is_none() { Why::NoKey } else { Why::NewKey }));
+                assert_eq!(
+                    why,
+                    Some(if key.is_none() {
+                        SelectionReason::NoKey
+                    } else {
+                        SelectionReason::NewKey
+                    })
+                );
             }
         }
         assert!("least".parse::<AssignmentMode>().is_err());
@@ -354,7 +363,7 @@ mod tests {
     #[test]
     fn idle_keys_are_forgotten() {
         let policy = policy_for(2, ManualParams { max_idle_secs: 10, ..Default::default() });
-        let (mut sender, mut rng, all) = (Sender::default(), rng(1), views(&[0, 0]));
+        let (mut sender, mut rng, all) = (TestSender::default(), rng(1), views(&[0, 0]));
         sender.keyed(&policy, "a", &all, &mut rng);
         sender.now_ms = 6_000;
         sender.keyed(&policy, "b", &all, &mut rng);
@@ -386,14 +395,14 @@ mod tests {
         fn keys_follow_the_naive_model(ops in proptest::collection::vec(op(), 1..60), seed in any::<u64>()) {
             let params = ManualParams { max_idle_secs: 10, max_keys: 3, ..Default::default() };
             let policy = policy_for(4, params);
-            let (mut sender, mut rng) = (Sender::default(), rng(seed));
+            let (mut sender, mut rng) = (TestSender::default(), rng(seed));
             let mut model: Vec<(u8, Vec<u64>, u64)> = Vec::new();
             let mut alive = [true; 4];
             for op in ops {
                 match op {
                     Op::Wait(secs) => sender.now_ms += secs * 1000,
                     Op::Gone(id) => {
-                        policy.observe(&Event::WorkerGone { worker: WorkerId(id) });
+                        policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(id) });
                         alive[id as usize] = false;
                     }
                     Op::Evict => {
@@ -427,7 +436,7 @@ mod tests {
                                 entry.1.remove(0);
                             }
                         }
-                        prop_assert_eq!(choice.why == Why::Sticky, known.is_some() && shown.len() > 1);
+                        prop_assert_eq!(choice.why == SelectionReason::Sticky, known.is_some() && shown.len() > 1);
                         entry.2 = sender.now_ms;
                         model.push(entry);
                     }

@@ -30,15 +30,17 @@ use std::str::FromStr;
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
-use crate::explain::{Basis, Explanation, Terms};
+use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::kv::KvRank;
-use crate::types::{Ahead, Choice, Event, RequestView, Role, WorkerId, WorkerView};
+use crate::types::{
+    PolicyEvent, RequestView, Role, TtftEstimate, WorkerChoice, WorkerId, WorkerView,
+};
 
-pub use cache_aware::{CacheAware, CacheAwareParams, Miss};
-pub use cost::{Cost, CostParams};
-pub use manual::{AssignmentMode, Manual, ManualParams};
+pub use cache_aware::{CacheAware, CacheAwareParams, MissPolicy};
+pub use cost::{CostParams, CostPolicy};
+pub use manual::{AssignmentMode, ManualParams, ManualPolicy};
 pub use power_of_two::PowerOfTwo;
-pub use random::Random;
+pub use random::RandomPolicy;
 pub use round_robin::RoundRobin;
 
 /// Chooses a worker for a request.
@@ -57,7 +59,7 @@ pub trait Policy: Send + Sync {
     }
 
     /// For [`choose_pair`]: the one policy that can decide about two workers at once.
-    fn as_cost(&self) -> Option<&Cost> {
+    fn as_cost(&self) -> Option<&CostPolicy> {
         None
     }
 
@@ -67,10 +69,10 @@ pub trait Policy: Send + Sync {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice>;
+    ) -> Option<WorkerChoice>;
 
     /// The candidate that would begin to answer first; `None` when there is none, or the policy does not predict.
-    fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<Ahead> {
+    fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<TtftEstimate> {
         None
     }
 
@@ -81,14 +83,15 @@ pub trait Policy: Send + Sync {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Explanation)> {
+    ) -> Option<(WorkerChoice, Explanation)> {
         let choice = self.choose(req, ready, rng)?;
-        let told = Explanation::of(self.name(), Basis::Nothing, ready, |_| Terms::Load {});
+        let told =
+            Explanation::of(self.name(), PolicyBasis::Nothing, ready, |_| PolicyTerms::Load {});
         Some((choice, told))
     }
 
     /// Learn what happened. Locks inside are held briefly.
-    fn observe(&self, _event: &Event<'_>) {}
+    fn observe(&self, _event: &PolicyEvent<'_>) {}
 
     /// Bring memory back under its limits, forget what was not used for long; returns the characters or keys dropped.
     fn evict(&self, _now_ms: u64) -> usize {
@@ -143,7 +146,7 @@ pub fn choose_pair(
     prefill_ready: &[WorkerView],
     decode_ready: &[WorkerView],
     rng: &mut dyn RngCore,
-) -> Option<(Choice, Choice)> {
+) -> Option<(WorkerChoice, WorkerChoice)> {
     if let (Some(p), Some(d)) = (prefill.as_cost(), decode.as_cost()) {
         return p.choose_pair(d, req, prefill_ready, decode_ready, rng);
     }
@@ -164,7 +167,7 @@ pub fn choose_fitting_pair(
     decode_ready: &[WorkerView],
     fits: &Fits<'_>,
     rng: &mut dyn RngCore,
-) -> Option<(Choice, Choice)> {
+) -> Option<(WorkerChoice, WorkerChoice)> {
     let with_partner = with_partner(prefill_ready, decode_ready, fits);
     let p = prefill.choose(req, &with_partner, rng)?;
     let (alike, partners) = narrowed(p.worker, &with_partner, decode_ready, fits);
@@ -182,7 +185,7 @@ pub fn explain_pair(
     [prefill_ready, decode_ready]: [&[WorkerView]; 2],
     fits: Option<&Fits<'_>>,
     rng: &mut dyn RngCore,
-) -> Option<[(Choice, Explanation); 2]> {
+) -> Option<[(WorkerChoice, Explanation); 2]> {
     let costs = prefill.as_cost().zip(decode.as_cost());
     let Some(fits) = fits else {
         if let Some((p, d)) = costs {
@@ -310,12 +313,12 @@ pub struct PolicyParams {
 /// Make the policy `kind` for the workers of `role`.
 pub fn build(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Policy> {
     match kind {
-        PolicyKind::Random => Box::new(Random),
+        PolicyKind::Random => Box::new(RandomPolicy),
         PolicyKind::RoundRobin => Box::new(RoundRobin::default()),
         PolicyKind::PowerOfTwo => Box::new(PowerOfTwo),
         PolicyKind::CacheAware => Box::new(CacheAware::new(params.cache_aware.clone())),
-        PolicyKind::Manual => Box::new(Manual::new(params.manual.clone())),
-        PolicyKind::Cost => Box::new(Cost::new(params.cost.clone(), role)),
+        PolicyKind::Manual => Box::new(ManualPolicy::new(params.manual.clone())),
+        PolicyKind::Cost => Box::new(CostPolicy::new(params.cost.clone(), role)),
     }
 }
 
@@ -323,7 +326,7 @@ pub fn build(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Pol
 mod tests {
     use proptest::prelude::*;
 
-    use super::testing::{Sender, blocks, rng};
+    use super::testing::{TestSender, blocks, rng};
     use super::*;
     use crate::types::{RunningLoad, WorkerFacts};
 
@@ -336,7 +339,7 @@ mod tests {
             let policy = build(kind, Role::Regular, &PolicyParams::default());
             assert_eq!(policy.name(), kind.name());
         }
-        for miss in Miss::ALL {
+        for miss in MissPolicy::ALL {
             assert_eq!(miss.to_string().parse(), Ok(miss));
         }
         let error = "cache-aware".parse::<PolicyKind>().expect_err("not a name");
@@ -348,7 +351,7 @@ mod tests {
 
     #[test]
     fn the_soonest_has_the_least_queue_and_prefill_together() {
-        let ask = |policy: &dyn Policy, sender: &Sender, ids: std::ops::Range<u64>| {
+        let ask = |policy: &dyn Policy, sender: &TestSender, ids: std::ops::Range<u64>| {
             let blocks = super::testing::blocks("bb");
             let request = RequestView {
                 prompt: blocks.prompt(),
@@ -360,10 +363,10 @@ mod tests {
         };
         for role in ROLES {
             let policy = build(PolicyKind::Cost, role, &PolicyParams::default());
-            let mut sender = Sender::default();
+            let mut sender = TestSender::default();
             for id in 0..2 {
                 let (worker, facts) = (WorkerId(id), WorkerFacts::default());
-                policy.observe(&Event::WorkerAdded { worker, facts });
+                policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
             }
             sender.routed(&*policy, 0, &"a".repeat(100));
             let told = [0..0, 0..1, 0..2].map(|ids| ask(&*policy, &sender, ids));
@@ -380,7 +383,7 @@ mod tests {
             assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
         }
         let other = build(PolicyKind::RoundRobin, Role::Regular, &PolicyParams::default());
-        assert_eq!(ask(&*other, &Sender::default(), 0..2), None);
+        assert_eq!(ask(&*other, &TestSender::default(), 0..2), None);
     }
 
     fn view(id: u64) -> WorkerView {
@@ -400,10 +403,10 @@ mod tests {
             let params = PolicyParams::default();
             let policies = (build(prefill, Role::Prefill, &params), build(decode, Role::Decode, &params));
             for id in 0..p {
-                policies.0.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+                policies.0.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
             for id in 10..10 + d {
-                policies.1.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+                policies.1.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
             let (p_views, d_views): (Vec<_>, Vec<_>) = ((0..p).map(view).collect(), (10..10 + d).map(view).collect());
             let fits = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
@@ -433,15 +436,15 @@ mod tests {
             params.cache_aware.max_tree_size = 12;
             let policy = build(kind, role, &params);
             for id in 0..5 {
-                policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+                policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
-            let mut sender = Sender::default();
+            let mut sender = TestSender::default();
             for (id, text, what) in &history {
                 sender.now_ms += 7;
                 let worker = WorkerId(*id);
                 match what {
-                    0 => policy.observe(&Event::WorkerGone { worker }),
-                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, running: Some(RunningLoad { requests: 9, pages_used: 7, pages: 8 }), age_ms: 30, now_ms: sender.now_ms }),
+                    0 => policy.observe(&PolicyEvent::WorkerGone { worker }),
+                    1 => policy.observe(&PolicyEvent::Reported { worker, queued_tokens: 5_000, running: Some(RunningLoad { requests: 9, pages_used: 7, pages: 8 }), age_ms: 30, now_ms: sender.now_ms }),
                     2 => {
                         let ticket = sender.routed(&*policy, *id, text);
                         sender.finished(&*policy, ticket, *id, text, text.len() % 2 == 0);
@@ -462,7 +465,7 @@ mod tests {
             prop_assert_eq!(choice.is_none(), ready.is_empty());
             if let Some(choice) = choice {
                 prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));
-                prop_assert_eq!(choice.why == crate::Why::Only, ready.len() == 1);
+                prop_assert_eq!(choice.why == crate::SelectionReason::Only, ready.len() == 1);
             }
         }
     }

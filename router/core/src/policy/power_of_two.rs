@@ -3,8 +3,8 @@
 use rand::{Rng, RngCore};
 
 use super::Policy;
-use crate::explain::{Basis, Explanation, Terms};
-use crate::types::{Choice, RequestView, Why, WorkerId, WorkerView};
+use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
+use crate::types::{RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
 /// Best of two random choices: nearly as even as the global minimum, without every router herding on one worker.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ impl Policy for PowerOfTwo {
         _req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         decide(ready, rng).map(|(choice, _)| choice)
     }
 
@@ -29,22 +29,22 @@ impl Policy for PowerOfTwo {
         _req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Explanation)> {
+    ) -> Option<(WorkerChoice, Explanation)> {
         let (choice, drawn) = decide(ready, rng)?;
-        let told = Explanation::of(self.name(), Basis::Nothing, ready, |worker| Terms::Drawn {
-            is_drawn: drawn.contains(&worker.id),
+        let told = Explanation::of(self.name(), PolicyBasis::Nothing, ready, |worker| {
+            PolicyTerms::Drawn { is_drawn: drawn.contains(&worker.id) }
         });
         Some((choice, told))
     }
 }
 
 /// The choice and the two it was made from.
-fn decide(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<(Choice, [WorkerId; 2])> {
+fn decide(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<(WorkerChoice, [WorkerId; 2])> {
     match ready {
         [] => None,
         [only] => {
-            let (worker, why) = (only.id, Why::Only);
-            Some((Choice { worker, why }, [worker; 2]))
+            let (worker, why) = (only.id, SelectionReason::Only);
+            Some((WorkerChoice { worker, why }, [worker; 2]))
         }
         _ => {
             let (first, second) = two_distinct(ready.len(), rng);
@@ -54,8 +54,8 @@ fn decide(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<(Choice, [Worke
                 true => second.id,
                 false => first.id,
             };
-            let (worker, why) = (lower, Why::LowerOfTwo);
-            Some((Choice { worker, why }, [first.id, second.id]))
+            let (worker, why) = (lower, SelectionReason::LowerOfTwo);
+            Some((WorkerChoice { worker, why }, [first.id, second.id]))
         }
     }
 }

@@ -3,13 +3,13 @@
 use rand::{Rng, RngCore};
 
 use super::Policy;
-use crate::types::{Choice, RequestView, Why, WorkerView};
+use crate::types::{RequestView, SelectionReason, WorkerChoice, WorkerView};
 
 /// Uniform choice; knows and remembers nothing.
 #[derive(Debug, Default)]
-pub struct Random;
+pub struct RandomPolicy;
 
-impl Policy for Random {
+impl Policy for RandomPolicy {
     fn name(&self) -> &'static str {
         "random"
     }
@@ -19,13 +19,13 @@ impl Policy for Random {
         _req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         match ready {
             [] => None,
-            [only] => Some(Choice { worker: only.id, why: Why::Only }),
-            _ => Some(Choice {
+            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
+            _ => Some(WorkerChoice {
                 worker: ready[rng.random_range(0..ready.len())].id,
-                why: Why::Random,
+                why: SelectionReason::Random,
             }),
         }
     }
@@ -41,7 +41,7 @@ mod tests {
         let (ready, mut rng) = (views(&[9, 0, 5, 0]), rng(7));
         let mut counts = [0usize; 4];
         for _ in 0..4_000 {
-            counts[chosen(&Random, "", &ready, &mut rng).worker.0 as usize] += 1;
+            counts[chosen(&RandomPolicy, "", &ready, &mut rng).worker.0 as usize] += 1;
         }
         // 1000 each, standard deviation 27; six of them.
         assert!(counts.iter().all(|&n| n.abs_diff(1_000) < 164), "{counts:?}");

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use rand::RngCore;
 
 use super::Policy;
-use crate::types::{Choice, Event, RequestView, Why, WorkerView};
+use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerView};
 
 /// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay the same; when they
 /// change the turn goes on from wherever the counter stands.
@@ -28,20 +28,23 @@ impl Policy for RoundRobin {
         _req: &RequestView<'_>,
         ready: &[WorkerView],
         _rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         self.had_choice.store(ready.len() > 1, Ordering::Relaxed);
         match ready {
             [] => None,
-            [only] => Some(Choice { worker: only.id, why: Why::Only }),
+            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
             _ => {
                 let turn = self.turn.load(Ordering::Relaxed);
-                Some(Choice { worker: ready[turn % ready.len()].id, why: Why::RoundRobin })
+                Some(WorkerChoice {
+                    worker: ready[turn % ready.len()].id,
+                    why: SelectionReason::RoundRobin,
+                })
             }
         }
     }
 
-    fn observe(&self, event: &Event<'_>) {
-        if let Event::Routed { .. } = event
+    fn observe(&self, event: &PolicyEvent<'_>) {
+        if let PolicyEvent::Routed { .. } = event
             && self.had_choice.load(Ordering::Relaxed)
         {
             self.turn.fetch_add(1, Ordering::Relaxed);
@@ -52,12 +55,12 @@ impl Policy for RoundRobin {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::testing::{Sender, chosen, rng, views};
+    use crate::policy::testing::{TestSender, chosen, rng, views};
 
     #[test]
     fn order_is_that_of_the_candidates_and_only_what_is_sent_takes_a_turn() {
         let (policy, ready) = (RoundRobin::default(), views(&[3, 0, 1]));
-        let mut sender = Sender::default();
+        let mut sender = TestSender::default();
         let turns: Vec<u64> = (0..6)
             .map(|_| {
                 let asked = || chosen(&policy, "", &ready, &mut rng(1)).worker.0;

@@ -4,8 +4,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::Policy;
-use crate::prompt::Blocks;
-use crate::types::{Choice, Event, RequestView, Ticket, WorkerId, WorkerView};
+use crate::prompt::PromptBlocks;
+use crate::types::{PolicyEvent, RequestView, SendTicket, WorkerChoice, WorkerId, WorkerView};
 
 pub fn rng(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed)
@@ -17,31 +17,36 @@ pub fn views(loads: &[usize]) -> Vec<WorkerView> {
 }
 
 /// A prompt of one block of 100 tokens per letter.
-pub fn blocks(text: &str) -> Blocks {
+pub fn blocks(text: &str) -> PromptBlocks {
     let ids: Vec<u64> = text.chars().map(u64::from).collect();
-    Blocks::of_ids(&ids, 100, 100 * ids.len() as u32)
+    PromptBlocks::of_ids(&ids, 100, 100 * ids.len() as u32)
 }
 
 /// The choice for `text`; there must be candidates.
-pub fn chosen(policy: &dyn Policy, text: &str, ready: &[WorkerView], rng: &mut StdRng) -> Choice {
-    Sender::default().choose(policy, text, ready, rng).expect("there are candidates")
+pub fn chosen(
+    policy: &dyn Policy,
+    text: &str,
+    ready: &[WorkerView],
+    rng: &mut StdRng,
+) -> WorkerChoice {
+    TestSender::default().choose(policy, text, ready, rng).expect("there are candidates")
 }
 
 /// A shell in small: gives out tickets, builds views and events.
 #[derive(Default)]
-pub struct Sender {
+pub struct TestSender {
     pub now_ms: u64,
     pub tickets: u64,
 }
 
-impl Sender {
+impl TestSender {
     pub fn choose(
         &self,
         policy: &dyn Policy,
         text: &str,
         ready: &[WorkerView],
         rng: &mut StdRng,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         let blocks = blocks(text);
         let request = RequestView {
             text,
@@ -52,10 +57,10 @@ impl Sender {
         policy.choose(&request, ready, rng)
     }
 
-    pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> Ticket {
+    pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> SendTicket {
         self.tickets += 1;
-        let (blocks, ticket) = (blocks(text), Ticket(self.tickets));
-        policy.observe(&Event::Routed {
+        let (blocks, ticket) = (blocks(text), SendTicket(self.tickets));
+        policy.observe(&PolicyEvent::Routed {
             ticket,
             worker: WorkerId(worker),
             request: &RequestView {
@@ -69,13 +74,20 @@ impl Sender {
         ticket
     }
 
-    pub fn first_token(&self, policy: &dyn Policy, ticket: Ticket, worker: u64) {
+    pub fn first_token(&self, policy: &dyn Policy, ticket: SendTicket, worker: u64) {
         let (worker, now_ms) = (WorkerId(worker), self.now_ms);
-        policy.observe(&Event::FirstToken { ticket, worker, now_ms });
+        policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
     }
 
-    pub fn finished(&self, policy: &dyn Policy, ticket: Ticket, worker: u64, text: &str, ok: bool) {
-        policy.observe(&Event::Finished {
+    pub fn finished(
+        &self,
+        policy: &dyn Policy,
+        ticket: SendTicket,
+        worker: u64,
+        text: &str,
+        ok: bool,
+    ) {
+        policy.observe(&PolicyEvent::Finished {
             ticket,
             worker: WorkerId(worker),
             is_kept: ok,
@@ -91,13 +103,13 @@ impl Sender {
         key: &str,
         ready: &[WorkerView],
         rng: &mut StdRng,
-    ) -> Choice {
+    ) -> WorkerChoice {
         let request =
             RequestView { routing_key: Some(key), now_ms: self.now_ms, ..RequestView::default() };
         let choice = policy.choose(&request, ready, rng).expect("candidates");
         self.tickets += 1;
-        policy.observe(&Event::Routed {
-            ticket: Ticket(self.tickets),
+        policy.observe(&PolicyEvent::Routed {
+            ticket: SendTicket(self.tickets),
             worker: choice.worker,
             request: &request,
             tells_first_token: true,

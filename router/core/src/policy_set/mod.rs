@@ -11,19 +11,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rand::RngCore;
 
-use crate::decision_log::{Asked, CacheNews, Entry, Line, Sink, Told};
+use crate::decision_log::{
+    CacheUpdateRecord, DecisionInput, LogEntry, LogLine, LogSink, ObservedEvent,
+};
 use crate::explain::Explanation;
-use crate::kv::{News, NewsError};
-use crate::pairing::fingerprint::Make;
+use crate::kv::{CacheUpdate, NewsError};
+use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::policy::{
     Fits, Policy, PolicyKind, PolicyParams, build, choose_fitting_pair, choose_pair, explain_pair,
 };
 use crate::types::{
-    Choice, Event, RequestView, Role, Sending, Ticket, WorkerFacts, WorkerId, WorkerView,
+    PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
+    WorkerId, WorkerView,
 };
 
 /// See the module.
-pub struct Deciders {
+pub struct PolicySet {
     /// By [`Role::index`].
     policies: [Arc<dyn Policy>; 3],
     journal: Option<Journal>,
@@ -31,7 +34,7 @@ pub struct Deciders {
 
 /// Where it is written down.
 struct Journal {
-    sink: Box<dyn Sink>,
+    sink: Box<dyn LogSink>,
     /// Number of the next line.
     turn: Mutex<u64>,
     /// Tells prompts and keys apart without showing them; drawn anew for each run.
@@ -39,9 +42,9 @@ struct Journal {
 }
 
 /// A choice, and what was weighed if that was asked for.
-pub type Decided = (Choice, Option<Explanation>);
+pub type ExplainedChoice = (WorkerChoice, Option<Explanation>);
 
-impl Deciders {
+impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
         Self {
             policies: Role::ALL.map(|role| Arc::from(build(kind(role), role, params))),
@@ -50,7 +53,7 @@ impl Deciders {
     }
 
     /// Write down everything from here on: call it before anything happens.
-    pub fn with_journal(mut self, sink: Box<dyn Sink>, secret: u64) -> Self {
+    pub fn with_journal(mut self, sink: Box<dyn LogSink>, secret: u64) -> Self {
         self.journal = Some(Journal { sink, turn: Mutex::new(0), secret });
         self
     }
@@ -72,14 +75,14 @@ impl Deciders {
     pub fn decide(
         &self,
         role: Role,
-        sending: &Sending<'_>,
+        sending: &RoutingRequest<'_>,
         ready: &[WorkerView],
-        ticket: Ticket,
-    ) -> Option<Decided> {
+        ticket: SendTicket,
+    ) -> Option<ExplainedChoice> {
         let policy = self.policy(role);
         let asked = self.asked(role, sending, [(ready, ticket)]);
         let turn = self.turn();
-        let rng = &mut Seeded(sending.seed);
+        let rng = &mut SplitMix64(sending.seed);
         let decided = match sending.explains {
             false => policy.choose(&sending.request, ready, rng).map(|c| (c, None)),
             true => {
@@ -97,19 +100,20 @@ impl Deciders {
     /// A prefill and a decode worker; together where the policies can.
     pub fn decide_pair(
         &self,
-        sending: &Sending<'_>,
+        sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
         makes: Option<Makes<'_>>,
-        tickets: [Ticket; 2],
-    ) -> Option<[Decided; 2]> {
+        tickets: [SendTicket; 2],
+    ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
-        let asked = self
-            .asked(Role::Prefill, sending, sides)
-            .map(|asked| Asked { makes: makes.map(|makes| makes.map(<[Make]>::to_vec)), ..asked });
+        let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
+            makes: makes.map(|makes| makes.map(<[WorkerFingerprint]>::to_vec)),
+            ..asked
+        });
         let fits = makes.map(|makes| fits_by(ready, makes));
         let turn = self.turn();
-        let (request, rng) = (&sending.request, &mut Seeded(sending.seed));
+        let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
         let decided = match sending.explains {
             false => pair(p, d, request, ready, fits.as_deref(), rng)
                 .map(|(p, d)| [(p, None), (d, None)]),
@@ -134,8 +138,8 @@ impl Deciders {
         request: &RequestView<'_>,
         ready: &[WorkerView],
         seed: u64,
-    ) -> Option<(Choice, Explanation)> {
-        let rng = &mut Seeded(seed);
+    ) -> Option<(WorkerChoice, Explanation)> {
+        let rng = &mut SplitMix64(seed);
         self.policy(role).explain(request, ready, rng)
     }
 
@@ -146,19 +150,19 @@ impl Deciders {
         ready: [&[WorkerView]; 2],
         makes: Option<Makes<'_>>,
         seed: u64,
-    ) -> Option<[(Choice, Explanation); 2]> {
+    ) -> Option<[(WorkerChoice, Explanation); 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let fits = makes.map(|makes| fits_by(ready, makes));
-        explain_pair(p, d, request, ready, fits.as_deref(), &mut Seeded(seed))
+        explain_pair(p, d, request, ready, fits.as_deref(), &mut SplitMix64(seed))
     }
 
     /// A candidate is there; `name` is for whoever reads the journal.
     pub fn added(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
-        self.tell(role, &Event::WorkerAdded { worker, facts }, Some(name));
+        self.tell(role, &PolicyEvent::WorkerAdded { worker, facts }, Some(name));
     }
 
-    /// Tell the role's policy what happened. Not for `Routed`, which [`Deciders::decide`] tells itself.
-    pub fn observe(&self, role: Role, event: &Event<'_>) {
+    /// Tell the role's policy what happened. Not for `Routed`, which [`PolicySet::decide`] tells itself.
+    pub fn observe(&self, role: Role, event: &PolicyEvent<'_>) {
         self.tell(role, event, None);
     }
 
@@ -167,22 +171,22 @@ impl Deciders {
         &self,
         role: Role,
         worker: WorkerId,
-        news: &News<'_>,
+        news: &CacheUpdate<'_>,
     ) -> Result<(), NewsError> {
         let cost = self.policy(role).as_cost().ok_or(NewsError::Forgotten)?;
         let turn = self.turn();
         let taken = cost.reconcile(worker, news);
         self.write_with(turn, || {
-            let news = CacheNews::of(news);
-            Some(Entry::Cached { role, worker, news })
+            let news = CacheUpdateRecord::of(news);
+            Some(LogEntry::Cached { role, worker, news })
         });
         taken
     }
 
-    fn tell(&self, role: Role, event: &Event<'_>, name: Option<&str>) {
+    fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
         let turn = self.turn();
         self.policy(role).observe(event);
-        let told = || Told::of(event, name).map(|told| Entry::Told { role, told });
+        let told = || ObservedEvent::of(event, name).map(|told| LogEntry::Told { role, told });
         self.write_with(turn, told);
     }
 
@@ -191,14 +195,20 @@ impl Deciders {
         let evict = |role: Role| {
             let turn = self.turn();
             let dropped = self.policy(role).evict(now_ms);
-            self.write_with(turn, || Some(Entry::Evict { role, now_ms }));
+            self.write_with(turn, || Some(LogEntry::Evict { role, now_ms }));
             dropped
         };
         Role::ALL.into_iter().map(evict).sum()
     }
 
-    fn sent(&self, role: Role, sending: &Sending<'_>, choice: Choice, ticket: Ticket) {
-        self.policy(role).observe(&Event::Routed {
+    fn sent(
+        &self,
+        role: Role,
+        sending: &RoutingRequest<'_>,
+        choice: WorkerChoice,
+        ticket: SendTicket,
+    ) {
+        self.policy(role).observe(&PolicyEvent::Routed {
             ticket,
             worker: choice.worker,
             request: &sending.request,
@@ -214,38 +224,42 @@ impl Deciders {
     fn asked<const N: usize>(
         &self,
         role: Role,
-        sending: &Sending<'_>,
-        sides: [(&[WorkerView], Ticket); N],
-    ) -> Option<Asked> {
+        sending: &RoutingRequest<'_>,
+        sides: [(&[WorkerView], SendTicket); N],
+    ) -> Option<DecisionInput> {
         let secret = self.journal.as_ref()?.secret;
         let reads_text = Role::ALL.iter().any(|role| self.policy(*role).needs_text());
-        Some(Asked::of(role, sending, &sides, secret, reads_text))
+        Some(DecisionInput::of(role, sending, &sides, secret, reads_text))
     }
 
     fn write(
         &self,
         turn: Option<MutexGuard<'_, u64>>,
-        asked: Option<Asked>,
-        choices: impl FnOnce() -> Vec<Option<Choice>>,
+        asked: Option<DecisionInput>,
+        choices: impl FnOnce() -> Vec<Option<WorkerChoice>>,
     ) {
         self.write_with(turn, || {
             let (asked, choices) = (asked?, choices());
-            Some(Entry::Decided { asked, choices })
+            Some(LogEntry::Decided { asked, choices })
         });
     }
 
-    fn write_with(&self, turn: Option<MutexGuard<'_, u64>>, entry: impl FnOnce() -> Option<Entry>) {
+    fn write_with(
+        &self,
+        turn: Option<MutexGuard<'_, u64>>,
+        entry: impl FnOnce() -> Option<LogEntry>,
+    ) {
         if let (Some(journal), Some(mut turn)) = (&self.journal, turn)
             && let Some(entry) = entry()
         {
-            journal.sink.put(Line { n: *turn, entry });
+            journal.sink.put(LogLine { n: *turn, entry });
             *turn += 1;
         }
     }
 }
 
 /// Given where not all fit: the make of each candidate of both sides.
-pub type Makes<'a> = [&'a [Make]; 2];
+pub type Makes<'a> = [&'a [WorkerFingerprint]; 2];
 
 /// Test of who can be paired, by the makes of the candidates.
 pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'a>> {
@@ -263,8 +277,8 @@ pub fn pair(
     request: &RequestView<'_>,
     [p, d]: [&[WorkerView]; 2],
     fits: Option<&Fits<'_>>,
-    rng: &mut Seeded,
-) -> Option<(Choice, Choice)> {
+    rng: &mut SplitMix64,
+) -> Option<(WorkerChoice, WorkerChoice)> {
     match fits {
         None => choose_pair(prefill, decode, request, p, d, rng),
         Some(fits) => choose_fitting_pair(prefill, decode, request, p, d, fits, rng),
@@ -273,9 +287,9 @@ pub fn pair(
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every version.
 #[derive(Debug, Clone)]
-pub struct Seeded(pub u64);
+pub struct SplitMix64(pub u64);
 
-impl RngCore for Seeded {
+impl RngCore for SplitMix64 {
     fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -14,15 +14,17 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use crate::decision_log::{Asked, Entry, Line, Side, Told};
-use crate::explain::{Explanation, Terms};
+use crate::decision_log::{DecisionInput, DecisionSide, LogEntry, LogLine, ObservedEvent};
+use crate::explain::{Explanation, PolicyTerms};
 use crate::kv::NewsError;
 use crate::policy::{Policy, PolicyKind, PolicyParams, build, explain_pair};
-use crate::policy_set::{Seeded, fits_by, pair};
-use crate::types::{Choice, Event, RequestView, Role, Ticket, WorkerId, WorkerView};
+use crate::policy_set::{SplitMix64, fits_by, pair};
+use crate::types::{
+    PolicyEvent, RequestView, Role, SendTicket, WorkerChoice, WorkerId, WorkerView,
+};
 
 /// See the module.
-pub struct Replay {
+pub struct DecisionReplay {
     recorded: [&'static str; 3],
     policies: [Box<dyn Policy>; 3],
     judges: [Box<dyn Policy>; 3],
@@ -30,7 +32,7 @@ pub struct Replay {
     in_flight: HashMap<u64, InFlight>,
     /// Number the next line should have.
     next: u64,
-    report: Report,
+    report: ReplayReport,
 }
 
 struct InFlight {
@@ -41,16 +43,16 @@ struct InFlight {
 
 /// Result of a replay; `Display` is the table of `baton replay`.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Report {
+pub struct ReplayReport {
     pub lines: u64,
     /// Numbers that never came: the queue of the log was full, or files are missing.
     pub missing: u64,
     /// Decisions for the role that prefills, and for decode workers.
-    pub roles: BTreeMap<&'static str, Decisions>,
+    pub roles: BTreeMap<&'static str, DecisionCounts>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Decisions {
+pub struct DecisionCounts {
     pub recorded_policy: &'static str,
     pub policy: &'static str,
     pub same: u64,
@@ -58,25 +60,25 @@ pub struct Decisions {
     pub other_worker: u64,
     /// The same worker, for another reason or with another forecast.
     pub other_why: u64,
-    pub first_difference: Option<Difference>,
+    pub first_difference: Option<DecisionDifference>,
     /// (recorded, again) by reason.
     pub whys: BTreeMap<&'static str, (u64, u64)>,
-    pub recorded: Judged,
-    pub again: Judged,
+    pub recorded: PolicyEvaluation,
+    pub again: PolicyEvaluation,
     /// Reports of workers about the recorded choices.
-    pub observed: Judged,
+    pub observed: PolicyEvaluation,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Difference {
+pub struct DecisionDifference {
     pub n: u64,
-    pub recorded: Option<Choice>,
-    pub again: Option<Choice>,
+    pub recorded: Option<WorkerChoice>,
+    pub again: Option<WorkerChoice>,
 }
 
 /// Sums over decisions.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Judged {
+pub struct PolicyEvaluation {
     pub times: u64,
     pub ttft_ms: f64,
     pub counts: u64,
@@ -84,7 +86,7 @@ pub struct Judged {
     pub cached_tokens: f64,
 }
 
-impl Replay {
+impl DecisionReplay {
     /// `recorded` wrote the log, for the table; `kind` and `params` decide now.
     pub fn new(
         recorded: impl Fn(Role) -> PolicyKind,
@@ -97,12 +99,12 @@ impl Replay {
             judges: Role::ALL.map(|role| build(PolicyKind::Cost, role, params)),
             in_flight: HashMap::new(),
             next: 0,
-            report: Report::default(),
+            report: ReplayReport::default(),
         }
     }
 
     /// Lines come in the order of their numbers; false: this one is older than one that came before.
-    pub fn line(&mut self, line: &Line) -> bool {
+    pub fn line(&mut self, line: &LogLine) -> bool {
         if line.n < self.next {
             return false;
         }
@@ -110,9 +112,9 @@ impl Replay {
         self.report.lines += 1;
         self.next = line.n + 1;
         match &line.entry {
-            Entry::Decided { asked, choices } => self.decided(line.n, asked, choices),
-            Entry::Told { role, told } => self.told(*role, told),
-            Entry::Cached { role, worker, news } => {
+            LogEntry::Decided { asked, choices } => self.decided(line.n, asked, choices),
+            LogEntry::Told { role, told } => self.told(*role, told),
+            LogEntry::Cached { role, worker, news } => {
                 let mut room = Vec::new();
                 let news = news.news(&mut room);
                 for policy in [&self.policies[role.index()], &self.judges[role.index()]] {
@@ -122,18 +124,18 @@ impl Replay {
                     }
                 }
             }
-            Entry::Evict { role, now_ms } => {
+            LogEntry::Evict { role, now_ms } => {
                 self.policies[role.index()].evict(*now_ms);
             }
         }
         true
     }
 
-    pub fn report(&self) -> &Report {
+    pub fn report(&self) -> &ReplayReport {
         &self.report
     }
 
-    fn decided(&mut self, n: u64, asked: &Asked, choices: &[Option<Choice>]) {
+    fn decided(&mut self, n: u64, asked: &DecisionInput, choices: &[Option<WorkerChoice>]) {
         let made_up = (asked.text.is_none()).then(|| text_of(asked));
         let request = RequestView {
             text: asked.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
@@ -141,16 +143,16 @@ impl Replay {
             routing_key: asked.key.as_deref(),
             now_ms: asked.now_ms,
         };
-        let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(Side::views).collect();
+        let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
         let (again, judged) = match views.as_slice() {
             [ready] => (
                 vec![self.policies[asked.role.index()].choose(
                     &request,
                     ready,
-                    &mut Seeded(asked.seed),
+                    &mut SplitMix64(asked.seed),
                 )],
                 self.judges[asked.role.index()]
-                    .explain(&request, ready, &mut Seeded(0))
+                    .explain(&request, ready, &mut SplitMix64(0))
                     .map(|(_, told)| vec![told]),
             ),
             [p_ready, d_ready] => {
@@ -158,10 +160,10 @@ impl Replay {
                 let ready = [p_ready.as_slice(), d_ready.as_slice()];
                 let makes = asked.makes.as_ref();
                 let fits = makes.map(|[p, d]| fits_by(ready, [p, d]));
-                let (fits, rng) = (fits.as_deref(), &mut Seeded(asked.seed));
+                let (fits, rng) = (fits.as_deref(), &mut SplitMix64(asked.seed));
                 let pair = pair(&**p, &**d, &request, ready, fits, rng);
                 let [_, p, d] = &self.judges;
-                let judged = explain_pair(&**p, &**d, &request, ready, fits, &mut Seeded(0));
+                let judged = explain_pair(&**p, &**d, &request, ready, fits, &mut SplitMix64(0));
                 (
                     vec![pair.map(|(p, _)| p), pair.map(|(_, d)| d)],
                     judged.map(|pair| pair.map(|(_, told)| told).into()),
@@ -193,13 +195,13 @@ impl Replay {
     fn sent(
         &mut self,
         role: Role,
-        side: &Side,
-        choice: Choice,
-        asked: &Asked,
+        side: &DecisionSide,
+        choice: WorkerChoice,
+        asked: &DecisionInput,
         request: &RequestView<'_>,
     ) {
-        let event = Event::Routed {
-            ticket: Ticket(side.ticket),
+        let event = PolicyEvent::Routed {
+            ticket: SendTicket(side.ticket),
             worker: choice.worker,
             request,
             tells_first_token: asked.streams || role == Role::Prefill,
@@ -210,31 +212,33 @@ impl Replay {
         self.in_flight.insert(side.ticket, in_flight);
     }
 
-    fn told(&mut self, role: Role, told: &Told) {
+    fn told(&mut self, role: Role, told: &ObservedEvent) {
         let sent = match told {
-            Told::FirstToken { ticket, .. }
-            | Told::Usage { ticket, .. }
-            | Told::Finished { ticket, .. } => self.in_flight.get(ticket),
+            ObservedEvent::FirstToken { ticket, .. }
+            | ObservedEvent::Usage { ticket, .. }
+            | ObservedEvent::Finished { ticket, .. } => self.in_flight.get(ticket),
             _ => None,
         };
         let event = told.event(sent.map_or(&[], |sent| &sent.hashes));
         self.policies[role.index()].observe(&event);
         self.judges[role.index()].observe(&match event {
             // The judge reads hashes whether or not the recorded policy did.
-            Event::Finished { ticket, worker, is_kept, now_ms, .. } => Event::Finished {
-                ticket,
-                worker,
-                is_kept,
-                hashes: sent.map_or(&[], |sent| &sent.hashes),
-                now_ms,
-            },
+            PolicyEvent::Finished { ticket, worker, is_kept, now_ms, .. } => {
+                PolicyEvent::Finished {
+                    ticket,
+                    worker,
+                    is_kept,
+                    hashes: sent.map_or(&[], |sent| &sent.hashes),
+                    now_ms,
+                }
+            }
             other => other,
         });
         if let Some(sent) = sent {
             let decisions = self.report.roles.entry(sent.role.label()).or_default();
             decisions.observed.observe(told, sent);
         }
-        if let Told::Finished { ticket, .. } = told {
+        if let ObservedEvent::Finished { ticket, .. } = told {
             self.in_flight.remove(ticket);
         }
     }
@@ -242,28 +246,29 @@ impl Replay {
 
 /// For a policy that reads text, of a log that holds none: four characters a block, equal as far as the blocks are. The
 /// rest behind the last whole block is missing.
-fn text_of(asked: &Asked) -> String {
+fn text_of(asked: &DecisionInput) -> String {
     let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
     let hashes = asked.hashes.0.iter();
     let chars = hashes.flat_map(|hash| (0..4).map(|at| char::from_u32(0x1_0000 + part(*hash, at))));
     chars.flatten().collect()
 }
 
-impl Decisions {
-    fn compare(&mut self, n: u64, recorded: Option<Choice>, again: Option<Choice>) {
-        let why = |choice: Option<Choice>| choice.map_or("nobody", |choice| choice.why.label());
+impl DecisionCounts {
+    fn compare(&mut self, n: u64, recorded: Option<WorkerChoice>, again: Option<WorkerChoice>) {
+        let why =
+            |choice: Option<WorkerChoice>| choice.map_or("nobody", |choice| choice.why.label());
         self.whys.entry(why(recorded)).or_default().0 += 1;
         self.whys.entry(why(again)).or_default().1 += 1;
         if recorded == again {
             self.same += 1;
             return;
         }
-        let worker = |choice: Option<Choice>| choice.map(|choice| choice.worker);
+        let worker = |choice: Option<WorkerChoice>| choice.map(|choice| choice.worker);
         match worker(recorded) == worker(again) {
             true => self.other_why += 1,
             false => self.other_worker += 1,
         }
-        self.first_difference.get_or_insert(Difference { n, recorded, again });
+        self.first_difference.get_or_insert(DecisionDifference { n, recorded, again });
     }
 
     fn total(&self) -> u64 {
@@ -271,11 +276,11 @@ impl Decisions {
     }
 }
 
-impl Judged {
-    fn judge(&mut self, told: &Explanation, choice: Option<Choice>) {
+impl PolicyEvaluation {
+    fn judge(&mut self, told: &Explanation, choice: Option<WorkerChoice>) {
         let worker: Option<WorkerId> = choice.map(|choice| choice.worker);
         let chosen = told.candidates.iter().find(|c| Some(c.id) == worker);
-        if let Some(Terms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
+        if let Some(PolicyTerms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
             self.times += 1;
             self.ttft_ms += terms.backlog_ms + terms.prefill_ms;
             self.counts += 1;
@@ -284,13 +289,13 @@ impl Judged {
         }
     }
 
-    fn observe(&mut self, told: &Told, sent: &InFlight) {
+    fn observe(&mut self, told: &ObservedEvent, sent: &InFlight) {
         match told {
-            Told::FirstToken { now_ms, .. } => {
+            ObservedEvent::FirstToken { now_ms, .. } => {
                 self.times += 1;
                 self.ttft_ms += now_ms.saturating_sub(sent.sent_ms) as f64;
             }
-            Told::Usage { prompt_tokens, cached_tokens: Some(cached), .. } => {
+            ObservedEvent::Usage { prompt_tokens, cached_tokens: Some(cached), .. } => {
                 self.counts += 1;
                 self.prompt_tokens += f64::from(*prompt_tokens);
                 self.cached_tokens += f64::from(*cached);
@@ -308,7 +313,7 @@ impl Judged {
     }
 }
 
-impl Report {
+impl ReplayReport {
     /// True if every decision was made again as it was recorded.
     pub fn is_same(&self) -> bool {
         let mut roles = self.roles.values();
@@ -316,7 +321,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ReplayReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{} lines", self.lines)?;
         if self.missing > 0 {
@@ -333,7 +338,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Decisions {
+impl DecisionCounts {
     fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
         let total = self.total();
         let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
@@ -359,15 +364,15 @@ impl Decisions {
             writeln!(f)
         };
         if role != Role::Decode.label() {
-            row(f, "mean TTFT [ms]", sides.map(Judged::mean_ttft_ms))?;
+            row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
         }
         let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));
         row(f, "cached prompt tokens [%]", hits)?;
         for (why, (recorded, again)) in &self.whys {
             writeln!(f, "  {why:<26} {recorded:>9} {again:>9}")?;
         }
-        if let Some(Difference { n, recorded, again }) = self.first_difference {
-            let show = |choice: Option<Choice>| match choice {
+        if let Some(DecisionDifference { n, recorded, again }) = self.first_difference {
+            let show = |choice: Option<WorkerChoice>| match choice {
                 Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
                 None => "nobody".to_owned(),
             };
@@ -389,20 +394,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::decision_log::Sink;
-    use crate::kv::{Change, News};
-    use crate::pairing::fingerprint::Make;
+    use crate::decision_log::LogSink;
+    use crate::kv::{BlockChange, CacheUpdate};
+    use crate::pairing::fingerprint::WorkerFingerprint;
     use crate::policy::testing::{blocks, views};
-    use crate::policy_set::Deciders;
-    use crate::types::Sending;
-    use crate::types::{Usage, WorkerFacts};
+    use crate::policy_set::PolicySet;
+    use crate::types::RoutingRequest;
+    use crate::types::{TokenUsage, WorkerFacts};
 
     /// Lines as they stand in a file.
     #[derive(Clone, Default)]
     struct Written(Arc<Mutex<Vec<String>>>);
 
-    impl Sink for Written {
-        fn put(&self, line: Line) {
+    impl LogSink for Written {
+        fn put(&self, line: LogLine) {
             let text = serde_json::to_string(&line).expect("plain data");
             self.0.lock().expect("no panic").push(text);
         }
@@ -416,18 +421,18 @@ mod tests {
 
     /// A router in small: sends requests and lets what was sent go on.
     struct Router {
-        deciders: Deciders,
+        deciders: PolicySet,
         written: Written,
         tickets: u64,
         now_ms: u64,
         /// (role, ticket, worker, text)
-        in_flight: Vec<(Role, Ticket, WorkerId, String)>,
+        in_flight: Vec<(Role, SendTicket, WorkerId, String)>,
     }
 
     impl Router {
         fn new(kind: PolicyKind) -> Self {
             let written = Written::default();
-            let deciders = Deciders::new(|_| kind, &PolicyParams::default())
+            let deciders = PolicySet::new(|_| kind, &PolicyParams::default())
                 .with_journal(Box::new(written.clone()), 99);
             for (role, id) in
                 Role::ALL.into_iter().flat_map(|role| (0..4).map(move |id| (role, id)))
@@ -450,21 +455,23 @@ mod tests {
                 routing_key: text.get(..1),
                 now_ms: self.now_ms,
             };
-            let sending = Sending {
+            let sending = RoutingRequest {
                 request,
                 seed,
                 explains: seed.is_multiple_of(3),
                 streams: seed.is_multiple_of(2),
             };
             let ready = views(&[0, seed as usize % 5, 1, 0]);
-            let mut sent = |role, ticket, choice: Choice| {
+            let mut sent = |role, ticket, choice: WorkerChoice| {
                 self.in_flight.push((role, ticket, choice.worker, text.to_owned()));
             };
             self.tickets += 2;
-            let (p, d) = (Ticket(self.tickets - 1), Ticket(self.tickets));
+            let (p, d) = (SendTicket(self.tickets - 1), SendTicket(self.tickets));
             if is_pair {
                 let make = |size: u32| {
-                    Make::of(|aspect| (aspect == "page_size").then(|| size.to_string()))
+                    WorkerFingerprint::of(|aspect| {
+                        (aspect == "page_size").then(|| size.to_string())
+                    })
                 };
                 let makes = [16, 32, 16, 32].map(make);
                 let makes = seed.is_multiple_of(5).then_some([&makes[..], &makes[1..]]);
@@ -487,17 +494,17 @@ mod tests {
             let (role, ticket, worker, text) = self.in_flight[0].clone();
             let now_ms = self.now_ms;
             let event = match what {
-                0 => Event::FirstToken { ticket, worker, now_ms },
+                0 => PolicyEvent::FirstToken { ticket, worker, now_ms },
                 1 => {
                     let prompt_tokens = 100 * text.len() as u32;
-                    let usage = Usage {
+                    let usage = TokenUsage {
                         prompt_tokens,
                         cached_tokens: Some(50),
                         completion_tokens: Some(7),
                     };
-                    Event::Usage { ticket, worker, usage }
+                    PolicyEvent::Usage { ticket, worker, usage }
                 }
-                2 => Event::Reported {
+                2 => PolicyEvent::Reported {
                     worker,
                     queued_tokens: 9_000,
                     running: None,
@@ -511,7 +518,7 @@ mod tests {
                     let is_kept = what % 2 == 1;
                     self.deciders.observe(
                         role,
-                        &Event::Finished { ticket, worker, is_kept, hashes, now_ms },
+                        &PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms },
                     );
                     return;
                 }
@@ -522,11 +529,11 @@ mod tests {
         /// A worker announces its cache, exactly or not.
         fn announces(&mut self, text: &str, seed: u64) {
             let blocks = blocks(text);
-            let hold = blocks.prompt().hashes.iter().map(|hash| Change::Hold(*hash));
-            let changes: Vec<Change> = hold.collect();
-            let changed = News::Changed { changes: &changes, page_tokens: 16, bytes: 64 };
-            let serve = News::Serve { is_exact: seed.is_multiple_of(2) };
-            for news in [News::Begin, changed, serve] {
+            let hold = blocks.prompt().hashes.iter().map(|hash| BlockChange::Hold(*hash));
+            let changes: Vec<BlockChange> = hold.collect();
+            let changed = CacheUpdate::Changed { changes: &changes, page_tokens: 16, bytes: 64 };
+            let serve = CacheUpdate::Serve { is_exact: seed.is_multiple_of(2) };
+            for news in [CacheUpdate::Begin, changed, serve] {
                 let worker = WorkerId(seed % 4);
                 let _: Result<(), NewsError> =
                     self.deciders.reconcile(Role::Regular, worker, &news);
@@ -535,17 +542,17 @@ mod tests {
 
         fn comes_back(&mut self, worker: u64) {
             for role in Role::ALL {
-                self.deciders.observe(role, &Event::WorkerGone { worker: WorkerId(worker) });
+                self.deciders.observe(role, &PolicyEvent::WorkerGone { worker: WorkerId(worker) });
                 self.deciders.added(role, WorkerId(worker), WorkerFacts::default(), "back");
             }
             self.deciders.evict(self.now_ms);
         }
     }
 
-    fn replayed(lines: &[String], recorded: PolicyKind, kind: PolicyKind) -> Report {
-        let mut replay = Replay::new(|_| recorded, |_| kind, &PolicyParams::default());
+    fn replayed(lines: &[String], recorded: PolicyKind, kind: PolicyKind) -> ReplayReport {
+        let mut replay = DecisionReplay::new(|_| recorded, |_| kind, &PolicyParams::default());
         for line in lines {
-            let line: Line = serde_json::from_str(line).expect("its own lines");
+            let line: LogLine = serde_json::from_str(line).expect("its own lines");
             assert!(replay.line(&line));
         }
         replay.report().clone()
@@ -573,7 +580,7 @@ mod tests {
             let report = replayed(&router.written.lines(), kind, kind);
             prop_assert!(report.is_same(), "{}", report);
             prop_assert_eq!(report.missing, 0);
-            let sent: u64 = report.roles.values().map(Decisions::total).sum();
+            let sent: u64 = report.roles.values().map(DecisionCounts::total).sum();
             prop_assert_eq!(sent > 0, ops.iter().any(|(what, ..)| *what > 5));
         }
     }
@@ -616,9 +623,12 @@ mod tests {
     #[test]
     fn gaps_are_counted_and_old_lines_refused() {
         let lines = conversations();
-        let mut replay =
-            Replay::new(|_| PolicyKind::Cost, |_| PolicyKind::Cost, &PolicyParams::default());
-        let parsed: Vec<Line> =
+        let mut replay = DecisionReplay::new(
+            |_| PolicyKind::Cost,
+            |_| PolicyKind::Cost,
+            &PolicyParams::default(),
+        );
+        let parsed: Vec<LogLine> =
             lines.iter().map(|l| serde_json::from_str(l).expect("a line")).collect();
         assert!(replay.line(&parsed[0]) && replay.line(&parsed[5]));
         assert!(!replay.line(&parsed[3]));

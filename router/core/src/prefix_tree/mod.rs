@@ -1,6 +1,6 @@
 //! Radix tree of prompts: which worker was sent which prefixes, so probably still has them in its radix cache.
 //!
-//! The life of a path, which is a text or a chain of block hashes ([`Segment`]):
+//! The life of a path, which is a text or a chain of block hashes ([`TreeSegment`]):
 //!
 //! 1. A worker was sent it: it becomes holder of the whole path from the root ([`PrefixTree::insert`]), splitting a
 //!    node where paths part. If it holds the path already, only the stamps move, under a read lock ([`PrefixTree::touch`]).
@@ -39,7 +39,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::types::{WorkerId, WorkerView};
 
-pub use segment::Segment;
+pub use segment::TreeSegment;
 
 /// Index into the arena. 32 bits: 2^32 nodes would need half a terabyte.
 type NodeId = u32;
@@ -49,7 +49,7 @@ const ROOT: NodeId = 0;
 const NOT_QUEUED: u64 = 0;
 
 #[derive(Debug)]
-struct Node<S: Segment + ?Sized> {
+struct Node<S: TreeSegment + ?Sized> {
     /// Segment between the parent and here. Empty for the root and for free slots only.
     label: Box<S>,
     /// Units in `label`.
@@ -93,7 +93,7 @@ struct Tenant {
 
 /// See the module.
 #[derive(Debug)]
-pub struct PrefixTree<S: Segment + ?Sized> {
+pub struct PrefixTree<S: TreeSegment + ?Sized> {
     /// Arena; slots in `free` are reused.
     nodes: Vec<Node<S>>,
     free: Vec<NodeId>,
@@ -125,7 +125,7 @@ pub struct TreeStats {
 
 /// Names one insert; later ones are larger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Stamp(u64);
+pub struct AccessStamp(u64);
 
 /// The longest prefix some candidate holds.
 #[derive(Debug, Clone, Copy)]
@@ -141,7 +141,7 @@ impl PrefixMatch<'_> {
     }
 }
 
-impl<S: Segment + ?Sized> PrefixTree<S>
+impl<S: TreeSegment + ?Sized> PrefixTree<S>
 where
     Box<S>: Default,
 {
@@ -280,11 +280,11 @@ where
 
     /// `worker` was sent `path`. Ignored for a worker that was not added or is leaving. Afterwards the worker and the tree
     /// are within their limits; a path longer than that is kept up to there. Returns the stamp, for [`Self::retract`].
-    pub fn insert(&mut self, worker: WorkerId, path: &S) -> Stamp {
+    pub fn insert(&mut self, worker: WorkerId, path: &S) -> AccessStamp {
         let stamp = self.next_stamp();
         let tenant = self.tenants.get(&worker);
         if tenant.is_none_or(|tenant| tenant.is_leaving) {
-            return Stamp(stamp);
+            return AccessStamp(stamp);
         }
         self.make_room();
         let (mut at, mut rest) = (ROOT, path);
@@ -309,12 +309,12 @@ where
         }
         self.shrink(worker);
         while self.bytes() > self.max_bytes && self.forget_oldest() {}
-        Stamp(stamp)
+        AccessStamp(stamp)
     }
 
     /// Take back what the insert that returned `stamp` claimed beyond the first `keep` units, unless something sent since
     /// passes through it.
-    pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: Stamp, keep: usize) {
+    pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
         let (mut id, mut rest, mut units) = (ROOT, path, 0);
         while let Some(child) = self.node(id).child_for(rest) {
             let node = self.node(child);
@@ -345,7 +345,7 @@ where
     }
 
     /// `worker` forgets what it was last sent before the insert `lasting`; `None`: all of it.
-    pub fn expire(&mut self, worker: WorkerId, lasting: Option<Stamp>) {
+    pub fn expire(&mut self, worker: WorkerId, lasting: Option<AccessStamp>) {
         let limit = lasting.map_or(u64::MAX, |stamp| stamp.0);
         while let Some((key, leaf)) = self.oldest_leaf(worker)
             && key < limit
@@ -656,7 +656,7 @@ where
     }
 }
 
-impl<S: Segment + ?Sized> Node<S> {
+impl<S: TreeSegment + ?Sized> Node<S> {
     /// Without children and holders.
     fn new(label: Box<S>, parent: NodeId) -> Self {
         Self { units: label.units(), label, parent, children: BTreeMap::new(), holders: Vec::new() }

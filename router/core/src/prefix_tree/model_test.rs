@@ -61,7 +61,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 /// What the model calls a text, the tree may call something else.
-trait Spelled: Segment {
+trait Spelled: TreeSegment {
     fn spell(text: &str) -> Box<Self>;
     fn read(&self) -> String;
 }

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 
 /// A piece of a path from the root. *Positions* are where it may be cut; *units* are what limits count.
-pub trait Segment: Debug + Send + Sync {
+pub trait TreeSegment: Debug + Send + Sync {
     /// Key that tells the children of a node apart.
     type First: Debug + Copy + Ord + Send + Sync;
 
@@ -27,7 +27,7 @@ pub trait Segment: Debug + Send + Sync {
 }
 
 /// Positions are bytes, units are characters.
-impl Segment for str {
+impl TreeSegment for str {
     type First = char;
 
     fn first(&self) -> Option<char> {
@@ -74,7 +74,7 @@ impl Segment for str {
 }
 
 /// Positions and units are blocks.
-impl Segment for [u64] {
+impl TreeSegment for [u64] {
     type First = u64;
 
     fn first(&self) -> Option<u64> {

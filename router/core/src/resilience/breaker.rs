@@ -63,7 +63,7 @@ impl fmt::Display for BreakerState {
 
 /// How a request to the worker ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RequestOutcome {
     Success,
     Failure,
     /// Nothing is said about the worker: the client left, or the other leg of the pair failed.
@@ -133,12 +133,12 @@ impl CircuitBreaker {
     }
 
     /// A request ended. Returns the new state if it changed.
-    pub fn on_result(&mut self, outcome: Outcome, now_ms: u64) -> Option<BreakerState> {
+    pub fn on_result(&mut self, outcome: RequestOutcome, now_ms: u64) -> Option<BreakerState> {
         let before = self.state(now_ms);
         match &mut self.state {
             State::Closed { failures_ms } => match outcome {
-                Outcome::Success => failures_ms.clear(),
-                Outcome::Failure => {
+                RequestOutcome::Success => failures_ms.clear(),
+                RequestOutcome::Failure => {
                     let window_ms = self.config.window_ms;
                     failures_ms.retain(|at_ms| now_ms.saturating_sub(*at_ms) <= window_ms);
                     failures_ms.push_back(now_ms);
@@ -146,21 +146,21 @@ impl CircuitBreaker {
                         self.state = State::Open { since_ms: now_ms };
                     }
                 }
-                Outcome::Unknown => {}
+                RequestOutcome::Unknown => {}
             },
             // Sent before it opened: too late to prove anything.
             State::Open { .. } => {}
             State::HalfOpen { successes, trials, .. } => {
                 *trials = trials.saturating_sub(1);
                 match outcome {
-                    Outcome::Success => {
+                    RequestOutcome::Success => {
                         *successes += 1;
                         if *successes >= self.config.success_threshold {
                             self.state = State::Closed { failures_ms: VecDeque::new() };
                         }
                     }
-                    Outcome::Failure => self.state = State::Open { since_ms: now_ms },
-                    Outcome::Unknown => {}
+                    RequestOutcome::Failure => self.state = State::Open { since_ms: now_ms },
+                    RequestOutcome::Unknown => {}
                 }
             }
         }
@@ -185,7 +185,7 @@ impl CircuitBreaker {
 #[cfg(test)]
 mod tests {
     use super::BreakerState::{Closed, HalfOpen, Open};
-    use super::Outcome::{Failure, Success, Unknown};
+    use super::RequestOutcome::{Failure, Success, Unknown};
     use super::*;
 
     fn small() -> CircuitBreaker {
@@ -199,7 +199,7 @@ mod tests {
     }
 
     /// One finished request at each time; returns the state after each.
-    fn run(breaker: &mut CircuitBreaker, requests: &[(u64, Outcome)]) -> Vec<BreakerState> {
+    fn run(breaker: &mut CircuitBreaker, requests: &[(u64, RequestOutcome)]) -> Vec<BreakerState> {
         let mut after = Vec::new();
         for &(now_ms, outcome) in requests {
             breaker.on_sent(now_ms);
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn transitions() {
-        type Case = (&'static str, &'static [(u64, Outcome)], &'static [BreakerState]);
+        type Case = (&'static str, &'static [(u64, RequestOutcome)], &'static [BreakerState]);
         let cases: [Case; 9] = [
             (
                 "opens at the threshold",

@@ -119,7 +119,7 @@ impl WorkerPenalty {
 
 /// Objection to a candidate now, from the least to the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Objection {
+pub enum WorkerObjection {
     Nothing,
     /// The candidate refused requests: [`WorkerPenalty`].
     Penalized,
@@ -130,7 +130,9 @@ pub enum Objection {
 
 /// The candidates against which least speaks: some, if there are any at all. So no number of refusals, failures or open
 /// circuits leaves a role without candidates (Envoy's panic threshold, at zero).
-pub fn least_objection<T>(candidates: impl Iterator<Item = (T, Objection)> + Clone) -> Vec<T> {
+pub fn least_objection<T>(
+    candidates: impl Iterator<Item = (T, WorkerObjection)> + Clone,
+) -> Vec<T> {
     let Some(least) = candidates.clone().map(|(_, objection)| objection).min() else {
         return Vec::new();
     };
@@ -142,7 +144,7 @@ pub fn least_objection<T>(candidates: impl Iterator<Item = (T, Objection)> + Clo
 mod tests {
     use super::*;
     use crate::policy::testing::{rng, views};
-    use crate::types::{Event, RequestView, Role, Ticket, WorkerFacts, WorkerId};
+    use crate::types::{PolicyEvent, RequestView, Role, SendTicket, WorkerFacts, WorkerId};
     use crate::{PolicyKind, PolicyParams, build};
 
     #[test]
@@ -201,9 +203,10 @@ mod tests {
 
     #[test]
     fn open_circuits_count_only_while_others_are_left() {
-        use Objection::{CircuitOpen, Nothing, Penalized, Tried};
-        let left =
-            |objections: &[Objection]| least_objection(objections.iter().copied().enumerate());
+        use WorkerObjection::{CircuitOpen, Nothing, Penalized, Tried};
+        let left = |objections: &[WorkerObjection]| {
+            least_objection(objections.iter().copied().enumerate())
+        };
         assert_eq!(left(&[Nothing, Penalized, Nothing]), [0, 2]);
         assert_eq!(left(&[Tried, Penalized, CircuitOpen]), [1]);
         assert_eq!(left(&[Penalized, Penalized]), [0, 1]);
@@ -219,14 +222,14 @@ mod tests {
         let mut fleet = vec![WorkerPenalty::default(); 2];
         for id in 0..2 {
             let (worker, facts) = (WorkerId(id), WorkerFacts::default());
-            policy.observe(&Event::WorkerAdded { worker, facts });
+            policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
         }
-        let mut running: Vec<(u64, Ticket)> = Vec::new();
+        let mut running: Vec<(u64, SendTicket)> = Vec::new();
         let mut met = 0;
         for turn in 0..3_000 {
             let now_ms = turn * 20;
             let finished = |ticket, worker, is_kept| {
-                policy.observe(&Event::Finished {
+                policy.observe(&PolicyEvent::Finished {
                     ticket,
                     worker: WorkerId(worker),
                     is_kept,
@@ -242,8 +245,8 @@ mod tests {
             let judged = ready.iter().map(|view| {
                 let left_ms = fleet[view.id.0 as usize].left_ms(now_ms);
                 let objection = match left_ms {
-                    0 => Objection::Nothing,
-                    _ => Objection::Penalized,
+                    0 => WorkerObjection::Nothing,
+                    _ => WorkerObjection::Penalized,
                 };
                 (*view, objection)
             });
@@ -252,8 +255,8 @@ mod tests {
                 RequestView { text: "all say the same", now_ms, ..RequestView::default() };
             let choice = policy.choose(&request, &ready, &mut rng);
             let worker = choice.expect("a candidate").worker;
-            let ticket = Ticket(turn);
-            policy.observe(&Event::Routed {
+            let ticket = SendTicket(turn);
+            policy.observe(&PolicyEvent::Routed {
                 ticket,
                 worker,
                 request: &request,

@@ -16,7 +16,7 @@ pub enum PdProtocol {
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Pairs")]
-pub struct Pairs {
+pub struct PairFlags {
     /// Prefill and decode at once with bootstrap fields (sglang: also Baton's), or one after the other with
     /// kv_transfer_params (vllm; --vllm-pd-disaggregation is --pd-disaggregation with this)
     #[arg(long, value_enum, default_value_t = PdProtocol::Auto, value_name = "PROTOCOL")]
@@ -30,7 +30,7 @@ pub struct Pairs {
     pub disable_local_prefill: bool,
 }
 
-impl Pairs {
+impl PairFlags {
     pub fn local_rule(&self) -> LocalRule {
         LocalRule {
             max_tokens: match self.disable_local_prefill {

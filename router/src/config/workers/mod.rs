@@ -5,9 +5,9 @@ mod disaggregation;
 /// Worker URLs and their roles.
 mod worker_url;
 
-pub use self::disaggregation::{Pairs, PdProtocol};
+pub use self::disaggregation::{PairFlags, PdProtocol};
 pub(super) use self::worker_url::is_port_or_none;
-pub use self::worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
+pub use self::worker_url::{BootstrapPort, WorkerSpec, WorkerUrl};
 use clap::Args;
 use router_core::Role;
 
@@ -16,7 +16,7 @@ pub const MAX_DP_SIZE: u32 = 1024;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Workers")]
-pub struct Workers {
+pub struct WorkerFlags {
     /// Regular workers (prefill and decode in one process)
     #[arg(long, value_name = "URL", num_args = 0.., value_delimiter = ',')]
     pub worker_urls: Vec<String>,
@@ -49,7 +49,7 @@ pub struct Workers {
     pub worker_startup_check_interval: u64,
 }
 
-impl Workers {
+impl WorkerFlags {
     /// The ranks that flags say each worker of this role has.
     pub fn dp_size(&self, role: Role) -> Option<u32> {
         let of_role = match role {

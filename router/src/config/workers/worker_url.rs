@@ -71,7 +71,7 @@ impl fmt::Display for WorkerUrl {
 
 /// Where `bootstrap_port` of a prefill worker comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bootstrap {
+pub enum BootstrapPort {
     Port(u16),
     /// JSON null on the wire: the worker was registered with 'none'.
     Null,
@@ -84,7 +84,7 @@ pub enum Bootstrap {
 pub struct WorkerSpec {
     pub url: WorkerUrl,
     pub role: Role,
-    pub bootstrap: Bootstrap,
+    pub bootstrap: BootstrapPort,
     /// Topology domain (zone, rack) as its source names it.
     pub topology: Option<String>,
 }
@@ -98,10 +98,10 @@ pub fn is_port_or_none(word: &str) -> bool {
 impl WorkerSpec {
     pub fn new(url: &str, role: Role, port: Option<&str>) -> Result<Self, String> {
         let bootstrap = match port {
-            None => Bootstrap::FromWorker,
-            Some(word) if word.eq_ignore_ascii_case("none") => Bootstrap::Null,
+            None => BootstrapPort::FromWorker,
+            Some(word) if word.eq_ignore_ascii_case("none") => BootstrapPort::Null,
             Some(word) => match word.parse() {
-                Ok(port) if port != 0 => Bootstrap::Port(port),
+                Ok(port) if port != 0 => BootstrapPort::Port(port),
                 _ => {
                     return Err(format!(
                         "bootstrap port '{word}' of {url}: give 1 to 65535 or none"

@@ -9,17 +9,16 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use router_core::{Outcome, RetryClass, Role, WorkerId};
+use router_core::{RequestOutcome, RetryClass, Role, WorkerId};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
-use crate::observability::engine_stages;
-use crate::observability::engine_stages::EngineStages;
+use crate::observability::engine_stages::{self, EngineStages};
 use crate::response::sse::{code_of, error_event, is_sse};
 use crate::response::usage::usage_in;
-use crate::transport::request_body::Parts;
-use crate::transport::upstream::{Answer, Head, SendError, with_source};
+use crate::transport::request_body::BodySegments;
+use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::LoadGuard;
 use crate::workers::load_report;
 
@@ -28,10 +27,10 @@ const MAX_HELD: usize = 4 << 20;
 /// Longest error body that is passed on [bytes].
 const MAX_ERROR_BODY: usize = 1 << 20;
 
-pub struct Leg {
+pub struct UpstreamAttempt {
     pub guard: LoadGuard,
-    pub head: Head,
-    pub body: Parts,
+    pub head: RequestHead,
+    pub body: BodySegments,
     /// Longest silence of the worker.
     pub limit: Duration,
     /// Time without an answer after which the worker is probed; `None`: never.
@@ -43,10 +42,10 @@ pub struct Leg {
 }
 
 /// Status and headers of an answer, what was read of its body, and the rest.
-type Answered = (StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>);
+type Answered = (StatusCode, HeaderMap, Vec<Bytes>, Option<ResponseBody>);
 
 /// An answer worth giving to the client.
-pub struct Opened {
+pub struct UpstreamResponse {
     pub guard: LoadGuard,
     pub status: StatusCode,
     pub headers: HeaderMap,
@@ -54,10 +53,10 @@ pub struct Opened {
     /// Pieces read so far.
     pub pieces: Vec<Bytes>,
     /// Answer that is still to come; `None` when it is complete.
-    pub rest: Option<Answer>,
-    /// See [`Leg::counts`].
+    pub rest: Option<ResponseBody>,
+    /// See [`UpstreamAttempt::counts`].
     pub counts: bool,
-    /// See [`Leg::tells_tokens`].
+    /// See [`UpstreamAttempt::tells_tokens`].
     pub tells_tokens: bool,
     /// The engine's report of the way to its first token.
     pub stages: Option<EngineStages>,
@@ -65,7 +64,7 @@ pub struct Opened {
 
 /// Reply to the client if nobody else can do better.
 #[derive(Debug)]
-pub enum Told {
+pub enum ErrorReply {
     Error(RouteError),
     /// The worker's own words.
     Answer {
@@ -79,7 +78,7 @@ pub enum Told {
 pub const SILENT: &str = "silent";
 
 #[derive(Debug)]
-pub struct Failure {
+pub struct AttemptError {
     pub role: Role,
     pub worker: WorkerId,
     /// Label of metrics: a code, or connect, reset, silent, hung.
@@ -87,7 +86,7 @@ pub struct Failure {
     pub class: RetryClass,
     /// The worker broke with the request in hand; whether it had no other.
     pub broke_alone: Option<bool>,
-    pub told: Told,
+    pub told: ErrorReply,
 }
 
 /// Reasons that mean a worker has gone.
@@ -110,7 +109,7 @@ pub fn is_break(reason: &str) -> bool {
 const PARTNERS_FAULT: [&str; 4] =
     ["kv_transfer_failed", "kv_transfer_timeout", "prefill_failed", "bootstrap_unreachable"];
 
-impl Failure {
+impl AttemptError {
     /// True if the worker has gone, as far as the failure tells, rather than refused the request.
     pub fn lost_worker(&self) -> bool {
         is_loss(self.reason)
@@ -118,7 +117,7 @@ impl Failure {
 
     /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.
     pub fn hide_room(&mut self, worker: String) {
-        self.told = Told::Error(RouteError::Upstream {
+        self.told = ErrorReply::Error(RouteError::Upstream {
             role: self.role,
             worker,
             cause: "it says of each bootstrap room drawn for the request that it is in use"
@@ -138,7 +137,7 @@ impl Failure {
             reason,
             class,
             broke_alone: None,
-            told: Told::Error(told),
+            told: ErrorReply::Error(told),
         }
     }
 
@@ -180,14 +179,14 @@ impl Failure {
             reason,
             class,
             broke_alone: None,
-            told: Told::Answer { status, headers, body },
+            told: ErrorReply::Answer { status, headers, body },
         }
     }
 
     fn status(&self) -> Option<StatusCode> {
         match &self.told {
-            Told::Answer { status, .. } => Some(*status),
-            Told::Error(_) => None,
+            ErrorReply::Answer { status, .. } => Some(*status),
+            ErrorReply::Error(_) => None,
         }
     }
 
@@ -209,22 +208,22 @@ impl Failure {
     /// The time after which the worker asks to be tried again.
     pub fn retry_after_ms(&self) -> Option<u64> {
         match &self.told {
-            Told::Answer { headers, .. } => retry_after_ms(headers),
-            Told::Error(_) => None,
+            ErrorReply::Answer { headers, .. } => retry_after_ms(headers),
+            ErrorReply::Error(_) => None,
         }
     }
 
     /// Evidence of this failure about the worker. The client's mistakes and overload say nothing; an unexplained error is
     /// judged when there is a second opinion (dispatch.rs).
-    fn outcome(&self) -> Outcome {
+    fn outcome(&self) -> RequestOutcome {
         let is_client_error =
-            matches!(&self.told, Told::Answer { status, .. } if status.is_client_error());
+            matches!(&self.told, ErrorReply::Answer { status, .. } if status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();
         let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
-            Outcome::Unknown
+            RequestOutcome::Unknown
         } else {
-            Outcome::Failure
+            RequestOutcome::Failure
         }
     }
 }
@@ -366,9 +365,9 @@ fn end_of_event(text: &[u8]) -> Option<usize> {
     })
 }
 
-impl Leg {
+impl UpstreamAttempt {
     /// Send and read until the answer can be committed to. Dropping the future closes the connection.
-    pub async fn open(mut self) -> Result<Opened, Failure> {
+    pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
         match self.open_unless_hung().await {
             Ok((status, mut headers, pieces, rest)) => {
                 self.answered();
@@ -377,7 +376,7 @@ impl Leg {
                 if is_sse {
                     self.guard.first_token();
                 }
-                Ok(Opened {
+                Ok(UpstreamResponse {
                     counts: self.counts && self.guard.wants_usage(),
                     tells_tokens: self.tells_tokens && is_sse,
                     guard: self.guard,
@@ -395,7 +394,7 @@ impl Leg {
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`. For prefill legs, whose
     /// answer the client does not see.
-    pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
+    pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
         let drained = async {
             let (_, mut headers, pieces, mut rest) = self.open_unless_hung().await?;
             self.take_stages(&mut headers);
@@ -450,11 +449,11 @@ impl Leg {
     }
 
     fn answered(&mut self) {
-        self.guard.settle(Outcome::Success);
+        self.guard.settle(RequestOutcome::Success);
         self.guard.candidate.penalty.lock().answered(now_ms());
     }
 
-    fn failed(&mut self, mut failure: Failure) -> Failure {
+    fn failed(&mut self, mut failure: AttemptError) -> AttemptError {
         self.guard.settle(failure.outcome());
         if failure.is_overload() {
             let mut penalty = self.guard.candidate.penalty.lock();
@@ -470,22 +469,22 @@ impl Leg {
         failure
     }
 
-    async fn open_unless_hung(&self) -> Result<Answered, Failure> {
+    async fn open_unless_hung(&self) -> Result<Answered, AttemptError> {
         let worker = &self.guard.candidate.worker;
         let opening = worker.unless_hung(self.try_open(), self.probe_after);
         match opening.await {
             Ok(opened) => opened,
-            Err(cause) => Err(Failure::hung(&self.guard, &cause)),
+            Err(cause) => Err(AttemptError::hung(&self.guard, &cause)),
         }
     }
 
-    async fn try_open(&self) -> Result<Answered, Failure> {
+    async fn try_open(&self) -> Result<Answered, AttemptError> {
         let pool = &self.guard.candidate.worker.pool;
         let sent = || self.guard.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);
         let response = match timeout(self.limit, sending).await {
-            Err(_) => return Err(Failure::silent(&self.guard, self.limit)),
-            Ok(Err(err)) => return Err(Failure::send(&self.guard, &err)),
+            Err(_) => return Err(AttemptError::silent(&self.guard, self.limit)),
+            Ok(Err(err)) => return Err(AttemptError::send(&self.guard, &err)),
             Ok(Ok(response)) => response,
         };
         let (mut head, mut answer) = response.into_parts();
@@ -496,7 +495,7 @@ impl Leg {
             let status = head.status;
             let body = self.collect(Bytes::new(), &mut answer).await?;
             let body = body.unwrap_or_else(|| error_too_long(status));
-            return Err(Failure::answer(&self.guard, status, head.headers, body));
+            return Err(AttemptError::answer(&self.guard, status, head.headers, body));
         }
         if is_sse(&head.headers) {
             let mut pieces = Vec::new();
@@ -506,7 +505,7 @@ impl Leg {
                     let cause = "ended the stream before it began".into();
                     let told = upstream_error(&self.guard, cause);
                     let class = RetryClass::Broken;
-                    return Err(Failure::error(&self.guard, "reset", class, told));
+                    return Err(AttemptError::error(&self.guard, "reset", class, told));
                 };
                 text.extend_from_slice(&piece);
                 pieces.push(piece);
@@ -542,12 +541,12 @@ impl Leg {
         Ok((head.status, head.headers, pieces, Some(answer)))
     }
 
-    async fn next_piece(&self, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+    async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
         match timeout(self.limit, answer.piece()).await {
-            Err(_) => Err(Failure::silent(&self.guard, self.limit)),
+            Err(_) => Err(AttemptError::silent(&self.guard, self.limit)),
             Ok(None) => Ok(None),
             Ok(Some(Ok(piece))) => Ok(Some(piece)),
-            Ok(Some(Err(err))) => Err(Failure::broke(&self.guard, &err)),
+            Ok(Some(Err(err))) => Err(AttemptError::broke(&self.guard, &err)),
         }
     }
 
@@ -556,8 +555,8 @@ impl Leg {
         &self,
         headers: HeaderMap,
         first: Bytes,
-        rest: Option<Answer>,
-    ) -> Failure {
+        rest: Option<ResponseBody>,
+    ) -> AttemptError {
         let code = error_event(&first).and_then(code_of);
         let collected = match rest {
             Some(mut rest) => self.collect(first.clone(), &mut rest).await,
@@ -572,7 +571,7 @@ impl Leg {
             }
             Err(failure) => return failure,
         };
-        let mut failure = Failure::answer(&self.guard, StatusCode::OK, headers, body);
+        let mut failure = AttemptError::answer(&self.guard, StatusCode::OK, headers, body);
         if let Some((code, class)) = code.and_then(|code| RetryClass::of_code(&code)) {
             (failure.reason, failure.class) = (code, class);
         }
@@ -580,7 +579,11 @@ impl Leg {
     }
 
     /// The rest of a short answer; `None`: it is longer than `MAX_ERROR_BODY`.
-    async fn collect(&self, first: Bytes, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+    async fn collect(
+        &self,
+        first: Bytes,
+        answer: &mut ResponseBody,
+    ) -> Result<Option<Bytes>, AttemptError> {
         let mut body = Vec::from(first);
         while let Some(piece) = self.next_piece(answer).await? {
             body.extend_from_slice(&piece);

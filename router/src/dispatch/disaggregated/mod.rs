@@ -26,16 +26,16 @@ use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
-use crate::dispatch::app::App;
-use crate::dispatch::context::Inbound;
-use crate::dispatch::disaggregated::prefill_leg::{PrefillLeg, RoomLease};
+use crate::dispatch::app::AppState;
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
-use crate::dispatch::types::{Committed, Stop, ids_for, leg, observe_overhead};
+use crate::dispatch::types::{AttemptFailure, CommittedResponse, ids_for, leg, observe_overhead};
 use crate::error::RouteError;
-use crate::request::body::Ours;
-use crate::transport::request_body::Parts;
+use crate::request::body::ManagedField;
+use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Chosen;
+use crate::workers::registry::selection::Selection;
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to know whom to avoid.
 const BLAME_WAIT: Duration = Duration::from_millis(50);
@@ -43,19 +43,19 @@ const BLAME_WAIT: Duration = Duration::from_millis(50);
 const BYTES_PER_TOKEN: usize = 4;
 
 /// A prefill, done or under way, whose pages any decode worker may fetch.
-pub struct Prefilled {
-    leg: PrefillLeg,
-    meeting: Meeting,
+pub struct PendingPrefill {
+    leg: PrefillAttempt,
+    meeting: BootstrapParams,
 }
 
 /// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next attempt draws another.
 pub async fn attempt(
-    app: &Arc<App>,
-    request: &mut Inbound,
-    kept: &mut Option<Prefilled>,
-) -> Result<Committed, Stop> {
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    kept: &mut Option<PendingPrefill>,
+) -> Result<CommittedResponse, AttemptFailure> {
     match try_attempt(app, request, kept).await {
-        Err(Stop::Failed(mut failure) | Stop::Stale(mut failure))
+        Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
             if failure.reason == "duplicate_room" =>
         {
             let sent_to = match failure.role {
@@ -64,7 +64,7 @@ pub async fn attempt(
             };
             failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
             *kept = None;
-            Err(Stop::Stale(failure))
+            Err(AttemptFailure::Stale(failure))
         }
         other => other,
     }
@@ -73,10 +73,10 @@ pub async fn attempt(
 /// Try once. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
 /// same may be tried with another.
 async fn try_attempt(
-    app: &Arc<App>,
-    request: &mut Inbound,
-    kept: &mut Option<Prefilled>,
-) -> Result<Committed, Stop> {
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    kept: &mut Option<PendingPrefill>,
+) -> Result<CommittedResponse, AttemptFailure> {
     let reader = match kept.take() {
         Some(prefilled) => second_reader(app, request, prefilled)?,
         None => None,
@@ -140,7 +140,7 @@ async fn try_attempt(
             match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
                 Ok(Some(Err(its))) => Err(its.into()),
                 // The pages of the earlier attempt are gone: nobody's fault, and P still has most of them in its cache.
-                _ if is_second_reader => Err(Stop::Stale(failure)),
+                _ if is_second_reader => Err(AttemptFailure::Stale(failure)),
                 _ => {
                     // Nobody knows who it was; the decode worker only reports it, so avoid the prefill worker.
                     debug_assert_eq!(failure.worker, decode_id);
@@ -165,7 +165,7 @@ async fn try_attempt(
     }
 }
 
-fn is_vllm(app: &App, chosen: &Chosen) -> bool {
+fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
@@ -174,17 +174,17 @@ fn is_vllm(app: &App, chosen: &Chosen) -> bool {
 }
 
 /// True if a decode worker computes a prompt that nobody prefilled for it; SGLang's do not.
-fn can_prefill(app: &App, decode: &Chosen) -> bool {
+fn can_prefill(app: &AppState, decode: &Selection) -> bool {
     let worker = &decode.guard.candidate.worker;
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
 /// Another decode worker for a prompt that is prefilled; `None` when the one that is next would not understand the pages.
 fn second_reader(
-    app: &App,
-    request: &Inbound,
-    prefilled: Prefilled,
-) -> Result<Option<(Prefilled, Chosen)>, RouteError> {
+    app: &AppState,
+    request: &RequestContext,
+    prefilled: PendingPrefill,
+) -> Result<Option<(PendingPrefill, Selection)>, RouteError> {
     let registry = &app.fleet.registry;
     let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
     let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
@@ -192,12 +192,12 @@ fn second_reader(
 }
 
 enum Placed {
-    Pair(Chosen, Chosen),
+    Pair(Selection, Selection),
     /// The decode worker does both phases.
-    Local(Chosen, LocalWhy),
+    Local(Selection, LocalWhy),
 }
 
-fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
+fn choose(app: &AppState, request: &RequestContext) -> Result<Placed, RouteError> {
     let rule = app.config.pairs.local_rule();
     let wanted = request.wanted();
     match app.fleet.registry.choose_pair(&wanted, &request.avoid) {
@@ -225,7 +225,7 @@ fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
     }
 }
 
-fn view(request: &Inbound, decode: &Chosen) -> LocalView {
+fn view(request: &RequestContext, decode: &Selection) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
     let prompt = match (request.prompt_tokens, forecast) {
@@ -242,21 +242,21 @@ fn view(request: &Inbound, decode: &Chosen) -> LocalView {
 }
 
 async fn local(
-    app: &Arc<App>,
-    request: &mut Inbound,
-    decode: Chosen,
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    decode: Selection,
     why: LocalWhy,
-) -> Result<Committed, Stop> {
+) -> Result<CommittedResponse, AttemptFailure> {
     let labels = [why.label()];
     app.metrics.local_prefills.with_label_values(&labels).inc();
     let candidate = &decode.guard.candidate;
     request.record.prefill = None;
     request.record.room = None;
     request.record.worker = Some((candidate.name.clone(), decode.why));
-    let (replaced, fields): (&[Ours], _) = match candidate.rank {
-        None => (&[Ours::Bootstrap], String::new()),
+    let (replaced, fields): (&[ManagedField], _) = match candidate.rank {
+        None => (&[ManagedField::Bootstrap], String::new()),
         Some(rank) => (
-            &[Ours::Bootstrap, Ours::Rank],
+            &[ManagedField::Bootstrap, ManagedField::Rank],
             format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}"),
         ),
     };
@@ -268,11 +268,11 @@ async fn local(
 }
 
 fn start_prefill(
-    app: &Arc<App>,
-    request: &mut Inbound,
-    prefill: Chosen,
-    decode: &Chosen,
-) -> Result<Prefilled, RouteError> {
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    prefill: Selection,
+    decode: &Selection,
+) -> Result<PendingPrefill, RouteError> {
     let candidate = prefill.guard.candidate.clone();
     request.record.prefill = Some((candidate.name.clone(), prefill.why));
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
@@ -282,26 +282,26 @@ fn start_prefill(
     }
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.guard.candidate.rank.is_some();
-    let meeting = Meeting::new(candidate, &rooms.rooms, is_batch, with_ranks);
+    let meeting = BootstrapParams::new(candidate, &rooms.rooms, is_batch, with_ranks);
     let ids = ids_for(app, request, &meeting.prefill);
     let body = meeting.prefill_body(request, ids);
     let keep = request.scan.wants_input_logprobs;
     let leg = leg(app, request, prefill, body);
-    Ok(Prefilled {
-        leg: PrefillLeg::start(app, meeting.prefill.clone(), leg, keep, rooms),
+    Ok(PendingPrefill {
+        leg: PrefillAttempt::start(app, meeting.prefill.clone(), leg, keep, rooms),
         meeting,
     })
 }
 
 /// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
-struct Meeting {
+struct BootstrapParams {
     prefill: Arc<Candidate>,
     /// JSON members for both legs.
     shared: String,
     with_ranks: bool,
 }
 
-impl Meeting {
+impl BootstrapParams {
     fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
@@ -326,7 +326,7 @@ impl Meeting {
         Self { prefill, shared, with_ranks }
     }
 
-    fn prefill_body(&self, request: &Inbound, ids: Option<&Bytes>) -> Parts {
+    fn prefill_body(&self, request: &RequestContext, ids: Option<&Bytes>) -> BodySegments {
         let mut fields = self.shared.clone();
         if let (true, Some(p)) = (self.with_ranks, self.prefill.rank) {
             fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
@@ -334,7 +334,12 @@ impl Meeting {
         self.splice(request, ids, &fields)
     }
 
-    fn decode_body(&self, request: &Inbound, decode: &Candidate, ids: Option<&Bytes>) -> Parts {
+    fn decode_body(
+        &self,
+        request: &RequestContext,
+        decode: &Candidate,
+        ids: Option<&Bytes>,
+    ) -> BodySegments {
         let mut fields = self.shared.clone();
         if let (true, Some(p), Some(d)) = (self.with_ranks, self.prefill.rank, decode.rank) {
             fields += &format!(
@@ -344,11 +349,11 @@ impl Meeting {
         self.splice(request, ids, &fields)
     }
 
-    fn splice(&self, request: &Inbound, ids: Option<&Bytes>, fields: &str) -> Parts {
+    fn splice(&self, request: &RequestContext, ids: Option<&Bytes>, fields: &str) -> BodySegments {
         // Without DP awareness a client's own ranks stay.
-        let replaced: &[Ours] = match self.with_ranks {
-            true => &[Ours::Bootstrap, Ours::Rank],
-            false => &[Ours::Bootstrap],
+        let replaced: &[ManagedField] = match self.with_ranks {
+            true => &[ManagedField::Bootstrap, ManagedField::Rank],
+            false => &[ManagedField::Bootstrap],
         };
         request.body_for(replaced, ids, fields)
     }

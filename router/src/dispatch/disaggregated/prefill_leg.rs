@@ -9,8 +9,8 @@ use router_core::LiveRooms;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::{Failure, Leg};
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{AttemptError, UpstreamAttempt};
 use crate::dispatch::disaggregated::prefill_release::release;
 use crate::error::RouteError;
 use crate::workers::load_guard::Candidate;
@@ -25,7 +25,11 @@ pub struct RoomLease {
 }
 
 impl RoomLease {
-    pub(super) fn take(app: &App, count: usize, prefill: &Candidate) -> Result<Self, RouteError> {
+    pub(super) fn take(
+        app: &AppState,
+        count: usize,
+        prefill: &Candidate,
+    ) -> Result<Self, RouteError> {
         // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
         let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
@@ -42,22 +46,22 @@ impl Drop for RoomLease {
 }
 
 /// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
-pub struct PrefillLeg {
-    pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
+pub struct PrefillAttempt {
+    pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, AttemptError>>>,
     /// Answer when it has ended well, if it was to be kept.
     pub(super) words: Option<Vec<Bytes>>,
-    app: Arc<App>,
+    app: Arc<AppState>,
     pub(super) prefill: Arc<Candidate>,
     pub(super) rooms: RoomLease,
     /// The decode worker has begun, so it has the pages.
     pub(super) is_fetched: bool,
 }
 
-impl PrefillLeg {
+impl PrefillAttempt {
     pub(super) fn start(
-        app: &Arc<App>,
+        app: &Arc<AppState>,
         prefill: Arc<Candidate>,
-        leg: Leg,
+        leg: UpstreamAttempt,
         keep: bool,
         rooms: RoomLease,
     ) -> Self {
@@ -72,7 +76,7 @@ impl PrefillLeg {
     }
 
     /// Wait for its end; `None` when it panicked or has ended before. Cancel safe.
-    pub async fn ended(&mut self) -> Option<Result<(), Failure>> {
+    pub async fn ended(&mut self) -> Option<Result<(), AttemptError>> {
         let ended = self.task.as_mut()?.await.ok();
         self.task = None;
         match ended? {
@@ -102,7 +106,7 @@ impl PrefillLeg {
     }
 }
 
-impl Drop for PrefillLeg {
+impl Drop for PrefillAttempt {
     fn drop(&mut self) {
         let task = self.task.take();
         if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {

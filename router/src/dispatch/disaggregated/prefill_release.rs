@@ -1,5 +1,5 @@
 //! Messages to prefill workers about prompts that no decode worker will fetch, so that the pages are free at once and not when
-//! their lease ends. Best effort: at most `MOST` are sent at a time, each within `LIMIT`; the lease ends anyway.
+//! their lease ends. Best effort: at most `MAX_RELEASES` are sent at a time, each within `LIMIT`; the lease ends anyway.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,26 +9,26 @@ use http::{HeaderValue, Method, Uri, header};
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
-use crate::dispatch::app::App;
-use crate::transport::request_body::Parts;
-use crate::transport::upstream::Head;
+use crate::dispatch::app::AppState;
+use crate::transport::request_body::BodySegments;
+use crate::transport::upstream::RequestHead;
 use crate::workers::worker::Worker;
 
 /// Pages of a Baton worker are kept for 3 s without a reader.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the request.
-pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
+pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     if !worker.tells_loads() {
         return;
     }
-    let count = |app: &App, result| {
+    let count = |app: &AppState, result| {
         let labels = [result];
         app.metrics.releases.with_label_values(&labels).inc();
     };
     // No runtime: the process ends.
     let (Ok(runtime), Ok(place)) =
-        (Handle::try_current(), app.releases.0.clone().try_acquire_owned())
+        (Handle::try_current(), app.releases.clone().try_acquire_owned())
     else {
         return count(app, "skipped");
     };
@@ -38,9 +38,10 @@ pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
         let mut headers = app.fleet.worker_headers();
         let json = HeaderValue::from_static("application/json");
         headers.insert(header::CONTENT_TYPE, json);
-        let head = Head { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
+        let head =
+            RequestHead { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
         let telling = async {
-            let sent = worker.pool.send(&head, Parts::from(Bytes::from(body)), &|| ()).await;
+            let sent = worker.pool.send(&head, BodySegments::from(Bytes::from(body)), &|| ()).await;
             let mut answer = sent.ok().filter(|sent| sent.status().is_success())?.into_body();
             while let Some(piece) = answer.piece().await {
                 piece.ok()?; // read to its end, the connection can be used again

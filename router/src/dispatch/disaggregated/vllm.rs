@@ -13,14 +13,14 @@ use http::HeaderValue;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::Leg;
-use crate::dispatch::context::Inbound;
-use crate::dispatch::types::{Committed, Stop, leg, observe_overhead};
-use crate::request::body::Ours;
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::UpstreamAttempt;
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::types::{AttemptFailure, CommittedResponse, leg, observe_overhead};
+use crate::request::body::ManagedField;
 use crate::response::usage::usage_in;
-use crate::transport::request_body::Parts;
-use crate::workers::registry::selection::Chosen;
+use crate::transport::request_body::BodySegments;
+use crate::workers::registry::selection::Selection;
 
 const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
     \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
@@ -29,11 +29,11 @@ const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 pub async fn attempt(
-    app: &Arc<App>,
-    request: &mut Inbound,
-    prefill: Chosen,
-    decode: Chosen,
-) -> Result<Committed, Stop> {
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    prefill: Selection,
+    decode: Selection,
+) -> Result<CommittedResponse, AttemptFailure> {
     request.record.room = None;
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
     let params = if request.scan.batch.is_some() {
@@ -47,7 +47,7 @@ pub async fn attempt(
     };
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
     let fields = fields.as_deref().unwrap_or_default();
-    let body = request.body_for(&[Ours::KvParams], None, fields);
+    let body = request.body_for(&[ManagedField::KvParams], None, fields);
     observe_overhead(app, request);
     let opened = ranked(app, request, decode, body).open().await?;
     Ok((opened, None))
@@ -55,16 +55,16 @@ pub async fn attempt(
 
 /// P's `kv_transfer_params`; `None`: it named none, so D computes the prompt.
 async fn ask_prefill(
-    app: &App,
-    request: &Inbound,
-    prefill: Chosen,
-) -> Result<Option<Box<str>>, Stop> {
+    app: &AppState,
+    request: &RequestContext,
+    prefill: Selection,
+) -> Result<Option<Box<str>>, AttemptFailure> {
     #[derive(Deserialize)]
     struct Answer<'a> {
         #[serde(borrow)]
         kv_transfer_params: Option<&'a RawValue>,
     }
-    let replaced = [Ours::Output, Ours::KvParams];
+    let replaced = [ManagedField::Output, ManagedField::KvParams];
     let body = request.body_for(&replaced, None, PREFILL_FIELDS);
     observe_overhead(app, request);
     let mut opened = ranked(app, request, prefill, body).open().await?;
@@ -86,7 +86,12 @@ async fn ask_prefill(
 }
 
 /// A leg whose rank is in the header that vLLM reads it from.
-pub fn ranked(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+pub fn ranked(
+    app: &AppState,
+    request: &RequestContext,
+    chosen: Selection,
+    body: BodySegments,
+) -> UpstreamAttempt {
     let rank = chosen.guard.candidate.rank;
     let mut leg = leg(app, request, chosen, body);
     if let Some(rank) = rank {

@@ -5,19 +5,19 @@ use std::time::Duration;
 use prometheus::{IntCounterVec, Opts};
 use tokio::runtime::{Builder, Runtime};
 
-use super::encode::{Service, Span};
-use super::export::{Exporter, RESULTS};
+use super::encode::{TraceService, TraceSpan};
+use super::export::{RESULTS, SpanExporter};
 use crate::config::TraceEndpoint;
 
-/// An `Exporter` on one thread, which sleeps while there is nothing to send.
-pub struct Background {
-    exporter: Exporter,
+/// An `SpanExporter` on one thread, which sleeps while there is nothing to send.
+pub struct BackgroundExporter {
+    exporter: SpanExporter,
     runtime: Runtime,
 }
 
-impl Background {
+impl BackgroundExporter {
     /// Errors say what is wrong with `endpoint`, or why there can be no thread.
-    pub fn start(endpoint: &str, service: Service) -> Result<Self, String> {
+    pub fn start(endpoint: &str, service: TraceService) -> Result<Self, String> {
         let endpoint: TraceEndpoint = endpoint.parse()?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(1)
@@ -29,13 +29,13 @@ impl Background {
             .map_err(|err| err.to_string())?;
         let exporter = {
             let _in_it = runtime.enter();
-            Exporter::start(endpoint, service, counts)
+            SpanExporter::start(endpoint, service, counts)
         };
         Ok(Self { exporter, runtime })
     }
 
     /// Never waits.
-    pub fn put(&self, spans: Vec<Span>) {
+    pub fn put(&self, spans: Vec<TraceSpan>) {
         self.exporter.put(spans);
     }
 

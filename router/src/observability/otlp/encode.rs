@@ -9,7 +9,7 @@ pub type Name = Cow<'static, str>;
 
 /// Origin of the spans.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Service {
+pub struct TraceService {
     pub name: String,
     /// Beside the version, which is this program's.
     pub attributes: Vec<(String, String)>,
@@ -17,58 +17,58 @@ pub struct Service {
 
 /// A finished span.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Span {
+pub struct TraceSpan {
     pub trace: u128,
     pub id: u64,
     pub parent: Option<u64>,
     pub name: String,
-    pub kind: Kind,
+    pub kind: SpanKind,
     /// [ns since 1970]
     pub start: u64,
     pub end: u64,
-    pub attributes: Vec<(Name, Value)>,
-    pub events: Vec<Event>,
+    pub attributes: Vec<(Name, AttributeValue)>,
+    pub events: Vec<SpanEvent>,
     /// Why it counts as failed.
     pub error: Option<String>,
 }
 
 /// Something that happened during a span.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Event {
+pub struct SpanEvent {
     /// [ns since 1970]
     pub at: u64,
     pub name: Name,
-    pub attributes: Vec<(Name, Value)>,
+    pub attributes: Vec<(Name, AttributeValue)>,
 }
 
-impl Event {
+impl SpanEvent {
     pub fn new(at: u64, name: &'static str) -> Self {
         Self { at, name: name.into(), attributes: Vec::new() }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum SpanKind {
     Internal = 1,
     Server = 2,
     Client = 3,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub enum Value {
+pub enum AttributeValue {
     Text(String),
     Int(i64),
 }
 
 /// Encode one request for all these spans.
-pub fn encode(service: &Service, spans: &[Span]) -> Vec<u8> {
+pub fn encode(service: &TraceService, spans: &[TraceSpan]) -> Vec<u8> {
     let mut resource = Message::default();
     let own =
         [("service.name", service.name.as_str()), ("service.version", env!("CARGO_PKG_VERSION"))];
     let more = service.attributes.iter();
     let more = more.map(|(key, value)| (key.as_str(), value.as_str()));
     for (key, value) in own.into_iter().chain(more) {
-        resource.message(1, &attribute(key, &Value::Text(value.to_owned())));
+        resource.message(1, &attribute(key, &AttributeValue::Text(value.to_owned())));
     }
     let mut scope = Message::default();
     scope.text(1, "baton");
@@ -85,7 +85,7 @@ pub fn encode(service: &Service, spans: &[Span]) -> Vec<u8> {
     request.0
 }
 
-fn message(span: &Span) -> Message {
+fn message(span: &TraceSpan) -> Message {
     let mut out = Message::default();
     out.bytes(1, &span.trace.to_be_bytes());
     out.bytes(2, &span.id.to_be_bytes());
@@ -118,11 +118,11 @@ fn message(span: &Span) -> Message {
     out
 }
 
-fn attribute(key: &str, value: &Value) -> Message {
+fn attribute(key: &str, value: &AttributeValue) -> Message {
     let mut any = Message::default();
     match value {
-        Value::Text(text) => any.text(1, text),
-        Value::Int(number) => any.int(3, *number as u64), // two's complement, as int64 is written
+        AttributeValue::Text(text) => any.text(1, text),
+        AttributeValue::Int(number) => any.int(3, *number as u64), // two's complement, as int64 is written
     }
     let mut out = Message::default();
     out.text(1, key);
@@ -175,22 +175,22 @@ mod tests {
     /// Bytes that the protobuf compiler's own code (opentelemetry-proto 1.45.2, Python) makes of the same span.
     #[test]
     fn a_span_is_written_as_the_protobuf_library_writes_it() {
-        let span = Span {
+        let span = TraceSpan {
             trace: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
             id: 2,
             parent: Some(0x00f0_67aa_0ba9_02b7),
             name: "decode".into(),
-            kind: Kind::Client,
+            kind: SpanKind::Client,
             start: 1_700_000_000_000_000_000,
             end: 1_700_000_000_000_000_300,
             attributes: vec![
-                ("worker".into(), Value::Text("http://a".into())),
-                ("tokens".into(), Value::Int(-300)),
+                ("worker".into(), AttributeValue::Text("http://a".into())),
+                ("tokens".into(), AttributeValue::Int(-300)),
             ],
-            events: vec![Event {
+            events: vec![SpanEvent {
                 at: 1_700_000_000_000_000_200,
                 name: "first_token".into(),
-                attributes: vec![("n".into(), Value::Int(7))],
+                attributes: vec![("n".into(), AttributeValue::Int(7))],
             }],
             error: Some("reset".into()),
         };

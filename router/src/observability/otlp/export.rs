@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::encode::{Service, Span, encode};
+use super::encode::{TraceService, TraceSpan, encode};
 use crate::config::{TraceEndpoint, TraceProtocol};
 
 /// Requests whose spans wait to be sent.
@@ -33,26 +33,26 @@ const MAX_ANSWER: usize = 64 << 10;
 pub const RESULTS: [&str; 3] = ["exported", "dropped", "failed"];
 
 enum Job {
-    Spans(Vec<Span>),
+    Spans(Vec<TraceSpan>),
     /// Send what came before now; the other end hears when that has been tried.
     Flush(oneshot::Sender<()>),
 }
 
 /// The queue's end that requests see.
-pub struct Exporter {
+pub struct SpanExporter {
     queue: Sender<Job>,
     counts: IntCounterVec,
 }
 
-impl Exporter {
+impl SpanExporter {
     /// Start the task that sends. `counts` is by result: exported, dropped (the queue was full), failed (the collector).
-    pub fn start(endpoint: TraceEndpoint, service: Service, counts: IntCounterVec) -> Self {
+    pub fn start(endpoint: TraceEndpoint, service: TraceService, counts: IntCounterVec) -> Self {
         let (queue, jobs) = channel(QUEUE);
         tokio::spawn(send_all(endpoint, service, jobs, counts.clone()));
         Self { queue, counts }
     }
 
-    pub fn put(&self, spans: Vec<Span>) {
+    pub fn put(&self, spans: Vec<TraceSpan>) {
         let number = spans.len() as u64;
         if self.queue.try_send(Job::Spans(spans)).is_err() {
             self.counts.with_label_values(&["dropped"]).inc_by(number);
@@ -78,7 +78,7 @@ impl Exporter {
 
 async fn send_all(
     endpoint: TraceEndpoint,
-    service: Service,
+    service: TraceService,
     mut jobs: Receiver<Job>,
     counts: IntCounterVec,
 ) {

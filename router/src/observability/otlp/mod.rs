@@ -21,15 +21,15 @@ use std::fmt::Write;
 use http::{HeaderMap, HeaderValue};
 use rand::RngCore;
 
-pub use self::background::Background;
-pub use self::encode::{Event, Kind, Name, Service, Span, Value};
-pub use self::export::Exporter;
+pub use self::background::BackgroundExporter;
+pub use self::encode::{AttributeValue, Name, SpanEvent, SpanKind, TraceService, TraceSpan};
+pub use self::export::SpanExporter;
 
 pub const TRACEPARENT: &str = "traceparent";
 
 /// Where a request stands in its trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Context {
+pub struct TraceContext {
     pub trace: u128,
     /// The request's own span.
     pub span: u64,
@@ -37,7 +37,7 @@ pub struct Context {
     pub is_sampled: bool,
 }
 
-impl Context {
+impl TraceContext {
     /// Continue the client's trace, or begin one.
     pub fn of(headers: &HeaderMap) -> Self {
         let span = new_id();
@@ -101,7 +101,7 @@ mod tests {
         let text = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let (trace, parent, is_sampled) = read(text).unwrap();
         assert!(is_sampled && parent == 0x00f0_67aa_0ba9_02b7);
-        let context = Context { trace, span: 1, parent: Some(parent), is_sampled };
+        let context = TraceContext { trace, span: 1, parent: Some(parent), is_sampled };
         assert_eq!(context.header(parent), text);
         assert!(!read(&text.replace("-01", "-00")).unwrap().2);
         assert!(read(&text.replacen("00", "cc", 1)).is_some(), "a later version");
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn a_request_without_a_trace_begins_one() {
-        let (a, b) = (Context::of(&HeaderMap::new()), Context::of(&HeaderMap::new()));
+        let (a, b) = (TraceContext::of(&HeaderMap::new()), TraceContext::of(&HeaderMap::new()));
         assert!(a.is_sampled && a.parent.is_none() && a.trace != b.trace && a.span != b.span);
     }
 }

@@ -17,7 +17,7 @@ use prometheus::IntCounterVec;
 use tokenizers::Tokenizer;
 
 use super::cache::TextCache;
-use crate::config::Tokens as TokensConfig;
+use crate::config::TokenizerFlags;
 
 /// Segments are joined until they are this long: a shorter one is encoded as fast as it is found [bytes].
 const MIN_SEGMENT: usize = 64;
@@ -26,7 +26,7 @@ const NORMALIZER_SHRINKS: usize = 4;
 /// Segments remembered at most; their bytes are what usually limits them.
 const MAX_SEGMENTS: usize = 1 << 20;
 
-pub struct Encoder {
+pub struct PromptEncoder {
     hf: Tokenizer,
     /// A text has at least as many tokens as this goes into its length [characters].
     pub max_chars_per_token: usize,
@@ -50,8 +50,12 @@ struct Cuts {
     is_plain: Vec<bool>,
 }
 
-impl Encoder {
-    pub fn new(json: &[u8], config: &TokensConfig, lookups: IntCounterVec) -> Result<Self, String> {
+impl PromptEncoder {
+    pub fn new(
+        json: &[u8],
+        config: &TokenizerFlags,
+        lookups: IntCounterVec,
+    ) -> Result<Self, String> {
         let json = std::str::from_utf8(json).map_err(|err| err.to_string())?;
         // (Its `from_bytes` is generic, and would be compiled in this crate a second time.)
         let mut hf: Tokenizer = json.parse().map_err(|err: tokenizers::Error| err.to_string())?;

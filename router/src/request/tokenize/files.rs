@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use crate::config::Tokens as TokensConfig;
+use crate::config::TokenizerFlags;
 
 /// Names of the special tokens that templates read as variables.
 const SPECIAL_TOKENS: [&str; 7] =
@@ -25,7 +25,7 @@ pub struct TokenizerFiles {
 
 impl TokenizerFiles {
     /// `Ok(None)`: no flag names a directory, so the router counts characters.
-    pub fn read(config: &TokensConfig) -> Result<Option<Self>, String> {
+    pub fn read(config: &TokenizerFlags) -> Result<Option<Self>, String> {
         let (flag, given) = match (&config.tokenizer_path, &config.model_path) {
             (Some(path), _) => ("--tokenizer-path", path),
             (None, Some(path)) => ("--model-path", path),
@@ -102,7 +102,7 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, String> {
 
 /// --chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string, or a list with names).
 fn chat_template(
-    config: &TokensConfig,
+    config: &TokenizerFlags,
     dir: &Path,
     settings: &Map<String, Value>,
 ) -> Result<Option<String>, String> {

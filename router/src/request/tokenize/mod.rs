@@ -3,13 +3,13 @@
 //!
 //! The life of a prompt:
 //!
-//! 1. `server::api::generate` has read the body; [`Tokens::read`] takes a place among the tokenizing threads, or gives up;
+//! 1. `server::api::generate` has read the body; [`PromptTokenizer::read`] takes a place among the tokenizing threads, or gives up;
 //! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts as they are;
 //! 3. [`encoder`] turns text into ids, of which it remembers many ([`cache`]);
 //! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the body for workers whose
 //!    fingerprint ([`files`]) says that they would have come to the same ids.
 //!
-//! Whatever goes wrong is a counted [`Fallback`] to the text's bytes: it is the engine that refuses requests.
+//! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that refuses requests.
 //! Off the async threads: encoding takes 1 ms for about a thousand tokens.
 
 mod cache;
@@ -28,13 +28,13 @@ use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 
-use self::encoder::Encoder;
+use self::encoder::PromptEncoder;
 use self::files::TokenizerFiles;
-pub use self::prompt::Fallback;
-use self::template::Template;
-use crate::config::Tokens as TokensConfig;
-use crate::observability::metrics::Metrics;
-use crate::request::body::Api;
+pub use self::prompt::TokenizeFallback;
+use self::template::ChatTemplate;
+use crate::config::TokenizerFlags;
+use crate::observability::metrics::RouterMetrics;
+use crate::request::body::ApiKind;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English, half a second [bytes].
 const MAX_BYTES: usize = 1 << 20;
@@ -47,14 +47,14 @@ const MAX_WAITING: usize = 256;
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// See the module.
-pub struct Tokens {
-    encoder: Encoder,
-    template: Option<Template>,
+pub struct PromptTokenizer {
+    encoder: PromptEncoder,
+    template: Option<ChatTemplate>,
     /// As in our engines' /get_server_info.
     pub fingerprint: String,
     places: Arc<Semaphore>,
     waiting: AtomicUsize,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RouterMetrics>,
 }
 
 /// A request's prompts in token ids.
@@ -93,21 +93,27 @@ impl PromptIds {
     }
 }
 
-impl Tokens {
+impl PromptTokenizer {
     /// `Ok(None)`: the flags name no tokenizer. Cost: reads and parses tokenizer.json, half a second for 10 MB.
-    pub fn load(config: &TokensConfig, metrics: Arc<Metrics>) -> Result<Option<Self>, String> {
+    pub fn load(
+        config: &TokenizerFlags,
+        metrics: Arc<RouterMetrics>,
+    ) -> Result<Option<Self>, String> {
         let Some(files) = TokenizerFiles::read(config)? else {
             return Ok(None);
         };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
-        let encoder = Encoder::new(&files.tokenizer_json, config, lookups).map_err(|err| {
-            format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
-        })?;
+        let encoder =
+            PromptEncoder::new(&files.tokenizer_json, config, lookups).map_err(|err| {
+                format!(
+                    "tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path"
+                )
+            })?;
         let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
-            let made = Template::compile(source, files.special_tokens.clone());
+            let made = ChatTemplate::compile(source, files.special_tokens.clone());
             let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
             made.map_err(warn).ok()
         });
@@ -137,11 +143,11 @@ impl Tokens {
     /// worker takes, if all tell. Dropping the future does not stop the thread.
     pub async fn read(
         self: &Arc<Self>,
-        api: Api,
+        api: ApiKind,
         body: &Bytes,
         prompt_bytes: usize,
         context_tokens: impl FnOnce() -> Option<u64>,
-    ) -> Result<PromptIds, Fallback> {
+    ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
         let context = match prompt_bytes > UNCHECKED_BYTES {
             true => context_tokens(),
@@ -163,18 +169,18 @@ impl Tokens {
 
     async fn on_a_thread(
         self: &Arc<Self>,
-        api: Api,
+        api: ApiKind,
         body: &Bytes,
         prompt_bytes: usize,
         context_tokens: Option<u64>,
-    ) -> Result<PromptIds, Fallback> {
+    ) -> Result<PromptIds, TokenizeFallback> {
         if prompt_bytes > MAX_BYTES {
-            return Err(Fallback::TooLong);
+            return Err(TokenizeFallback::TooLong);
         }
         let place = {
-            let _waiting = Waiting::enter(&self.waiting).ok_or(Fallback::Busy)?;
+            let _waiting = Waiting::enter(&self.waiting).ok_or(TokenizeFallback::Busy)?;
             let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
-            place.ok().and_then(Result::ok).ok_or(Fallback::Busy)?
+            place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
         };
         let (tokens, body) = (self.clone(), body.clone());
         let work = tokio::task::spawn_blocking(move || {
@@ -183,27 +189,27 @@ impl Tokens {
             made
         });
         // A panic of the tokenizer or the template engine costs this request its token count, nothing more.
-        work.await.unwrap_or(Err(Fallback::Failed))
+        work.await.unwrap_or(Err(TokenizeFallback::Failed))
     }
 
     fn ids_of(
         &self,
-        api: Api,
+        api: ApiKind,
         body: &[u8],
         context_tokens: Option<u64>,
-    ) -> Result<PromptIds, Fallback> {
+    ) -> Result<PromptIds, TokenizeFallback> {
         let given = prompt::texts_of(body, api, self.template.as_ref())?;
         if let Some(tokens) = context_tokens {
             let most = usize::try_from(tokens).unwrap_or(usize::MAX);
             let most = most.saturating_mul(self.encoder.max_chars_per_token);
             if given.texts.iter().any(|text| text.chars().count() > most) {
-                return Err(Fallback::TooLong);
+                return Err(TokenizeFallback::TooLong);
             }
         }
         let encode = |text: &String| {
             self.encoder.encode(text, given.add_special_tokens).map_err(|err| {
                 tracing::debug!(err, "the tokenizer fails on a prompt");
-                Fallback::Failed
+                TokenizeFallback::Failed
             })
         };
         let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;

@@ -1,6 +1,6 @@
 //! A request's prompt as text or token ids: what our engines make of the same body (engine/baton/server/api/validation.py, chat.py).
 //!
-//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a [`Fallback`]: the router goes by
+//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a [`TokenizeFallback`]: the router goes by
 //! the text's bytes then, and the engine decides.
 
 use minijinja::Value;
@@ -8,12 +8,12 @@ use minijinja::value::ValueKind;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use super::template::Template;
-use crate::request::body::Api;
+use super::template::ChatTemplate;
+use crate::request::body::ApiKind;
 
-/// Why a prompt was not tokenized. [`Fallback::label`] is a metric label.
+/// Why a prompt was not tokenized. [`TokenizeFallback::label`] is a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fallback {
+pub enum TokenizeFallback {
     /// More text than the router tokenizes.
     TooLong,
     /// All tokenizing threads are busy and enough requests wait for one.
@@ -28,22 +28,22 @@ pub enum Fallback {
     Failed,
 }
 
-impl Fallback {
+impl TokenizeFallback {
     pub fn label(self) -> &'static str {
         match self {
-            Fallback::TooLong => "too_long",
-            Fallback::Busy => "busy",
-            Fallback::Unread => "unread",
-            Fallback::NoTemplate => "no_template",
-            Fallback::Template => "template",
-            Fallback::Failed => "failed",
+            TokenizeFallback::TooLong => "too_long",
+            TokenizeFallback::Busy => "busy",
+            TokenizeFallback::Unread => "unread",
+            TokenizeFallback::NoTemplate => "no_template",
+            TokenizeFallback::Template => "template",
+            TokenizeFallback::Failed => "failed",
         }
     }
 }
 
 /// Texts to be encoded, one per prompt.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Texts {
+pub struct PromptTexts {
     pub texts: Vec<String>,
     pub add_special_tokens: bool,
     /// The body holds a list, even if of one.
@@ -83,9 +83,9 @@ enum OneOrMany {
 }
 
 impl OneOrMany {
-    fn into_texts(self, add_special_tokens: bool) -> Texts {
+    fn into_texts(self, add_special_tokens: bool) -> PromptTexts {
         let is_list = matches!(self, OneOrMany::Many(_));
-        Texts {
+        PromptTexts {
             texts: match self {
                 OneOrMany::One(text) => vec![text],
                 OneOrMany::Many(texts) => texts,
@@ -97,42 +97,46 @@ impl OneOrMany {
 }
 
 /// The texts of a body whose prompt is no list of ids.
-pub fn texts_of(body: &[u8], api: Api, template: Option<&Template>) -> Result<Texts, Fallback> {
+pub fn texts_of(
+    body: &[u8],
+    api: ApiKind,
+    template: Option<&ChatTemplate>,
+) -> Result<PromptTexts, TokenizeFallback> {
     match api {
-        Api::Chat => {
+        ApiKind::Chat => {
             let chat: Chat = read(body)?;
-            Ok(Texts {
+            Ok(PromptTexts {
                 add_special_tokens: chat.add_special_tokens.unwrap_or(false),
-                texts: vec![render(chat, template.ok_or(Fallback::NoTemplate)?)?],
+                texts: vec![render(chat, template.ok_or(TokenizeFallback::NoTemplate)?)?],
                 is_list: false,
             })
         }
-        Api::Completions => {
+        ApiKind::Completions => {
             let completion: Completion = read(body)?;
             let special = completion.add_special_tokens.unwrap_or(true);
             Ok(completion.prompt.into_texts(special))
         }
-        Api::Generate => {
+        ApiKind::Generate => {
             let generate: Generate = read(body)?;
             let given = generate.text.or(generate.prompt);
-            Ok(given.ok_or(Fallback::Unread)?.into_texts(true))
+            Ok(given.ok_or(TokenizeFallback::Unread)?.into_texts(true))
         }
     }
 }
 
-fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Fallback> {
-    serde_json::from_slice(body).map_err(|_| Fallback::Unread)
+fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, TokenizeFallback> {
+    serde_json::from_slice(body).map_err(|_| TokenizeFallback::Unread)
 }
 
-fn render(chat: Chat, template: &Template) -> Result<String, Fallback> {
+fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallback> {
     if chat.chat_template.is_some() {
-        return Err(Fallback::Unread);
+        return Err(TokenizeFallback::Unread);
     }
     let continues = chat.continue_final_message.unwrap_or(false);
     let opens = chat.add_generation_prompt.unwrap_or(!continues);
     let mut messages = messages(&chat.messages)?;
     if continues {
-        let last = messages.last_mut().ok_or(Fallback::Unread)?;
+        let last = messages.last_mut().ok_or(TokenizeFallback::Unread)?;
         *last = with_mark(last)?;
     }
     let mut variables = vec![
@@ -149,7 +153,7 @@ fn render(chat: Chat, template: &Template) -> Result<String, Fallback> {
     variables.push(("add_generation_prompt".to_owned(), opens.into()));
     let rendered = template.render(variables).map_err(|err| {
         tracing::debug!(%err, "the chat template refuses a request");
-        Fallback::Template
+        TokenizeFallback::Template
     })?;
     if continues {
         return cut_at_mark(&rendered);
@@ -162,21 +166,21 @@ fn none() -> Value {
 }
 
 /// Members of an object, in its order.
-fn pairs(value: &Value) -> Result<Vec<(String, Value)>, Fallback> {
+fn pairs(value: &Value) -> Result<Vec<(String, Value)>, TokenizeFallback> {
     if value.kind() != ValueKind::Map {
-        return Err(Fallback::Unread);
+        return Err(TokenizeFallback::Unread);
     }
-    let keys = value.try_iter().map_err(|_| Fallback::Unread)?;
+    let keys = value.try_iter().map_err(|_| TokenizeFallback::Unread)?;
     keys.map(|key| {
-        let name = key.as_str().ok_or(Fallback::Unread)?.to_owned();
-        let member = value.get_item(&key).map_err(|_| Fallback::Unread)?;
+        let name = key.as_str().ok_or(TokenizeFallback::Unread)?.to_owned();
+        let member = value.get_item(&key).map_err(|_| TokenizeFallback::Unread)?;
         Ok((name, member))
     })
     .collect()
 }
 
 /// `message` with another content, in its place.
-fn with_content(message: &Value, content: Value) -> Result<Value, Fallback> {
+fn with_content(message: &Value, content: Value) -> Result<Value, TokenizeFallback> {
     let mut members = pairs(message)?;
     match members.iter_mut().find(|(name, _)| name == "content") {
         Some((_, old)) => *old = content,
@@ -185,12 +189,12 @@ fn with_content(message: &Value, content: Value) -> Result<Value, Fallback> {
     Ok(Value::from_pairs(members))
 }
 
-fn messages(value: &Value) -> Result<Vec<Value>, Fallback> {
+fn messages(value: &Value) -> Result<Vec<Value>, TokenizeFallback> {
     let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
     if !is_list {
-        return Err(Fallback::Unread);
+        return Err(TokenizeFallback::Unread);
     }
-    let all = value.try_iter().map_err(|_| Fallback::Unread)?;
+    let all = value.try_iter().map_err(|_| TokenizeFallback::Unread)?;
     all.map(|one| message(&one)).collect()
 }
 
@@ -199,12 +203,12 @@ fn member(of: &Value, name: &str) -> Value {
 }
 
 /// Message with its content as plain text: text parts are joined by newlines.
-fn message(message: &Value) -> Result<Value, Fallback> {
+fn message(message: &Value) -> Result<Value, TokenizeFallback> {
     if message.kind() != ValueKind::Map {
-        return Err(Fallback::Unread);
+        return Err(TokenizeFallback::Unread);
     }
     let role = member(message, "role");
-    let role = role.as_str().ok_or(Fallback::Unread)?;
+    let role = role.as_str().ok_or(TokenizeFallback::Unread)?;
     let content = member(message, "content");
     match content.kind() {
         ValueKind::String => Ok(message.clone()),
@@ -215,21 +219,21 @@ fn message(message: &Value) -> Result<Value, Fallback> {
             }
         }
         ValueKind::Seq => {
-            let parts = content.try_iter().map_err(|_| Fallback::Unread)?;
+            let parts = content.try_iter().map_err(|_| TokenizeFallback::Unread)?;
             let texts: Vec<String> =
                 parts.map(|part| text_part(&part)).collect::<Result<_, _>>()?;
             with_content(message, Value::from(texts.join("\n")))
         }
-        _ => Err(Fallback::Unread),
+        _ => Err(TokenizeFallback::Unread),
     }
 }
 
-fn text_part(part: &Value) -> Result<String, Fallback> {
+fn text_part(part: &Value) -> Result<String, TokenizeFallback> {
     let (kind, text) = (member(part, "type"), member(part, "text"));
     let is_text = kind.is_undefined() || kind.as_str() == Some("text");
     match text.as_str() {
         Some(text) if is_text => Ok(text.to_owned()),
-        _ => Err(Fallback::Unread),
+        _ => Err(TokenizeFallback::Unread),
     }
 }
 
@@ -237,14 +241,14 @@ fn text_part(part: &Value) -> Result<String, Fallback> {
 /// messages takes the space away, and so tells that it trims. Private-use characters: no client text holds them by accident.
 const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
 
-fn with_mark(message: &Value) -> Result<Value, Fallback> {
+fn with_mark(message: &Value) -> Result<Value, TokenizeFallback> {
     let content = member(message, "content");
-    let text = content.as_str().ok_or(Fallback::Unread)?;
+    let text = content.as_str().ok_or(TokenizeFallback::Unread)?;
     with_content(message, Value::from(format!("{text}{MARK} ")))
 }
 
-fn cut_at_mark(text: &str) -> Result<String, Fallback> {
-    let at = text.rfind(MARK).ok_or(Fallback::Template)?;
+fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {
+    let at = text.rfind(MARK).ok_or(TokenizeFallback::Template)?;
     let kept = &text[..at];
     let kept = match text[at + MARK.len()..].starts_with(' ') {
         true => kept,

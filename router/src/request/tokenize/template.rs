@@ -17,12 +17,12 @@ const FUEL: u64 = 20_000_000;
 /// Deepest nesting of what `tojson` prints, as deep as JSON is read.
 const MAX_DEPTH: usize = 128;
 
-pub struct Template {
+pub struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
 }
 
-impl Template {
+impl ChatTemplate {
     /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables.
     pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
         let mut env = Environment::new();
@@ -230,7 +230,8 @@ mod tests {
     use super::*;
 
     fn render(source: &str, value: &str) -> Result<String, String> {
-        let template = Template::compile(source, BTreeMap::new()).map_err(|err| err.to_string())?;
+        let template =
+            ChatTemplate::compile(source, BTreeMap::new()).map_err(|err| err.to_string())?;
         let value: Value = serde_json::from_str(value).unwrap();
         let rendered = template.render(vec![("x".to_owned(), value)]);
         rendered.map_err(|err| err.to_string())

@@ -44,7 +44,7 @@ fn models() -> BTreeMap<String, Model> {
     serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
 }
 
-fn load(name: &str, flags: &[&str]) -> Arc<Tokens> {
+fn load(name: &str, flags: &[&str]) -> Arc<PromptTokenizer> {
     let dir = match name {
         "demo" => root().join("engine/baton/models/demo"),
         style => root().join("tests/contract/golden/tokens").join(style),
@@ -53,8 +53,8 @@ fn load(name: &str, flags: &[&str]) -> Arc<Tokens> {
     let argv = ["baton-router", "--tokenizer-path", &path].into_iter().chain(flags.iter().copied());
     let argv: Vec<String> = argv.map(str::to_owned).collect();
     let config = RouterConfig::parse(&argv).unwrap().tokens;
-    let metrics = Arc::new(Metrics::new().unwrap());
-    Arc::new(Tokens::load(&config, metrics).unwrap().unwrap())
+    let metrics = Arc::new(RouterMetrics::new().unwrap());
+    Arc::new(PromptTokenizer::load(&config, metrics).unwrap().unwrap())
 }
 
 fn json(value: &Value) -> Bytes {
@@ -69,11 +69,14 @@ fn rendered_text_is_transformers() {
     for (name, model) in models() {
         let tokens = load(&name, NO_CACHE);
         for case in &model.chats {
-            let made =
-                prompt::texts_of(case.body.get().as_bytes(), Api::Chat, tokens.template.as_ref());
+            let made = prompt::texts_of(
+                case.body.get().as_bytes(),
+                ApiKind::Chat,
+                tokens.template.as_ref(),
+            );
             let expected = match &case.text {
                 Some(text) => Ok(vec![text.clone()]),
-                None => Err(Fallback::Template),
+                None => Err(TokenizeFallback::Template),
             };
             assert_eq!(made.map(|made| made.texts), expected, "{name}: {}", case.body);
         }
@@ -88,7 +91,8 @@ fn ids_are_transformers_with_and_without_caches() {
             // Twice: what the caches give back must be the same.
             for _ in 0..2 {
                 for case in model.chats.iter().filter(|case| case.text.is_some()) {
-                    let made = tokens.ids_of(Api::Chat, case.body.get().as_bytes(), None).unwrap();
+                    let made =
+                        tokens.ids_of(ApiKind::Chat, case.body.get().as_bytes(), None).unwrap();
                     assert_eq!(Some(made.joined()), case.ids, "{name} {flags:?}: {}", case.body);
                 }
                 for case in &model.texts {
@@ -96,10 +100,13 @@ fn ids_are_transformers_with_and_without_caches() {
                     let ids =
                         |api, body: &Value| tokens.ids_of(api, &json(body), None).unwrap().joined();
                     let completion = serde_json::json!({"prompt": text});
-                    assert_eq!(ids(Api::Completions, &completion), case.ids, "{name} {text:?}");
+                    assert_eq!(ids(ApiKind::Completions, &completion), case.ids, "{name} {text:?}");
                     let bare = serde_json::json!({"prompt": text, "add_special_tokens": false});
-                    assert_eq!(ids(Api::Completions, &bare), case.bare_ids, "{name} {text:?}");
-                    assert_eq!(ids(Api::Generate, &serde_json::json!({"text": text})), case.ids);
+                    assert_eq!(ids(ApiKind::Completions, &bare), case.bare_ids, "{name} {text:?}");
+                    assert_eq!(
+                        ids(ApiKind::Generate, &serde_json::json!({"text": text})),
+                        case.ids
+                    );
                 }
             }
         }
@@ -128,9 +135,9 @@ fn a_second_turn_is_mostly_found_in_the_cache() {
         serde_json::json!({"messages": turns.collect::<Vec<_>>()})
     };
     let count = |result| tokens.metrics.tokenizer_lookups.with_label_values(&["l1", result]).get();
-    tokens.ids_of(Api::Chat, &json(&messages(5)), None).unwrap();
+    tokens.ids_of(ApiKind::Chat, &json(&messages(5)), None).unwrap();
     assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
-    tokens.ids_of(Api::Chat, &json(&messages(7)), None).unwrap();
+    tokens.ids_of(ApiKind::Chat, &json(&messages(7)), None).unwrap();
     assert_eq!((count("hit"), count("miss")), (6, 8));
     let [whole, segments] = tokens.encoder.cache_bytes();
     assert!(whole == 0 && segments > 8 * long.len());
@@ -152,7 +159,7 @@ proptest! {
         ),
     ) {
         thread_local! {
-            static PAIRS: Vec<(Arc<Tokens>, Arc<Tokens>)> = ["chatml", "llama3", "mistral", "gemma", "demo"]
+            static PAIRS: Vec<(Arc<PromptTokenizer>, Arc<PromptTokenizer>)> = ["chatml", "llama3", "mistral", "gemma", "demo"]
                 .map(|name| (load(name, NO_CACHE), load(name, &[])))
                 .to_vec();
         }
@@ -172,30 +179,30 @@ proptest! {
 fn what_cannot_be_read_falls_back_with_its_reason() {
     let tokens = load("chatml", &[]);
     for (api, body, why) in [
-        (Api::Chat, r#"{"messages":[]}"#, Fallback::Unread),
-        (Api::Chat, r#"{"messages":"Hi"}"#, Fallback::Unread),
-        (Api::Chat, r#"{"messages":[{"content":"x"}]}"#, Fallback::Unread),
-        (Api::Chat, r#"{"messages":[{"role":"user"}]}"#, Fallback::Unread),
+        (ApiKind::Chat, r#"{"messages":[]}"#, TokenizeFallback::Unread),
+        (ApiKind::Chat, r#"{"messages":"Hi"}"#, TokenizeFallback::Unread),
+        (ApiKind::Chat, r#"{"messages":[{"content":"x"}]}"#, TokenizeFallback::Unread),
+        (ApiKind::Chat, r#"{"messages":[{"role":"user"}]}"#, TokenizeFallback::Unread),
         (
-            Api::Chat,
+            ApiKind::Chat,
             r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]}"#,
-            Fallback::Unread,
+            TokenizeFallback::Unread,
         ),
         (
-            Api::Chat,
+            ApiKind::Chat,
             r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ x }}"}"#,
-            Fallback::Unread,
+            TokenizeFallback::Unread,
         ),
-        (Api::Completions, r#"{"prompt":[1,2]}"#, Fallback::Unread),
-        (Api::Completions, r#"{"prompt":["a",1]}"#, Fallback::Unread),
-        (Api::Generate, r#"{"input_ids":7}"#, Fallback::Unread),
+        (ApiKind::Completions, r#"{"prompt":[1,2]}"#, TokenizeFallback::Unread),
+        (ApiKind::Completions, r#"{"prompt":["a",1]}"#, TokenizeFallback::Unread),
+        (ApiKind::Generate, r#"{"input_ids":7}"#, TokenizeFallback::Unread),
     ] {
         assert_eq!(tokens.ids_of(api, body.as_bytes(), None), Err(why), "{body}");
     }
     let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
-        load("mistral", &[]).ids_of(Api::Chat, refuses.as_bytes(), None),
-        Err(Fallback::Template)
+        load("mistral", &[]).ids_of(ApiKind::Chat, refuses.as_bytes(), None),
+        Err(TokenizeFallback::Template)
     );
 }
 
@@ -203,13 +210,16 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
 async fn reading_is_bounded_and_counted() {
     let tokens = load("demo", &[]);
     let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
-    let made = tokens.read(Api::Completions, &body, 10, || None).await.unwrap();
+    let made = tokens.read(ApiKind::Completions, &body, 10, || None).await.unwrap();
     assert_eq!(made.member(), format!(",\"input_ids\":{:?}", made.joined()).replace(' ', ""));
-    let too_long = tokens.read(Api::Completions, &body, MAX_BYTES + 1, || None).await;
-    assert_eq!(too_long, Err(Fallback::TooLong));
+    let too_long = tokens.read(ApiKind::Completions, &body, MAX_BYTES + 1, || None).await;
+    assert_eq!(too_long, Err(TokenizeFallback::TooLong));
     // As many wait as may.
     tokens.waiting.store(MAX_WAITING, Ordering::Relaxed);
-    assert_eq!(tokens.read(Api::Completions, &body, 10, || None).await, Err(Fallback::Busy));
+    assert_eq!(
+        tokens.read(ApiKind::Completions, &body, 10, || None).await,
+        Err(TokenizeFallback::Busy)
+    );
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), MAX_WAITING);
     let fallbacks = |why| tokens.metrics.tokenize_fallbacks.with_label_values(&[why]).get();
     assert_eq!((fallbacks("too_long"), fallbacks("busy")), (1, 1));
@@ -223,8 +233,8 @@ fn a_text_that_no_context_can_hold_is_not_tokenized() {
     let most = tokens.encoder.max_chars_per_token * 100;
     for (chars, fits) in [(most, true), (most + 1, false)] {
         let body = json(&serde_json::json!({"prompt": "x".repeat(chars)}));
-        let made = tokens.ids_of(Api::Completions, &body, Some(100));
-        assert_eq!(made.err(), (!fits).then_some(Fallback::TooLong));
+        let made = tokens.ids_of(ApiKind::Completions, &body, Some(100));
+        assert_eq!(made.err(), (!fits).then_some(TokenizeFallback::TooLong));
     }
 }
 
@@ -233,7 +243,7 @@ async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
     let tokens = load("demo", &[]);
     let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
     for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
-        let made = tokens.read(Api::Completions, &body, bytes, || Some(100)).await;
+        let made = tokens.read(ApiKind::Completions, &body, bytes, || Some(100)).await;
         assert_eq!(made.is_ok(), read);
     }
 }
@@ -244,7 +254,10 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
     let all = tokens.places.available_permits() as u32;
     let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
     let body = Bytes::from_static(br#"{"prompt":"Hi"}"#);
-    assert_eq!(tokens.read(Api::Completions, &body, 4, || None).await, Err(Fallback::Busy));
+    assert_eq!(
+        tokens.read(ApiKind::Completions, &body, 4, || None).await,
+        Err(TokenizeFallback::Busy)
+    );
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), 0);
 }
 
@@ -252,13 +265,13 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
 fn a_batch_has_a_list_for_each_prompt() {
     let tokens = load("demo", &[]);
     let made = tokens
-        .ids_of(Api::Completions, br#"{"prompt":["a","b"],"add_special_tokens":false}"#, None)
+        .ids_of(ApiKind::Completions, br#"{"prompt":["a","b"],"add_special_tokens":false}"#, None)
         .unwrap();
     let [a, b] =
         [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
     assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
     let one = tokens
-        .ids_of(Api::Completions, br#"{"prompt":["a"],"add_special_tokens":false}"#, None)
+        .ids_of(ApiKind::Completions, br#"{"prompt":["a"],"add_special_tokens":false}"#, None)
         .unwrap();
     assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
 }
@@ -271,7 +284,8 @@ fn what_is_missing_at_the_start_is_named_with_the_remedy() {
             .map(str::to_owned)
             .collect();
         let config = RouterConfig::parse(&argv).unwrap().tokens;
-        Tokens::load(&config, Arc::new(Metrics::new().unwrap())).map(|made| made.is_some())
+        PromptTokenizer::load(&config, Arc::new(RouterMetrics::new().unwrap()))
+            .map(|made| made.is_some())
     };
     assert_eq!(load(&[]), Ok(false));
     let hub = load(&["--model-path", "meta-llama/Llama-3"]).unwrap_err();

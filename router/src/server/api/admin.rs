@@ -15,10 +15,10 @@ use super::generate::read_at_most;
 use super::http_util::{MAX_ADMIN_BODY, answer};
 use super::proxy::ask_all;
 use crate::config::{WorkerSpec, WorkerUrl};
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::observability::metrics::Metrics;
-use crate::transport::upstream::Head;
+use crate::observability::metrics::RouterMetrics;
+use crate::transport::upstream::RequestHead;
 use crate::workers::registration;
 use crate::workers::registry::{ROLES, metrics as gauges};
 use crate::workers::worker::Worker;
@@ -29,7 +29,7 @@ pub async fn live() -> Response {
     answer(StatusCode::OK, &json!({"status": "ok"}))
 }
 
-pub async fn ready(State(app): State<Arc<App>>) -> Response {
+pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
     let (refusal, missing) = (not_ready_because(&app), cannot_serve_because(&app));
     let mut body = json!({
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
@@ -57,7 +57,7 @@ pub async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// Why this router should get no requests: it drains, or does not know its workers yet. Later a lack of workers is
 /// no such reason: a router that left its Service would turn 503 with Retry-After into refused connections.
-fn not_ready_because(app: &App) -> Option<RouteError> {
+fn not_ready_because(app: &AppState) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);
     }
@@ -74,7 +74,7 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
 }
 
 /// Why a request that comes now would find no worker.
-fn cannot_serve_because(app: &App) -> Option<RouteError> {
+fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
     app.fleet
         .serving_roles()
         .iter()
@@ -92,12 +92,12 @@ fn cannot_serve_because(app: &App) -> Option<RouteError> {
 }
 
 /// Every ready worker is asked to generate something, which counts as one running request.
-pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
+pub async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Response, RouteError> {
     if let Some(err) = not_ready_because(&app).or_else(|| cannot_serve_because(&app)) {
         return Err(err);
     }
     let _place = app.admission.enter(&app.metrics).await?;
-    let head = Head {
+    let head = RequestHead {
         method: Method::GET,
         uri: Uri::from_static("/health_generate"),
         headers: app.fleet.worker_headers(),
@@ -105,8 +105,8 @@ pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, Ro
     Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
-pub async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let update = |metrics: &Metrics| gauges::update(metrics, &app.fleet.registry);
+pub async fn metrics(State(app): State<Arc<AppState>>) -> Response {
+    let update = |metrics: &RouterMetrics| gauges::update(metrics, &app.fleet.registry);
     match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(err) => RouteError::Internal { detail: err.to_string() }.into_response(),
@@ -115,7 +115,7 @@ pub async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 // ---- workers ----
 
-fn show(app: &App, worker: &Worker) -> Value {
+fn show(app: &AppState, worker: &Worker) -> Value {
     let (state, told) = (worker.state(), worker.description());
     let (circuit, passed_over_ms) = app.fleet.registry.objections_to(worker);
     json!({
@@ -140,7 +140,7 @@ fn show(app: &App, worker: &Worker) -> Value {
     })
 }
 
-pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
+pub async fn list_workers(State(app): State<Arc<AppState>>) -> Response {
     let workers = app.fleet.registry.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
@@ -156,7 +156,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
 }
 
 /// By its id, or by its URL as older clients of SGLang's router have it.
-pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
+pub fn find(app: &AppState, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
         Ok(number) => app.fleet.registry.worker(number),
         Err(_) => WorkerUrl::parse(id).ok().and_then(|url| with_url(app, &url)),
@@ -165,13 +165,13 @@ pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
 }
 
 /// The newest: older ones with the same address are draining already.
-pub fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
+pub fn with_url(app: &AppState, url: &WorkerUrl) -> Option<Arc<Worker>> {
     let workers = app.fleet.registry.workers();
     workers.into_iter().rev().find(|w| w.url() == url)
 }
 
 pub async fn show_worker(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -181,7 +181,7 @@ pub async fn show_worker(
 
 /// The story of a recent request, by the id it came or was answered with.
 pub async fn show_request(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -191,7 +191,7 @@ pub async fn show_request(
 }
 
 pub async fn remove_worker(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -216,7 +216,7 @@ struct NewWorker {
 }
 
 pub async fn add_worker(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
@@ -247,7 +247,7 @@ pub async fn add_worker(
 }
 
 fn register(
-    app: &Arc<App>,
+    app: &Arc<AppState>,
     url: &str,
     role: Role,
     port: Option<&str>,
@@ -281,7 +281,7 @@ impl LegacyQuery {
 }
 
 pub async fn legacy_add(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     query: Result<Query<LegacyQuery>, QueryRejection>,
 ) -> Result<Response, RouteError> {
     let Query(query) = query?;
@@ -292,7 +292,7 @@ pub async fn legacy_add(
 }
 
 pub async fn legacy_remove(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     query: Result<Query<LegacyQuery>, QueryRejection>,
 ) -> Result<Response, RouteError> {
     let Query(query) = query?;
@@ -306,13 +306,13 @@ pub async fn legacy_remove(
     Ok(answer(StatusCode::OK, &json!({"message": message})))
 }
 
-pub async fn legacy_list(State(app): State<Arc<App>>) -> Response {
+pub async fn legacy_list(State(app): State<Arc<AppState>>) -> Response {
     let workers = app.fleet.registry.workers();
     let urls: Vec<String> = workers.iter().map(|w| w.url().to_string()).collect();
     answer(StatusCode::OK, &json!({"urls": urls}))
 }
 
-pub async fn loads(State(app): State<Arc<App>>) -> Response {
+pub async fn loads(State(app): State<Arc<AppState>>) -> Response {
     let candidates = app.fleet.registry.candidates();
     let loads: Vec<Value> = candidates
         .iter()

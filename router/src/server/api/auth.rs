@@ -8,7 +8,7 @@ use axum::extract::Request;
 
 use super::http_util::is_generation;
 use crate::config::{ControlKey, KeyRole};
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::explain;
 
@@ -34,18 +34,19 @@ impl AccessLevel {
     }
 }
 
-pub fn has_control_keys(app: &App) -> bool {
+pub fn has_control_keys(app: &AppState) -> bool {
     !app.config.listen.control_plane_api_keys.is_empty()
 }
 
 /// A dry run shows the fleet.
 fn is_dry_run(request: &Request) -> bool {
     is_generation(request)
-        && explain::Asks::of(request.headers()).is_ok_and(|asks| asks == explain::Asks::DryRun)
+        && explain::ExplainMode::of(request.headers())
+            .is_ok_and(|asks| asks == explain::ExplainMode::DryRun)
 }
 
 /// An error is the answer to the request.
-pub fn check(app: &App, level: AccessLevel, request: &Request) -> Result<(), RouteError> {
+pub fn check(app: &AppState, level: AccessLevel, request: &Request) -> Result<(), RouteError> {
     let path = request.uri().path();
     let given = bearer(request.headers());
     if has_control_keys(app) && (level == AccessLevel::Control || is_dry_run(request)) {
@@ -73,7 +74,7 @@ pub fn check(app: &App, level: AccessLevel, request: &Request) -> Result<(), Rou
 }
 
 /// Replace a key of the control plane by the router's own key for workers.
-pub fn hide_control_key(app: &App, headers: &mut HeaderMap) {
+pub fn hide_control_key(app: &AppState, headers: &mut HeaderMap) {
     if bearer(headers).is_some_and(|given| control_key(app, given).is_some()) {
         headers.remove(header::AUTHORIZATION);
         headers.extend(app.fleet.worker_headers());
@@ -88,7 +89,7 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     is_bearer.then(|| key.trim_ascii())
 }
 
-fn control_key<'a>(app: &'a App, given: &[u8]) -> Option<&'a ControlKey> {
+fn control_key<'a>(app: &'a AppState, given: &[u8]) -> Option<&'a ControlKey> {
     // All are compared: the time does not tell which one is nearly right.
     let keys = app.config.listen.control_plane_api_keys.iter();
     keys.fold(None, |found, key| is_same(given, key.key.as_bytes()).then_some(key).or(found))

@@ -17,11 +17,11 @@ use tokio::time::timeout;
 
 use super::admin::{find, with_url};
 use super::http_util::answer;
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::transport::upstream::{Head, SendError};
+use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::registration::register;
-use crate::workers::worker::{State as WorkerState, Worker};
+use crate::workers::worker::{Worker, WorkerState};
 
 /// A worker takes an order within this.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ enum Ordered {
 
 /// No new requests for the worker from any router; here they end at once. Asking again changes nothing.
 pub async fn drain_worker(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -69,7 +69,7 @@ pub async fn drain_worker(
 
 /// Unfinished work of a worker: its own report, or where it has none, this router's requests to it.
 pub async fn show_drain(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -95,7 +95,7 @@ pub async fn show_drain(
 
 /// New requests for the worker again. One that this router alone drained is registered again, with a new id.
 pub async fn undrain_worker(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
@@ -150,7 +150,7 @@ fn drained_here(worker: &Worker, why: &str) -> Response {
 
 /// Ask the worker with the router's own key.
 async fn order(
-    app: &App,
+    app: &AppState,
     worker: &Worker,
     method: Method,
     path: &'static str,
@@ -160,7 +160,7 @@ async fn order(
         worker: worker.url().to_string(),
         cause: format!("{method} {path}: {cause}"),
     };
-    let head = Head {
+    let head = RequestHead {
         method: method.clone(),
         uri: Uri::from_static(path),
         headers: app.fleet.worker_headers(),

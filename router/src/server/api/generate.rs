@@ -12,26 +12,25 @@ use http::header::{
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::{Blocks, FailedAttempts, RequestBreaks};
+use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
 use super::auth;
 use super::http_util::REQUEST_ID;
 use crate::dispatch;
-use crate::dispatch::app::App;
-use crate::dispatch::context::{Inbound, told_deadlines};
+use crate::dispatch::app::AppState;
+use crate::dispatch::context::{RequestContext, told_deadlines};
 use crate::error::RouteError;
-use crate::observability::access_log::Record;
-use crate::observability::explain;
-use crate::observability::explain::Asks;
-use crate::observability::request_timeline::{Stage, Story};
-use crate::request::body::{Api, Scan};
+use crate::observability::access_log::AccessLogEntry;
+use crate::observability::explain::{self, ExplainMode};
+use crate::observability::request_timeline::{RequestStage, RequestTimeline};
+use crate::request::body::{ApiKind, BodyIndex};
 use crate::request::prompt_limit::OversizedBody;
 use crate::response::failover;
 use crate::transport::headers::remove_hop_by_hop;
-use crate::transport::upstream::Head;
-use crate::workers::registry::selection::Avoid;
+use crate::transport::upstream::RequestHead;
+use crate::workers::registry::selection::ExcludedWorkers;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
@@ -44,23 +43,23 @@ const MAX_FORWARDED: usize = 1024;
 /// A client's own affinity key.
 const ROUTING_KEY: &str = "x-smg-routing-key";
 
-pub async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
-    serve(app, Api::Chat, request).await
+pub async fn chat(State(app): State<Arc<AppState>>, request: Request) -> Response {
+    serve(app, ApiKind::Chat, request).await
 }
 
-pub async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    serve(app, Api::Completions, request).await
+pub async fn completions(State(app): State<Arc<AppState>>, request: Request) -> Response {
+    serve(app, ApiKind::Completions, request).await
 }
 
-pub async fn generate(State(app): State<Arc<App>>, request: Request) -> Response {
-    serve(app, Api::Generate, request).await
+pub async fn generate(State(app): State<Arc<AppState>>, request: Request) -> Response {
+    serve(app, ApiKind::Generate, request).await
 }
 
-async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
+async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
     let method = if request.method() == Method::PUT { "PUT" } else { "POST" };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let record = Record::new(&app.sinks, api.path(), method, request.headers(), rid);
-    let asks = match Asks::of(request.headers()) {
+    let record = AccessLogEntry::new(&app.sinks, api.path(), method, request.headers(), rid);
+    let asks = match ExplainMode::of(request.headers()) {
         Ok(asks) => asks,
         Err(err) => return refused(record, err),
     };
@@ -72,10 +71,10 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 Err(err) => return refused(record, err),
             };
             let story = record.story.clone();
-            let inbound = Inbound {
+            let inbound = RequestContext {
                 told: told_deadlines(&head.headers),
                 again: String::new(),
-                avoid: Avoid::default(),
+                avoid: ExcludedWorkers::default(),
                 begun: None,
                 is_accepted: false,
                 is_paced: false,
@@ -87,7 +86,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 blocks: prompt.blocks.map(Arc::new),
                 prompt_tokens: prompt.tokens,
                 input_ids: prompt.input_ids,
-                explains: asks == Asks::Explain,
+                explains: asks == ExplainMode::Explain,
                 needs_text,
                 body,
                 scan,
@@ -97,17 +96,17 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 record,
                 permit,
             };
-            story.mark(Stage::Tokenised);
+            story.mark(RequestStage::Tokenised);
             if let Some(blocks) = &inbound.blocks {
                 story.prompt(blocks);
             }
-            if asks == Asks::DryRun {
+            if asks == ExplainMode::DryRun {
                 return dry_run(&app, inbound);
             }
             if let Err(err) = shed(&app, &inbound) {
                 return dispatch::refuse(inbound, err);
             }
-            let is_shown = asks == Asks::Explain && !auth::has_control_keys(&app);
+            let is_shown = asks == ExplainMode::Explain && !auth::has_control_keys(&app);
             let mut response = dispatch::generate(app, inbound).await;
             if is_shown {
                 explain::put_header(response.headers_mut(), story.summary());
@@ -118,13 +117,13 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     }
 }
 
-pub fn refused(mut record: Record, err: RouteError) -> Response {
+pub fn refused(mut record: AccessLogEntry, err: RouteError) -> Response {
     record.end(err.status(), err.code());
     err.into_response()
 }
 
 /// Decide without sending.
-fn dry_run(app: &App, mut inbound: Inbound) -> Response {
+fn dry_run(app: &AppState, mut inbound: RequestContext) -> Response {
     let decisions = app.fleet.registry.dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
@@ -136,30 +135,37 @@ fn dry_run(app: &App, mut inbound: Inbound) -> Response {
     }
 }
 
-type TakenIn =
-    (Head, Option<String>, Bytes, Arc<Scan>, Instant, Duration, Option<OwnedSemaphorePermit>);
+type TakenIn = (
+    RequestHead,
+    Option<String>,
+    Bytes,
+    Arc<BodyIndex>,
+    Instant,
+    Duration,
+    Option<OwnedSemaphorePermit>,
+);
 
 /// A dry run takes a place like any other: it may cost as much of the tokenizer.
 async fn take_in(
-    app: &App,
-    api: Api,
+    app: &AppState,
+    api: ApiKind,
     request: Request,
-    story: &Story,
+    story: &RequestTimeline,
 ) -> Result<TakenIn, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
     let body = read_body(app, body, &parts.headers).await?;
-    story.mark(Stage::Read);
+    story.mark(RequestStage::Read);
     story.body(body.len());
     let read_at = Instant::now();
     let permit = app.admission.enter(&app.metrics).await?;
-    story.mark(Stage::Admitted);
+    story.mark(RequestStage::Admitted);
     let ready_at = Instant::now();
     let queued = ready_at - read_at;
     let scan = scanned(app, &body, api).await?;
-    story.mark(Stage::Parsed);
+    story.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body, api).await?;
     let mut headers = forwarded(parts.headers);
     headers.remove(explain::HEADER);
@@ -168,12 +174,12 @@ async fn take_in(
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     let json = HeaderValue::from_static("application/json");
     headers.insert(CONTENT_TYPE, json);
-    let head = Head { method: Method::POST, uri: Uri::from_static(api.path()), headers };
+    let head = RequestHead { method: Method::POST, uri: Uri::from_static(api.path()), headers };
     Ok((head, routing_key, body, scan, ready_at, queued, permit))
 }
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.
-fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
+fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let Some(max_ms) = app.config.limits.max_ttft_ms else {
         return Ok(());
     };
@@ -194,25 +200,25 @@ fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
 #[derive(Default)]
 struct Known {
     /// Block hashes for policies, if one of them reads them.
-    blocks: Option<Blocks>,
+    blocks: Option<PromptBlocks>,
     tokens: Option<u32>,
     /// Token ids for workers that take them.
     input_ids: Option<Bytes>,
 }
 
-async fn scanned(app: &App, body: &Bytes, api: Api) -> Result<Arc<Scan>, RouteError> {
+async fn scanned(app: &AppState, body: &Bytes, api: ApiKind) -> Result<Arc<BodyIndex>, RouteError> {
     let bytes = body.clone();
-    let scanning = move || Scan::of(&bytes, api);
+    let scanning = move || BodyIndex::of(&bytes, api);
     let scan = app.body_threads.run(body.len(), scanning).await??;
     Ok(Arc::new(scan))
 }
 
 /// Refuses what no worker takes: each would read all of it first.
 async fn refuse_oversized(
-    app: &App,
-    scan: &Arc<Scan>,
+    app: &AppState,
+    scan: &Arc<BodyIndex>,
     body: &Bytes,
-    api: Api,
+    api: ApiKind,
 ) -> Result<(), RouteError> {
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
@@ -229,9 +235,9 @@ async fn refuse_oversized(
 
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.
 async fn prompt_of(
-    app: &App,
-    api: Api,
-    scan: &Arc<Scan>,
+    app: &AppState,
+    api: ApiKind,
+    scan: &Arc<BodyIndex>,
     body: &Bytes,
     needs_blocks: bool,
 ) -> Result<Known, RouteError> {
@@ -264,7 +270,7 @@ async fn prompt_of(
     })
 }
 
-fn known_of_ids(scan: &Scan, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
+fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
     Known {
         blocks: needs_blocks.then(|| scan.token_blocks(ids, block_size)),
         tokens: u32::try_from(ids.len()).ok(),
@@ -309,7 +315,7 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
 
 /// Read a body of at most --max-payload-size within --body-read-timeout-secs.
 pub async fn read_body(
-    app: &App,
+    app: &AppState,
     body: axum::body::Body,
     headers: &HeaderMap,
 ) -> Result<Bytes, RouteError> {
@@ -318,7 +324,7 @@ pub async fn read_body(
 
 /// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
 pub async fn read_at_most(
-    app: &App,
+    app: &AppState,
     mut body: axum::body::Body,
     headers: &HeaderMap,
     limit_bytes: usize,
@@ -376,19 +382,19 @@ pub async fn read_at_most(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use futures_util::FutureExt;
-    use router_core::Unit;
+    use router_core::SizeUnit;
     use tokio::sync::watch;
 
     use super::*;
     use crate::config::RouterConfig;
-    use crate::observability::metrics::Metrics;
+    use crate::observability::metrics::RouterMetrics;
     use crate::request::body_threads::tests::occupy;
 
-    fn app() -> App {
+    fn app() -> AppState {
         let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
-        let metrics = Arc::new(Metrics::new().unwrap());
+        let metrics = Arc::new(RouterMetrics::new().unwrap());
         let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
-        App::new(config, metrics, deciders, None, watch::channel(false).1)
+        AppState::new(config, metrics, deciders, None, watch::channel(false).1)
     }
 
     #[tokio::test]
@@ -397,14 +403,14 @@ mod tests {
         let text = |length| Bytes::from(format!("{{\"prompt\":\"{}\"}}", "x".repeat(length)));
         let ids = |count| Bytes::from(format!("{{\"prompt\":[1{}]}}", ",2".repeat(count)));
         let cases = [
-            (text(1000), Unit::Bytes, true),
-            (ids(1000), Unit::Tokens, true),
-            (text(1 << 20), Unit::Bytes, false),
-            (ids(1 << 19), Unit::Tokens, false),
+            (text(1000), SizeUnit::Bytes, true),
+            (ids(1000), SizeUnit::Tokens, true),
+            (text(1 << 20), SizeUnit::Bytes, false),
+            (ids(1 << 19), SizeUnit::Tokens, false),
         ];
         for (body, unit, is_inline) in cases {
-            let api = Api::Completions;
-            let scan = Arc::new(Scan::of(&body, api).unwrap());
+            let api = ApiKind::Completions;
+            let scan = Arc::new(BodyIndex::of(&body, api).unwrap());
             let occupied = occupy(&app.body_threads);
             let mut scanning = Box::pin(scanned(&app, &body, api));
             let mut reading = Box::pin(prompt_of(&app, api, &scan, &body, true));

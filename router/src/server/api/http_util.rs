@@ -7,7 +7,7 @@ use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::Value;
 
-use crate::request::body::Api;
+use crate::request::body::ApiKind;
 
 pub const REQUEST_ID: &str = "x-request-id";
 
@@ -21,7 +21,7 @@ pub fn answer(status: StatusCode, body: &Value) -> Response {
 
 pub fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
-    let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
+    let mut apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate].into_iter();
     is_post && apis.any(|api| api.path() == request.uri().path())
 }
 

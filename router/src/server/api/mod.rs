@@ -30,24 +30,24 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
 use self::http_util::{REQUEST_ID, is_generation, new_request_id};
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
-use crate::error::{Code, RouteError};
+use crate::error::{ErrorCode, RouteError};
 use crate::observability::access_log::class;
-use crate::request::body::Api;
+use crate::request::body::ApiKind;
 use crate::server::ui;
 
 /// Path, the key it needs, and what answers it.
-type Route = (&'static str, AccessLevel, MethodRouter<Arc<App>>);
+type Route = (&'static str, AccessLevel, MethodRouter<Arc<AppState>>);
 
 fn routes() -> Vec<Route> {
     use AccessLevel::{Client, Control, Open};
     let flush = post(proxy::flush_cache).get(proxy::flush_cache);
     let worker = get(admin::show_worker).delete(admin::remove_worker);
     let mut routes: Vec<Route> = vec![
-        (Api::Chat.path(), Client, post(generate::chat)),
-        (Api::Completions.path(), Client, post(generate::completions)),
-        (Api::Generate.path(), Client, post(generate::generate).put(generate::generate)),
+        (ApiKind::Chat.path(), Client, post(generate::chat)),
+        (ApiKind::Completions.path(), Client, post(generate::completions)),
+        (ApiKind::Generate.path(), Client, post(generate::generate).put(generate::generate)),
         ("/tokenize", Client, post(proxy::forward)),
         ("/v1/tokenize", Client, post(proxy::forward)),
         ("/detokenize", Client, post(proxy::forward)),
@@ -102,15 +102,15 @@ pub fn route_access() -> Vec<(&'static str, &'static str)> {
 /// State of the middleware `edge`.
 #[derive(Clone)]
 struct EdgeState {
-    app: Arc<App>,
+    app: Arc<AppState>,
     levels: Arc<HashMap<&'static str, AccessLevel>>,
 }
 
-pub fn router(app: Arc<App>) -> Router {
+pub fn router(app: Arc<AppState>) -> Router {
     let routes = routes();
     let levels = routes.iter().map(|(path, level, _)| (*path, *level));
     let state = EdgeState { app: app.clone(), levels: Arc::new(levels.collect()) };
-    let add = |all: Router<Arc<App>>, (path, _, methods): Route| all.route(path, methods);
+    let add = |all: Router<Arc<AppState>>, (path, _, methods): Route| all.route(path, methods);
     let all = routes.into_iter().fold(Router::new(), add);
     all.fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
@@ -119,7 +119,7 @@ pub fn router(app: Arc<App>) -> Router {
 }
 
 /// Only /metrics, for --prometheus-port.
-pub fn metrics_router(app: Arc<App>) -> Router {
+pub fn metrics_router(app: Arc<AppState>) -> Router {
     Router::new()
         .route("/metrics", get(admin::metrics))
         .fallback(not_found)
@@ -205,11 +205,11 @@ fn label(method: &Method) -> &'static str {
     }
 }
 
-fn count(app: &App, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
+fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
     let path = path.map_or("unmatched", MatchedPath::as_str);
     let status = response.status();
-    let outcome = match response.extensions().get::<Code>() {
-        Some(Code(code)) => code,
+    let outcome = match response.extensions().get::<ErrorCode>() {
+        Some(ErrorCode(code)) => code,
         None if status.is_success() => "ok",
         None => status_label(status),
     };
@@ -218,7 +218,7 @@ fn count(app: &App, method: &'static str, path: Option<&MatchedPath>, response: 
 }
 
 /// The client's id from the first header that has one, else a new one that tells the API by its prefix.
-fn request_id(app: &App, request: &Request) -> HeaderValue {
+fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let names = app.config.listen.request_id_headers.iter();
     let given = names
         .filter_map(|name| request.headers().get(name))
@@ -227,15 +227,15 @@ fn request_id(app: &App, request: &Request) -> HeaderValue {
         return given.clone();
     }
     let prefix = match request.uri().path() {
-        "/v1/chat/completions" => Api::Chat.id_prefix(),
-        "/v1/completions" => Api::Completions.id_prefix(),
-        "/generate" => Api::Generate.id_prefix(),
+        "/v1/chat/completions" => ApiKind::Chat.id_prefix(),
+        "/v1/completions" => ApiKind::Completions.id_prefix(),
+        "/generate" => ApiKind::Generate.id_prefix(),
         _ => "req-",
     };
     new_request_id(prefix)
 }
 
-fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
+fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let allowed = &app.config.listen.cors_allowed_origins;
     let is_allowed = allowed.iter().any(|a| a == "*" || a.as_bytes() == origin.as_bytes());

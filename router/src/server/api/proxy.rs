@@ -8,7 +8,7 @@ use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, StatusCode, Uri, header};
-use router_core::Outcome;
+use router_core::RequestOutcome;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -16,17 +16,19 @@ use tokio::time::timeout;
 use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
 use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
 use super::metrics_merge;
-use crate::dispatch::app::App;
-use crate::dispatch::attempt::{Leg, Opened, Told, silent_error, status_label};
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{
+    ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label,
+};
 use crate::error::RouteError;
-use crate::observability::access_log::Record;
-use crate::observability::request_timeline::Stage;
+use crate::observability::access_log::AccessLogEntry;
+use crate::observability::request_timeline::RequestStage;
 use crate::transport::headers::end_to_end;
-use crate::transport::request_body::Parts;
-use crate::transport::upstream::{Head, with_source};
+use crate::transport::request_body::BodySegments;
+use crate::transport::upstream::{RequestHead, with_source};
 use crate::workers::load_guard::LoadGuard;
 use crate::workers::registry::ROLES;
-use crate::workers::registry::selection::{Avoid, Wanted};
+use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
 use crate::workers::worker::Worker;
 
 /// A worker asked by an operator or a probe answers within this.
@@ -56,7 +58,7 @@ pub const PASSED: [&str; 12] = [
 
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
@@ -65,11 +67,11 @@ pub async fn forward(
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
-pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Response {
+pub async fn forward_work(State(app): State<Arc<AppState>>, request: Request) -> Response {
     let path = request.uri().path();
     let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let mut record = Record::new(&app.sinks, path, "POST", request.headers(), rid);
+    let mut record = AccessLogEntry::new(&app.sinks, path, "POST", request.headers(), rid);
     match work(&app, request, &mut record).await {
         Ok(response) => {
             let status = response.status();
@@ -82,27 +84,31 @@ pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Resp
     }
 }
 
-async fn work(app: &App, request: Request, record: &mut Record) -> Result<Response, RouteError> {
+async fn work(
+    app: &AppState,
+    request: Request,
+    record: &mut AccessLogEntry,
+) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
     app.admission.check_queue()?;
     let body = read_body(app, body, &parts.headers).await?;
-    record.story.mark(Stage::Read);
+    record.story.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
-    record.story.mark(Stage::Admitted);
+    record.story.mark(RequestStage::Admitted);
     let limit = app.config.request_timeout();
     to_one(app, head_of(parts)?, body, limit, Some(record)).await
 }
 
 /// The first role that has a worker ready.
 async fn to_one(
-    app: &App,
-    head: Head,
+    app: &AppState,
+    head: RequestHead,
     body: Bytes,
     limit: Duration,
-    mut record: Option<&mut Record>,
+    mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
     app.fleet.registry.introductions(app.fleet.serving_roles()).await;
-    let (mut avoid, mut is_second) = (Avoid::default(), false);
+    let (mut avoid, mut is_second) = (ExcludedWorkers::default(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
         let roles = app.fleet.serving_roles().iter().rev();
@@ -110,15 +116,15 @@ async fn to_one(
             .clone()
             .find(|role| app.fleet.registry.count(**role).1 > 0)
             .unwrap_or(&app.fleet.serving_roles()[0]);
-        let chosen = app.fleet.registry.choose(role, &Wanted::default(), &avoid)?;
+        let chosen = app.fleet.registry.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
             record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
         }
-        let leg = Leg {
+        let leg = UpstreamAttempt {
             guard: chosen.guard,
             head: head.clone(),
-            body: Parts::from(body.clone()),
+            body: BodySegments::from(body.clone()),
             limit,
             probe_after: app.config.silent_request_probe(),
             counts: false,
@@ -134,8 +140,8 @@ async fn to_one(
             continue;
         }
         return match failure.told {
-            Told::Error(err) => Err(err),
-            Told::Answer { status, headers, body } => {
+            ErrorReply::Error(err) => Err(err),
+            ErrorReply::Answer { status, headers, body } => {
                 Ok(passed_on(status, end_to_end(&headers), body))
             }
         };
@@ -143,7 +149,7 @@ async fn to_one(
 }
 
 /// The rest of an opened answer.
-async fn whole(mut opened: Opened, limit: Duration) -> Result<Response, RouteError> {
+async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
     let mut body = BytesMut::from(opened.pieces.concat().as_slice());
     let upstream = |guard: &LoadGuard, cause: String| RouteError::Upstream {
         role: guard.candidate.worker.role(),
@@ -156,7 +162,7 @@ async fn whole(mut opened: Opened, limit: Duration) -> Result<Response, RouteErr
                 Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
                 Ok(None) => break,
                 Ok(Some(Err(err))) => {
-                    opened.guard.settle(Outcome::Failure);
+                    opened.guard.settle(RequestOutcome::Failure);
                     let cause = format!("answer broke off: {}", with_source(&err));
                     return Err(upstream(&opened.guard, cause));
                 }
@@ -168,7 +174,7 @@ async fn whole(mut opened: Opened, limit: Duration) -> Result<Response, RouteErr
             }
         }
     }
-    opened.guard.settle(Outcome::Success);
+    opened.guard.settle(RequestOutcome::Success);
     let headers = end_to_end(&opened.headers);
     Ok(passed_on(opened.status, headers, body.freeze()))
 }
@@ -181,11 +187,14 @@ fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Response {
 }
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
-pub async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Response, RouteError> {
+pub async fn models(
+    State(app): State<Arc<AppState>>,
+    request: Request,
+) -> Result<Response, RouteError> {
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
-    let head = Head {
+    let head = RequestHead {
         method: Method::GET,
         uri: Uri::from_static("/v1/models"),
         headers: forwarded(request.into_parts().0.headers),
@@ -212,8 +221,8 @@ pub async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Res
 }
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
-pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
-    let head = Head {
+pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
+    let head = RequestHead {
         method: Method::GET,
         uri: Uri::from_static("/metrics"),
         headers: app.fleet.worker_headers(),
@@ -227,7 +236,7 @@ pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
 /// A verb about one request, which only the workers that run it know: all are asked, since it may have come through
 /// another router. 404 when nobody knows it.
 pub async fn about_request(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     rid: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Result<Response, RouteError> {
@@ -252,7 +261,7 @@ pub async fn about_request(
     Ok(told.swap_remove(0).passed_on())
 }
 
-fn no_worker(app: &App) -> Option<RouteError> {
+fn no_worker(app: &AppState) -> Option<RouteError> {
     let counts = ROLES.map(|role| app.fleet.registry.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
@@ -261,9 +270,9 @@ fn no_worker(app: &App) -> Option<RouteError> {
 }
 
 /// Head of a client's request as workers get it: the path without what belongs to the client's connection.
-fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
+fn head_of(parts: http::request::Parts) -> Result<RequestHead, RouteError> {
     let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
-    Ok(Head {
+    Ok(RequestHead {
         method: parts.method,
         uri: Uri::try_from(uri.unwrap_or_default())
             .map_err(|err| RouteError::Internal { detail: err.to_string() })?,
@@ -273,7 +282,7 @@ fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
 
 /// The same request to every ready worker.
 pub async fn fan_out(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
@@ -283,8 +292,8 @@ pub async fn fan_out(
 }
 
 /// Workers drop their caches, the policies what they believe of them.
-pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
-    let head = Head {
+pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
+    let head = RequestHead {
         method: Method::POST,
         uri: Uri::from_static("/flush_cache"),
         headers: app.fleet.worker_headers(),
@@ -296,7 +305,7 @@ pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
 
 /// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
 /// with, and the first one's error object; else 502.
-pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> Response {
+pub async fn ask_all(app: &Arc<AppState>, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
         let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
@@ -371,12 +380,12 @@ impl Asked {
 }
 
 /// Ask every ready worker the same, at once; ordered by address.
-async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
+async fn ask_each(app: &Arc<AppState>, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
     let mut asked = JoinSet::new();
     let probe_after = app.config.silent_request_probe();
     for worker in app.fleet.registry.workers() {
         if worker.is_ready() {
-            let (head, body) = (head.clone(), Parts::from(body.clone()));
+            let (head, body) = (head.clone(), BodySegments::from(body.clone()));
             asked.spawn(async move {
                 let asking = timeout(ASK_TIMEOUT, ask(&worker, &head, body));
                 let asked = match worker.unless_hung(asking, probe_after).await {
@@ -406,8 +415,8 @@ async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
 
 async fn ask(
     worker: &Worker,
-    head: &Head,
-    body: Parts,
+    head: &RequestHead,
+    body: BodySegments,
 ) -> Result<(StatusCode, HeaderMap, String), String> {
     let sent = worker.pool.send(head, body, &|| ()).await;
     let response = sent.map_err(|err| err.to_string())?;

@@ -8,12 +8,12 @@ use axum::response::Response;
 use http::{HeaderValue, header};
 
 use super::snapshot::FleetSnapshot;
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::feed_hub::events;
 use crate::response::keepalive::sse_headers;
 
-pub async fn feed(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
+pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteError> {
     if app.is_draining() {
         return Err(RouteError::Draining);
     }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::clock::now_ms;
-use crate::dispatch::app::App;
+use crate::dispatch::app::AppState;
 use crate::observability::fleet_events::{FleetEvent, unix_ms};
 use crate::observability::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
@@ -81,7 +81,7 @@ struct PairView {
 }
 
 impl FleetSnapshot {
-    pub fn of(app: &App) -> Self {
+    pub fn of(app: &AppState) -> Self {
         let workers = app.fleet.registry.workers();
         let candidates = app.fleet.registry.candidates();
         let now_ms = now_ms();
@@ -105,7 +105,7 @@ impl FleetSnapshot {
 
 impl NodeView {
     fn of(
-        app: &App,
+        app: &AppState,
         worker: &Worker,
         candidates: &[std::sync::Arc<Candidate>],
         now_ms: u64,

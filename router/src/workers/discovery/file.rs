@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::{MissedTickBehavior, interval};
 
-use super::{AnswerTime, Feed, Found};
+use super::{AnswerTime, DiscoveredWorkers, DiscoveryFeed};
 use crate::config::WorkerSpec;
 
 /// Pause between two readings; a change takes effect within two.
@@ -36,7 +36,7 @@ struct Entry {
 
 /// Read once, refuse what is wrong, then follow the file. Nobody in it yet is no mistake at the start.
 pub(super) fn start(
-    mut feed: Feed,
+    mut feed: DiscoveryFeed,
     path: PathBuf,
     roles: &'static [Role],
     answers: AnswerTime,
@@ -45,7 +45,11 @@ pub(super) fn start(
     let text = read(&path).map_err(refused)?;
     answers.set_to_now();
     match parse(&text, roles) {
-        Ok(workers) => feed.apply(Found { named: workers.len(), workers, ..Found::default() }),
+        Ok(workers) => feed.apply(DiscoveredWorkers {
+            named: workers.len(),
+            workers,
+            ..DiscoveredWorkers::default()
+        }),
         Err(Bad::Nobody) => feed.failed(Bad::Nobody.to_string()),
         Err(bad) => return Err(refused(bad.to_string())),
     }
@@ -54,7 +58,7 @@ pub(super) fn start(
 }
 
 async fn follow(
-    mut feed: Feed,
+    mut feed: DiscoveryFeed,
     path: PathBuf,
     roles: &'static [Role],
     text: String,
@@ -84,7 +88,11 @@ async fn follow(
         }
         let parsed = now.as_ref().map_err(String::clone);
         match parsed.and_then(|text| parse(text, roles).map_err(|bad| bad.to_string())) {
-            Ok(workers) => feed.apply(Found { named: workers.len(), workers, ..Found::default() }),
+            Ok(workers) => feed.apply(DiscoveredWorkers {
+                named: workers.len(),
+                workers,
+                ..DiscoveredWorkers::default()
+            }),
             Err(why) => feed.failed(format!("{}: {why}", path.display())),
         }
         taken = now;

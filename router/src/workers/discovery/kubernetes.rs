@@ -4,7 +4,7 @@
 //! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). An API server that accepts connections
 //! and sends nothing, not even the end of a watch, is reported after [`MAX_SILENCE`]. A pod that is deleted, or has been told
 //! to terminate, is drained at once; one that stops being Ready or is missing from a new list is drained as soon as
-//! another worker of its role is ready ([`Feed`]).
+//! another worker of its role is ready ([`DiscoveryFeed`]).
 //!
 //! It needs the verbs list and watch on pods.
 
@@ -28,7 +28,7 @@ use serde::Deserialize;
 use tokio::time::{MissedTickBehavior, interval};
 use tower::util::MapResponseLayer;
 
-use super::{AnswerTime, Feed, Found, RECHECK};
+use super::{AnswerTime, DiscoveredWorkers, DiscoveryFeed, RECHECK};
 use crate::config::{WorkerSpec, WorkerUrl};
 
 /// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
@@ -44,7 +44,7 @@ const WATCH_SECS: u32 = 55;
 const MAX_SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 20);
 
 /// Which pods, as what.
-pub struct Wanted {
+pub struct PodSelectors {
     pub role: Role,
     pub selector: String,
     pub port: u16,
@@ -147,7 +147,12 @@ pub(super) async fn client(
     Ok(builder.with_layer(&seen).build())
 }
 
-pub(super) fn start(feed: Feed, client: Client, wanted: Wanted, answers: AnswerTime) {
+pub(super) fn start(
+    feed: DiscoveryFeed,
+    client: Client,
+    wanted: PodSelectors,
+    answers: AnswerTime,
+) {
     tokio::spawn(follow(feed, client, wanted, answers));
 }
 
@@ -161,7 +166,12 @@ enum Seen {
     Nothing,
 }
 
-async fn follow(mut feed: Feed, client: Client, wanted: Wanted, answers: AnswerTime) {
+async fn follow(
+    mut feed: DiscoveryFeed,
+    client: Client,
+    wanted: PodSelectors,
+    answers: AnswerTime,
+) {
     let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref() {
         Some("*") => (Api::all(client), "all namespaces".to_owned()),
         Some(name) => (Api::namespaced(client, name), format!("namespace {name}")),
@@ -210,7 +220,7 @@ async fn follow(mut feed: Feed, client: Client, wanted: Wanted, answers: AnswerT
 
 /// All pods of the selector as they were last told.
 struct Pods<'a> {
-    wanted: &'a Wanted,
+    wanted: &'a PodSelectors,
     /// By uid: a pod made anew under an old name is another pod.
     known: HashMap<String, Seen>,
     /// A new list that is still coming in.
@@ -218,12 +228,12 @@ struct Pods<'a> {
 }
 
 impl<'a> Pods<'a> {
-    fn new(wanted: &'a Wanted) -> Self {
+    fn new(wanted: &'a PodSelectors) -> Self {
         Self { wanted, known: HashMap::new(), relisted: HashMap::new() }
     }
 
     /// `Some` when the set of workers may have changed.
-    fn take(&mut self, event: Event<Pod>) -> Option<Found> {
+    fn take(&mut self, event: Event<Pod>) -> Option<DiscoveredWorkers> {
         let mut deleted = BTreeSet::new();
         match event {
             Event::Init => {
@@ -256,7 +266,7 @@ impl<'a> Pods<'a> {
                 Seen::Nothing => {}
             }
         }
-        Some(Found { workers, named: self.known.len(), deleted })
+        Some(DiscoveredWorkers { workers, named: self.known.len(), deleted })
     }
 }
 
@@ -265,7 +275,7 @@ fn uid(pod: &Pod) -> String {
     pod.uid().unwrap_or_else(name)
 }
 
-fn address(pod: &Pod, wanted: &Wanted) -> Option<WorkerUrl> {
+fn address(pod: &Pod, wanted: &PodSelectors) -> Option<WorkerUrl> {
     let ip = pod.status.as_ref()?.pod_ip.clone()?;
     (!ip.is_empty()).then_some(WorkerUrl { host: ip, port: wanted.port, is_tls: wanted.is_tls })
 }
@@ -276,7 +286,7 @@ fn is_ready(pod: &Pod) -> bool {
     conditions.any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
-fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
+fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
     let Some(url) = address(pod, wanted) else {
         return Seen::Nothing;
     };
@@ -337,8 +347,8 @@ mod tests {
 
     use super::*;
 
-    fn wanted(role: Role) -> Wanted {
-        Wanted { role, selector: String::new(), port: 30000, is_tls: false, namespace: None }
+    fn wanted(role: Role) -> PodSelectors {
+        PodSelectors { role, selector: String::new(), port: 30000, is_tls: false, namespace: None }
     }
 
     fn pod(changes: serde_json::Value) -> Pod {
@@ -382,19 +392,19 @@ mod tests {
 
     #[test]
     fn bootstrap_ports_come_from_either_annotation_of_prefill_pods() {
-        use crate::config::Bootstrap;
+        use crate::config::BootstrapPort;
         let with = |annotations| pod(json!({"/metadata/annotations": annotations}));
         for (annotations, port) in [
-            (json!({}), Bootstrap::FromWorker),
-            (json!({"sglang.ai/bootstrap-port": "8998"}), Bootstrap::Port(8998)),
-            (json!({"baton.dev/bootstrap-port": "none"}), Bootstrap::Null),
+            (json!({}), BootstrapPort::FromWorker),
+            (json!({"sglang.ai/bootstrap-port": "8998"}), BootstrapPort::Port(8998)),
+            (json!({"baton.dev/bootstrap-port": "none"}), BootstrapPort::Null),
             (
                 json!({"sglang.ai/bootstrap-port": "1", "baton.dev/bootstrap-port": "2"}),
-                Bootstrap::Port(2),
+                BootstrapPort::Port(2),
             ),
         ] {
             assert_eq!(spec(&with(annotations.clone()), Role::Prefill).bootstrap, port);
-            assert_eq!(spec(&with(annotations), Role::Decode).bootstrap, Bootstrap::FromWorker);
+            assert_eq!(spec(&with(annotations), Role::Decode).bootstrap, BootstrapPort::FromWorker);
         }
         let bad = with(json!({"baton.dev/bootstrap-port": "x"}));
         assert_eq!(seen(&bad, &wanted(Role::Prefill)), Seen::Nothing);

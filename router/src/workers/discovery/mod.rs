@@ -1,6 +1,6 @@
 //! Workers that come and go by themselves: where they are looked for, and how what is found reaches the registry.
 //!
-//! A source ([`file`], [`pods`]) owns a [`Feed`] and tells it, each time it knows better, all workers it sees. The feed
+//! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and tells it, each time it knows better, all workers it sees. The feed
 //! registers what is new, drains what is gone, and swaps what changed its role or bootstrap port.
 //!
 //! Invariants:
@@ -28,7 +28,7 @@ use router_core::Role;
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::registration::register;
-use crate::workers::worker::{State, Worker};
+use crate::workers::worker::{Worker, WorkerState};
 
 /// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
 const RECHECK: Duration = Duration::from_secs(1);
@@ -38,7 +38,12 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
         let answers = AnswerTime::new(fleet, "file");
-        file::start(Feed::new(fleet, "file"), path.into(), fleet.serving_roles(), answers)?;
+        file::start(
+            DiscoveryFeed::new(fleet, "file"),
+            path.into(),
+            fleet.serving_roles(),
+            answers,
+        )?;
     }
     let selectors = flags.selectors(fleet.is_pd());
     if !selectors.is_empty() {
@@ -48,7 +53,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
                 Role::Prefill => "prefill_pods",
                 Role::Decode => "decode_pods",
             };
-            let wanted = kubernetes::Wanted {
+            let wanted = kubernetes::PodSelectors {
                 role,
                 selector,
                 port: flags.service_discovery_port,
@@ -58,7 +63,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
             let answers = AnswerTime::new(fleet, source);
             // A client per source, so that the answers to each are seen apart.
             let client = kubernetes::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
-            kubernetes::start(Feed::new(fleet, source), client, wanted, answers);
+            kubernetes::start(DiscoveryFeed::new(fleet, source), client, wanted, answers);
         }
     }
     Ok(())
@@ -93,7 +98,7 @@ impl AnswerTime {
 
 /// Workers that a source sees.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct DiscoveredWorkers {
     pub workers: Vec<WorkerSpec>,
     /// Workers that the source names, in any state. None at all may be a wrong selector.
     pub named: usize,
@@ -107,7 +112,7 @@ struct Own {
 }
 
 /// The registry's side of one source.
-pub struct Feed {
+pub struct DiscoveryFeed {
     fleet: Weak<WorkerFleet>,
     /// Metric label.
     source: &'static str,
@@ -125,7 +130,7 @@ struct Failure {
     at: Instant,
 }
 
-impl Feed {
+impl DiscoveryFeed {
     fn new(fleet: &Arc<WorkerFleet>, source: &'static str) -> Self {
         fleet.metrics.discovery_stale.with_label_values(&[source]);
         Self {
@@ -144,7 +149,7 @@ impl Feed {
     }
 
     /// The source was read: bring the registry in line.
-    fn apply(&mut self, found: Found) {
+    fn apply(&mut self, found: DiscoveredWorkers) {
         let Some(fleet) = self.fleet.upgrade() else {
             return;
         };
@@ -269,7 +274,7 @@ impl Feed {
         // An operator may have removed one: then it is not in the list.
         let serving = || workers.iter().filter(|w| w.is_ready());
         let is_needed = |own: &Own| {
-            if own.worker.state() == State::Draining {
+            if own.worker.state() == WorkerState::Draining {
                 return true;
             }
             if own.worker.is_ready() && self.fresh.contains(own.worker.url()) {
@@ -315,7 +320,7 @@ mod tests {
 
     struct World {
         fleet: Arc<WorkerFleet>,
-        feed: Feed,
+        feed: DiscoveryFeed,
     }
 
     fn spec(text: &str) -> WorkerSpec {
@@ -332,16 +337,16 @@ mod tests {
             let argv = ["baton-router", "--pd-disaggregation"].map(str::to_owned);
             let config = RouterConfig::parse(&argv).unwrap();
             let (_cut, seen) = watch::channel(false);
-            let metrics = Arc::new(crate::observability::metrics::Metrics::new().unwrap());
+            let metrics = Arc::new(crate::observability::metrics::RouterMetrics::new().unwrap());
             let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
             let fleet = Arc::new(WorkerFleet::new(Arc::new(config), metrics, deciders, None, seen));
-            let feed = Feed::new(&fleet, "file");
+            let feed = DiscoveryFeed::new(&fleet, "file");
             World { fleet, feed }
         }
 
         fn apply(&mut self, workers: &[&str], deleted: &[&str]) {
             let deleted = deleted.iter().map(|url| WorkerUrl::parse(url).unwrap());
-            let found = Found {
+            let found = DiscoveredWorkers {
                 named: workers.len(),
                 workers: workers.iter().map(|text| spec(text)).collect(),
                 deleted: deleted.collect(),
@@ -358,14 +363,14 @@ mod tests {
         /// All that are registered become ready, but for those that drain.
         fn all_ready(&self) {
             for worker in self.fleet.registry.workers() {
-                self.fleet.registry.set_state(&worker, State::Ready, None);
+                self.fleet.registry.set_state(&worker, WorkerState::Ready, None);
             }
         }
 
         /// Workers that can be chosen or may become so.
         fn urls(&self) -> Vec<String> {
             let workers = self.fleet.registry.workers();
-            let workers = workers.iter().filter(|w| w.state() != State::Leaving);
+            let workers = workers.iter().filter(|w| w.state() != WorkerState::Leaving);
             let mut urls: Vec<String> = workers
                 .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
                 .collect();
@@ -392,7 +397,7 @@ mod tests {
         world.apply(&["p a:1", "p b:1"], &[]);
         world.all_ready();
         let worker = world.fleet.registry.workers()[0].clone();
-        world.fleet.registry.set_state(&worker, State::Draining, None);
+        world.fleet.registry.set_state(&worker, WorkerState::Draining, None);
         world.settle(&["p b:1"], &[]);
         assert_eq!(world.urls(), ["p a:1", "p b:1"]);
         let kept = world.fleet.metrics.discovered.clone();
@@ -400,7 +405,7 @@ mod tests {
         world.settle(&["p a:1", "p b:1"], &[]);
         let again = world.fleet.registry.workers()[0].clone();
         assert_eq!(again.id, worker.id, "it was never removed");
-        world.fleet.registry.set_state(&worker, State::Draining, None);
+        world.fleet.registry.set_state(&worker, WorkerState::Draining, None);
         world.settle(&["p b:1"], &["http://a:1"]);
         assert_eq!(world.urls(), ["p b:1"], "a deletion is certain");
     }
@@ -433,7 +438,7 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         let worker = world.fleet.registry.workers().pop().unwrap();
         let reason = String::new();
-        let state = State::Unhealthy { reason, is_hung: false };
+        let state = WorkerState::Unhealthy { reason, is_hung: false };
         world.fleet.registry.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());
@@ -479,9 +484,9 @@ mod tests {
     #[tokio::test]
     async fn source_that_names_no_worker_makes_no_router_ready() {
         let mut world = World::new();
-        world.feed.apply(Found::default());
+        world.feed.apply(DiscoveredWorkers::default());
         assert!(world.fleet.discovered.lock().is_empty());
-        world.feed.apply(Found { named: 1, ..Found::default() });
+        world.feed.apply(DiscoveredWorkers { named: 1, ..DiscoveredWorkers::default() });
         assert_eq!(world.fleet.discovered.lock().len(), 1);
     }
 

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use router_core::kv::{EngineHash, KvEvent, Stored};
+use router_core::kv::{EngineHash, KvEvent, StoredBlocks};
 use router_core::namespace;
 use serde::Deserialize;
 use serde::de::value::MapAccessDeserializer;
@@ -15,13 +15,13 @@ use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// A message's payload.
 #[derive(Debug)]
-pub struct Batch {
+pub struct EventBatch {
     /// Unix time [s].
     pub ts: f64,
     pub events: Vec<KvEvent>,
 }
 
-impl<'de> Deserialize<'de> for Batch {
+impl<'de> Deserialize<'de> for EventBatch {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         struct Map {
@@ -31,21 +31,21 @@ impl<'de> Deserialize<'de> for Batch {
         }
         struct Either;
         impl<'de> Visitor<'de> for Either {
-            type Value = Batch;
+            type Value = EventBatch;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a batch of KV events")
             }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Batch, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<EventBatch, A::Error> {
                 let Map { ts, events } = Map::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(Batch { ts, events })
+                Ok(EventBatch { ts, events })
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Batch, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<EventBatch, A::Error> {
                 let short = |len| A::Error::invalid_length(len, &self);
                 let ts = seq.next_element()?.ok_or_else(|| short(0))?;
                 let events: Vec<Written> = seq.next_element()?.ok_or_else(|| short(1))?;
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
                 let events = events.into_iter().filter_map(|written| written.0);
-                Ok(Batch { ts, events: events.collect() })
+                Ok(EventBatch { ts, events: events.collect() })
             }
         }
         from.deserialize_any(Either)
@@ -54,8 +54,8 @@ impl<'de> Deserialize<'de> for Batch {
 
 /// A line of `GET /v1/kv_events`.
 #[derive(Debug, Deserialize)]
-pub struct Line {
-    pub r#type: Kind,
+pub struct StreamLine {
+    pub r#type: EventKind,
     /// Number of a batch; of the first batch that is not in a snapshot.
     #[serde(default)]
     pub seq: u64,
@@ -64,27 +64,27 @@ pub struct Line {
     pub ts: f64,
     #[serde(default, deserialize_with = "events")]
     pub events: Vec<KvEvent>,
-    pub error: Option<Told>,
+    pub error: Option<DecodedBatch>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum EventKind {
     Snapshot,
     Batch,
     Error,
 }
 
 #[derive(Debug, Deserialize)]
-pub struct Told {
+pub struct DecodedBatch {
     pub message: String,
 }
 
-pub fn of_msgpack(payload: &[u8]) -> Result<Batch, String> {
+pub fn of_msgpack(payload: &[u8]) -> Result<EventBatch, String> {
     rmp_serde::from_slice(payload).map_err(|err| err.to_string())
 }
 
-pub fn of_json(line: &[u8]) -> Result<Line, String> {
+pub fn of_json(line: &[u8]) -> Result<StreamLine, String> {
     serde_json::from_slice(line).map_err(|err| err.to_string())
 }
 
@@ -180,7 +180,7 @@ impl Fields {
         }
     }
 
-    fn stored(self) -> Stored {
+    fn stored(self) -> StoredBlocks {
         let mut keys: Vec<Option<Vec<Part>>> = self.extra_keys.unwrap_or_default();
         let begins = self.parent_block_hash.is_none();
         let first = keys.first_mut().filter(|_| begins).and_then(Option::take);
@@ -192,7 +192,7 @@ impl Fields {
         }
         let salts = keys.into_iter().enumerate();
         let salts = salts.filter_map(|(at, keys)| Some((at, hash_of(&keys?))));
-        Stored {
+        StoredBlocks {
             hashes: self.block_hashes.iter().map(|name| name.0).collect(),
             parent: self.parent_block_hash.map(|name| name.0),
             tokens: self.token_ids,
@@ -291,7 +291,7 @@ mod tests {
         r#"["BlockStored",[-1,2],null,[5,6,7,8],2,null,"GPU",null,[["salt","key"],null]]"#;
 
     fn stored(namespace: &str) -> KvEvent {
-        KvEvent::Stored(Stored {
+        KvEvent::Stored(StoredBlocks {
             hashes: vec![u64::MAX, 2],
             parent: None,
             tokens: vec![5, 6, 7, 8],
@@ -303,7 +303,7 @@ mod tests {
 
     /// JSON stands for msgpack here: both are read by the same code.
     fn read(events: &str) -> Result<Vec<KvEvent>, String> {
-        let batch: Batch =
+        let batch: EventBatch =
             serde_json::from_str(&format!("[1.5,[{events}],0]")).map_err(|e| e.to_string())?;
         let packed = rmp_serde::to_vec(
             &serde_json::from_str::<serde_json::Value>(&format!("[1,[{events}],0,7]")).unwrap(),
@@ -337,7 +337,10 @@ mod tests {
         let elsewhere = r#"["BlockStored",[1],null,[5],1,null,"CPU"],["BlockRemoved",[1],"DISK"],["BlockRemoved",[1],null,1]"#;
         assert_eq!(read(elsewhere), Ok(vec![]));
         for bad in [r#"["BlockMoved",[1]]"#, "[]", "7", r#"["BlockStored",[1],null,["a"],1]"#] {
-            assert!(serde_json::from_str::<Batch>(&format!("[1.5,[{bad}]]")).is_err(), "{bad}");
+            assert!(
+                serde_json::from_str::<EventBatch>(&format!("[1.5,[{bad}]]")).is_err(),
+                "{bad}"
+            );
         }
         assert!(of_msgpack(b"\x93\xcb").is_err());
     }
@@ -362,12 +365,12 @@ mod tests {
     fn lines_of_our_engines_are_read() {
         let line = r#"{"type":"batch","epoch":"9f","dp_rank":0,"seq":17,"ts":1.5,"events":[{"type":"BlockRemoved","block_hashes":[18446744073709551615],"medium":"GPU"}]}"#;
         let read = of_json(line.as_bytes()).unwrap();
-        assert_eq!((read.r#type, read.seq, read.ts), (Kind::Batch, 17, 1.5));
+        assert_eq!((read.r#type, read.seq, read.ts), (EventKind::Batch, 17, 1.5));
         assert_eq!(read.events, [KvEvent::Removed(vec![u64::MAX])]);
         let line =
             r#"{"type":"error","error":{"message":"the rank is gone","code":"engine_dead"}}"#;
         let read = of_json(line.as_bytes()).unwrap();
-        assert_eq!(read.r#type, Kind::Error);
+        assert_eq!(read.r#type, EventKind::Error);
         assert_eq!(read.error.unwrap().message, "the rank is gone");
     }
 }

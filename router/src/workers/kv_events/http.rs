@@ -8,14 +8,13 @@ use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use http::{HeaderMap, Method, Uri};
-use router_core::kv::Took;
+use router_core::kv::ApplyResult;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::codec;
-use super::codec::Kind;
-use super::subscriber::{End, Reader};
-use crate::transport::upstream::{Head, Pool};
+use super::codec::{self, EventKind};
+use super::subscriber::{EventReader, SubscriptionEnd};
+use crate::transport::upstream::{ConnectionPool, RequestHead};
 
 const SILENCE: Duration = Duration::from_secs(45);
 /// Longest line read [bytes]: a snapshot of four million tokens has about 40 MB.
@@ -26,32 +25,37 @@ const LONG_LINE: usize = 64 << 10;
 static LONG_LINES: Semaphore = Semaphore::const_new(2);
 
 /// Follow the stream until it ends.
-pub async fn follow(reader: &mut Reader, pool: &Arc<Pool>, headers: &HeaderMap, rank: u32) -> End {
+pub async fn follow(
+    reader: &mut EventReader,
+    pool: &Arc<ConnectionPool>,
+    headers: &HeaderMap,
+    rank: u32,
+) -> SubscriptionEnd {
     match run(reader, pool, headers, rank).await {
-        Ok(()) => End::Closed,
+        Ok(()) => SubscriptionEnd::Closed,
         Err(end) => end,
     }
 }
 
 async fn run(
-    reader: &mut Reader,
-    pool: &Arc<Pool>,
+    reader: &mut EventReader,
+    pool: &Arc<ConnectionPool>,
     headers: &HeaderMap,
     rank: u32,
-) -> Result<(), End> {
-    let head = Head {
+) -> Result<(), SubscriptionEnd> {
+    let head = RequestHead {
         method: Method::GET,
         uri: Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"))
-            .map_err(|err| End::Connect(err.to_string()))?,
+            .map_err(|err| SubscriptionEnd::Connect(err.to_string()))?,
         headers: headers.clone(),
     };
-    let silent = || End::Silent { secs: SILENCE.as_secs() };
+    let silent = || SubscriptionEnd::Silent { secs: SILENCE.as_secs() };
     let sent = timeout(SILENCE, pool.send_alone(&head)).await;
     let response = sent.map_err(|_| silent())?;
-    let response = response.map_err(|err| End::Connect(err.to_string()))?;
+    let response = response.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
     let status = response.status();
     if !status.is_success() {
-        return Err(End::Refused(format!("/v1/kv_events: status {status}")));
+        return Err(SubscriptionEnd::Refused(format!("/v1/kv_events: status {status}")));
     }
     let (mut answer, mut lines) = (response.into_body(), Lines::default());
     loop {
@@ -60,7 +64,7 @@ async fn run(
         }
         match timeout(SILENCE, answer.piece()).await.map_err(|_| silent())? {
             None => return Ok(()),
-            Some(Err(err)) => return Err(End::Connect(err.to_string())),
+            Some(Err(err)) => return Err(SubscriptionEnd::Connect(err.to_string())),
             Some(Ok(piece)) => lines.add(&piece)?,
         }
     }
@@ -75,11 +79,11 @@ struct Lines {
 }
 
 impl Lines {
-    fn add(&mut self, piece: &[u8]) -> Result<(), End> {
+    fn add(&mut self, piece: &[u8]) -> Result<(), SubscriptionEnd> {
         self.buffer.extend_from_slice(piece);
         match self.buffer.len() {
             0..=MAX_LINE => Ok(()),
-            _ => Err(End::Malformed(format!("a line of more than {MAX_LINE} bytes"))),
+            _ => Err(SubscriptionEnd::Malformed(format!("a line of more than {MAX_LINE} bytes"))),
         }
     }
 
@@ -100,7 +104,7 @@ impl Lines {
     }
 }
 
-async fn take(reader: &mut Reader, line: BytesMut) -> Result<(), End> {
+async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), SubscriptionEnd> {
     if line.is_empty() {
         return Ok(());
     }
@@ -115,16 +119,19 @@ async fn take(reader: &mut Reader, line: BytesMut) -> Result<(), End> {
             parsing.unwrap_or_else(|err| Err(err.to_string()))
         }
     };
-    let line = parsed.map_err(End::Malformed)?;
+    let line = parsed.map_err(SubscriptionEnd::Malformed)?;
     match line.r#type {
-        Kind::Snapshot => reader.snapshot(line.seq, &line.events),
-        Kind::Batch => match reader.batch(line.seq, &line.events, Some(line.ts))? {
-            Took::Applied | Took::Old => Ok(()),
-            Took::Gap { first } => {
-                Err(End::Malformed(format!("batch {} came where {first} was due", line.seq)))
-            }
+        EventKind::Snapshot => reader.snapshot(line.seq, &line.events),
+        EventKind::Batch => match reader.batch(line.seq, &line.events, Some(line.ts))? {
+            ApplyResult::Applied | ApplyResult::Old => Ok(()),
+            ApplyResult::Gap { first } => Err(SubscriptionEnd::Malformed(format!(
+                "batch {} came where {first} was due",
+                line.seq
+            ))),
         },
-        Kind::Error => Err(End::Connect(line.error.map_or_else(String::new, |told| told.message))),
+        EventKind::Error => {
+            Err(SubscriptionEnd::Connect(line.error.map_or_else(String::new, |told| told.message)))
+        }
     }
 }
 

@@ -32,11 +32,11 @@ use ::http::HeaderMap;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
-use self::source::Source;
-use self::status::Standing;
-use self::subscriber::{End, Reader};
+use self::source::EventSource;
+use self::status::SyncState;
+use self::subscriber::{EventReader, SubscriptionEnd};
 use crate::config::{KvEventsMode, RouterConfig};
-use crate::transport::upstream::Pool;
+use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
 use crate::workers::registry::ROLES;
@@ -74,13 +74,13 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
             Ok(source) => *task = Some(follow(fleet, &candidate, source)),
             Err(reason) => {
                 let mut status = candidate.feed.status.lock();
-                (status.state, status.reason) = (Standing::Off, Some(reason));
+                (status.state, status.reason) = (SyncState::Off, Some(reason));
             }
         }
     }
 }
 
-fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<Source, String> {
+fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, String> {
     let policy = fleet.registry.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
@@ -98,36 +98,41 @@ fn has_tokenizer(config: &RouterConfig) -> bool {
     config.tokens.is_named()
 }
 
-fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: Source) -> AbortHandle {
+fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> AbortHandle {
     let worker = &candidate.worker;
     let status = candidate.feed.status.clone();
     {
         let mut status = status.lock();
-        (status.state, status.reason) = (Standing::Connecting, None);
+        (status.state, status.reason) = (SyncState::Connecting, None);
         status.source = Some(source.to_string());
     }
     let who = (candidate.id, candidate.name.clone(), worker.role());
     let deciders = fleet.registry.deciders();
     let block_tokens = fleet.config.tokens.block_size;
-    let reader = Reader::new(who, deciders, fleet.metrics.clone(), status, block_tokens);
+    let reader = EventReader::new(who, deciders, fleet.metrics.clone(), status, block_tokens);
     let (pool, headers) = (worker.pool.clone(), fleet.worker_headers());
     tokio::spawn(run(reader, source, pool, headers)).abort_handle()
 }
 
 /// Holds neither the router nor the worker: the candidate stops it when it leaves.
-async fn run(mut reader: Reader, source: Source, pool: Arc<Pool>, headers: HeaderMap) {
+async fn run(
+    mut reader: EventReader,
+    source: EventSource,
+    pool: Arc<ConnectionPool>,
+    headers: HeaderMap,
+) {
     let (mut pause, mut last) = (FIRST_PAUSE, None);
     let mut told = String::new();
     loop {
         let begun = Instant::now();
-        let end: End = match &source {
-            Source::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
-            Source::Zmq { events, replay } => {
+        let end: SubscriptionEnd = match &source {
+            EventSource::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
+            EventSource::Zmq { events, replay } => {
                 zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
             }
         };
         reader.ended(&end);
-        if matches!(end, End::Replica(_)) {
+        if matches!(end, SubscriptionEnd::Replica(_)) {
             last = None;
         }
         if begun.elapsed() >= GOOD_STREAM {

@@ -4,24 +4,24 @@ use std::fmt;
 
 use serde::Deserialize;
 
-use crate::config::{Endpoint, KvEvents};
+use crate::config::{KvEventEndpoint, KvEventFlags};
 use crate::workers::load_guard::Candidate;
-use crate::workers::worker::Description;
+use crate::workers::worker::WorkerDescription;
 
 /// Source of one rank's events.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum EventSource {
     /// `GET /v1/kv_events` of our engines.
     Http { rank: u32 },
     /// vLLM's and SGLang's sockets, host:port.
     Zmq { events: String, replay: Option<String> },
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for EventSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Http { .. } => f.write_str("http"),
-            Source::Zmq { events, .. } => write!(f, "tcp://{events}"),
+            EventSource::Http { .. } => f.write_str("http"),
+            EventSource::Zmq { events, .. } => write!(f, "tcp://{events}"),
         }
     }
 }
@@ -40,7 +40,7 @@ fn sglang_endpoint() -> String {
 }
 
 /// The candidate's source, or why it has none.
-pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
+pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, String> {
     let worker = &candidate.worker;
     let told = worker.description();
     let rank = match (candidate.rank, worker.dp_size()) {
@@ -55,12 +55,12 @@ pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
     if told.engine.as_deref() == Some("baton") {
         let state = told.internal_states.get(rank as usize);
         return match state.and_then(|state| state.kv_events.as_ref()) {
-            Some(_) => Ok(Source::Http { rank }),
+            Some(_) => Ok(EventSource::Http { rank }),
             None => Err("it announces none; start it with --kv-events-config '{\"enable_kv_cache_events\": true}'".to_owned()),
         };
     }
     let host = worker.url().host.as_str();
-    let address = |endpoint: &Endpoint| {
+    let address = |endpoint: &KvEventEndpoint| {
         let beyond =
             || format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535");
         endpoint.address(host, rank).ok_or_else(beyond)
@@ -76,11 +76,16 @@ pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
             }
         },
     };
-    Ok(Source::Zmq { events: address(&events)?, replay: replay.as_ref().map(address).transpose()? })
+    Ok(EventSource::Zmq {
+        events: address(&events)?,
+        replay: replay.as_ref().map(address).transpose()?,
+    })
 }
 
 /// Endpoints of SGLang's flag, if the worker shows it.
-fn sglang(told: &Description) -> Result<Option<(Endpoint, Option<Endpoint>)>, String> {
+fn sglang(
+    told: &WorkerDescription,
+) -> Result<Option<(KvEventEndpoint, Option<KvEventEndpoint>)>, String> {
     let Some(text) = told.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
         return Ok(None);
     };

@@ -8,13 +8,13 @@ use tokio::task::AbortHandle;
 
 /// A candidate's feed.
 #[derive(Default)]
-pub struct Feed {
-    pub(super) status: Arc<Mutex<Status>>,
+pub struct EventSubscription {
+    pub(super) status: Arc<Mutex<SubscriptionStatus>>,
     pub(super) task: Mutex<Option<AbortHandle>>,
 }
 
-impl Feed {
-    pub fn status(&self) -> Status {
+impl EventSubscription {
+    pub fn status(&self) -> SubscriptionStatus {
         self.status.lock().clone()
     }
 
@@ -29,7 +29,7 @@ impl Feed {
 /// How much is known of a rank's cache; a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Standing {
+pub enum SyncState {
     /// Not followed.
     #[default]
     Off,
@@ -41,21 +41,21 @@ pub enum Standing {
     Doubtful,
 }
 
-impl Standing {
+impl SyncState {
     pub fn label(self) -> &'static str {
         match self {
-            Standing::Off => "off",
-            Standing::Connecting => "connecting",
-            Standing::Exact => "exact",
-            Standing::Doubtful => "doubtful",
+            SyncState::Off => "off",
+            SyncState::Connecting => "connecting",
+            SyncState::Exact => "exact",
+            SyncState::Doubtful => "doubtful",
         }
     }
 }
 
 /// Status as GET /workers shows it.
 #[derive(Debug, Clone, Default, Serialize)]
-pub struct Status {
-    pub state: Standing,
+pub struct SubscriptionStatus {
+    pub state: SyncState,
     pub source: Option<String>,
     /// Why it is not exact.
     pub reason: Option<String>,
@@ -71,11 +71,11 @@ pub struct Status {
 pub struct RankState {
     /// Our engines: they announce, over HTTP too.
     #[serde(default)]
-    pub kv_events: Option<Announced>,
+    pub kv_events: Option<AnnouncedEvents>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Announced {
+pub struct AnnouncedEvents {
     pub epoch: String,
 }
 

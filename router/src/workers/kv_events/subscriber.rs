@@ -4,16 +4,18 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use router_core::kv::{KvEvent, News, NewsError, Replica, ReplicaError, Tell, Took};
-use router_core::{Deciders, Role, WorkerId};
+use router_core::kv::{
+    ApplyResult, CacheReplica, CacheUpdate, KvEvent, NewsError, ReplicaError, UpdateSink,
+};
+use router_core::{PolicySet, Role, WorkerId};
 
-use super::status::{Standing, Status};
+use super::status::{SubscriptionStatus, SyncState};
 use super::zmtp::ZmtpError;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 
 /// Why a stream ended.
 #[derive(Debug, thiserror::Error)]
-pub enum End {
+pub enum SubscriptionEnd {
     #[error("{0}")]
     Connect(String),
     #[error("{0}")]
@@ -30,18 +32,18 @@ pub enum End {
     Zmtp(#[from] ZmtpError),
 }
 
-impl End {
+impl SubscriptionEnd {
     /// A metric label.
     pub fn label(&self) -> &'static str {
         match self {
-            End::Connect(_) | End::Zmtp(ZmtpError::Connect(_)) => "connect",
-            End::Refused(_) => "refused",
-            End::Closed | End::Zmtp(ZmtpError::Io(_)) => "closed",
-            End::Silent { .. } => "silent",
-            End::Malformed(_) | End::Zmtp(_) => "malformed",
-            End::Replica(ReplicaError::Broken(_)) => "contradiction",
-            End::Replica(ReplicaError::Refused(NewsError::Full { .. })) => "full",
-            End::Replica(ReplicaError::Refused(NewsError::Forgotten)) => "forgotten",
+            SubscriptionEnd::Connect(_) | SubscriptionEnd::Zmtp(ZmtpError::Connect(_)) => "connect",
+            SubscriptionEnd::Refused(_) => "refused",
+            SubscriptionEnd::Closed | SubscriptionEnd::Zmtp(ZmtpError::Io(_)) => "closed",
+            SubscriptionEnd::Silent { .. } => "silent",
+            SubscriptionEnd::Malformed(_) | SubscriptionEnd::Zmtp(_) => "malformed",
+            SubscriptionEnd::Replica(ReplicaError::Broken(_)) => "contradiction",
+            SubscriptionEnd::Replica(ReplicaError::Refused(NewsError::Full { .. })) => "full",
+            SubscriptionEnd::Replica(ReplicaError::Refused(NewsError::Forgotten)) => "forgotten",
         }
     }
 
@@ -51,59 +53,64 @@ impl End {
     }
 }
 
-pub struct Reader {
+pub struct EventReader {
     pub name: String,
     pub role: Role,
     id: WorkerId,
-    deciders: Arc<Deciders>,
-    metrics: Arc<Metrics>,
-    status: Arc<Mutex<Status>>,
-    replica: Replica,
+    deciders: Arc<PolicySet>,
+    metrics: Arc<RouterMetrics>,
+    status: Arc<Mutex<SubscriptionStatus>>,
+    replica: CacheReplica,
 }
 
-impl Reader {
+impl EventReader {
     pub fn new(
         (id, name, role): (WorkerId, String, Role),
-        deciders: Arc<Deciders>,
-        metrics: Arc<Metrics>,
-        status: Arc<Mutex<Status>>,
+        deciders: Arc<PolicySet>,
+        metrics: Arc<RouterMetrics>,
+        status: Arc<Mutex<SubscriptionStatus>>,
         block_tokens: usize,
     ) -> Self {
-        Self { name, role, id, deciders, metrics, status, replica: Replica::new(block_tokens) }
+        Self { name, role, id, deciders, metrics, status, replica: CacheReplica::new(block_tokens) }
     }
 
     /// Let the replica tell the worker's policy.
     fn with<T>(
         &mut self,
-        act: impl FnOnce(&mut Replica, Tell<'_>) -> Result<T, ReplicaError>,
-    ) -> Result<T, End> {
+        act: impl FnOnce(&mut CacheReplica, UpdateSink<'_>) -> Result<T, ReplicaError>,
+    ) -> Result<T, SubscriptionEnd> {
         let (deciders, role, id) = (&self.deciders, self.role, self.id);
-        let mut tell = |news: News<'_>| deciders.reconcile(role, id, &news);
+        let mut tell = |news: CacheUpdate<'_>| deciders.reconcile(role, id, &news);
         Ok(act(&mut self.replica, &mut tell)?)
     }
 
     /// Everything the rank has.
-    pub fn snapshot(&mut self, next: u64, events: &[KvEvent]) -> Result<(), End> {
+    pub fn snapshot(&mut self, next: u64, events: &[KvEvent]) -> Result<(), SubscriptionEnd> {
         self.with(|replica, tell| replica.snapshot(next, events, tell))?;
         self.resynced("snapshot");
         Ok(())
     }
 
     /// A batch; `ts` is the Unix time at which it was made, if it has just been.
-    pub fn batch(&mut self, number: u64, events: &[KvEvent], ts: Option<f64>) -> Result<Took, End> {
+    pub fn batch(
+        &mut self,
+        number: u64,
+        events: &[KvEvent],
+        ts: Option<f64>,
+    ) -> Result<ApplyResult, SubscriptionEnd> {
         let was_exact = self.replica.is_exact();
         let took = self.with(|replica, tell| replica.batch(number, events, tell))?;
         let result = match took {
-            Took::Applied => "applied",
-            Took::Old => "known",
-            Took::Gap { .. } => "ahead",
+            ApplyResult::Applied => "applied",
+            ApplyResult::Old => "known",
+            ApplyResult::Gap { .. } => "ahead",
         };
         self.metrics.kv_batch(self.role, result);
-        if let (Some(ts), Took::Applied) = (ts, took) {
+        if let (Some(ts), ApplyResult::Applied) = (ts, took) {
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
             self.metrics.kv_lag(self.role, (now.unwrap_or_default().as_secs_f64() - ts).max(0.0));
         }
-        if let Took::Gap { first } = took
+        if let ApplyResult::Gap { first } = took
             && was_exact
         {
             self.status.lock().gaps += 1;
@@ -117,7 +124,7 @@ impl Reader {
     }
 
     /// Skip the batches before `number`, which cannot be had.
-    pub fn skip_to(&mut self, number: u64) -> Result<(), End> {
+    pub fn skip_to(&mut self, number: u64) -> Result<(), SubscriptionEnd> {
         self.with(|replica, tell| replica.skip_to(number, tell))?;
         self.metrics.kv_resync(self.role, "skipped");
         self.status.lock().reason = Some(format!(
@@ -128,8 +135,8 @@ impl Reader {
     }
 
     /// The batches that were missed came after all, or none was.
-    pub fn resume(&mut self) -> Result<(), End> {
-        if self.with(Replica::resume)? {
+    pub fn resume(&mut self) -> Result<(), SubscriptionEnd> {
+        if self.with(CacheReplica::resume)? {
             self.resynced("replay");
         }
         Ok(())
@@ -150,28 +157,28 @@ impl Reader {
         self.show();
     }
 
-    fn doubt(&mut self, why: &str) -> Result<(), End> {
+    fn doubt(&mut self, why: &str) -> Result<(), SubscriptionEnd> {
         if self.replica.is_exact() {
             tracing::warn!(worker = %self.name, why, "its cache is guessed");
         }
-        self.with(Replica::doubt)?;
+        self.with(CacheReplica::doubt)?;
         self.status.lock().reason = Some(why.to_owned());
         self.show();
         Ok(())
     }
 
     /// The stream ended. What was known is a guess now; or nothing, if it cannot be true or kept.
-    pub fn ended(&mut self, end: &End) {
+    pub fn ended(&mut self, end: &SubscriptionEnd) {
         self.metrics.kv_failure(self.role, end.label());
         let told = match end {
-            End::Replica(_) => {
+            SubscriptionEnd::Replica(_) => {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
-                self.with(Replica::forget)
+                self.with(CacheReplica::forget)
             }
             _ => self.doubt(&end.to_string()),
         };
         // The policy has no entry for this rank any more: nothing is left to be doubted.
-        let _: Result<(), End> = told;
+        let _: Result<(), SubscriptionEnd> = told;
         self.status.lock().reason = Some(end.to_string());
         self.show();
     }
@@ -179,9 +186,9 @@ impl Reader {
     fn show(&self) {
         let mut status = self.status.lock();
         status.state = match (self.replica.next(), self.replica.is_exact()) {
-            (_, true) => Standing::Exact,
-            (None, false) => Standing::Connecting,
-            (Some(_), false) => Standing::Doubtful,
+            (_, true) => SyncState::Exact,
+            (None, false) => SyncState::Connecting,
+            (Some(_), false) => SyncState::Doubtful,
         };
         status.blocks = self.replica.blocks();
         status.next_seq = self.replica.next();

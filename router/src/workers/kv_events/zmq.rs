@@ -10,12 +10,12 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use router_core::kv::Took;
+use router_core::kv::ApplyResult;
 use tokio::time::timeout;
 
 use super::codec;
-use super::subscriber::{End, Reader};
-use super::zmtp::Peer;
+use super::subscriber::{EventReader, SubscriptionEnd};
+use super::zmtp::ZmtpPeer;
 
 /// A replay pauses no longer than this: publishers look for requests ten times a second.
 const REPLAY_SILENCE: Duration = Duration::from_secs(10);
@@ -24,18 +24,18 @@ const END_OF_REPLAY: u64 = u64::MAX;
 
 /// The last batch taken in. Its time tells processes apart: numbers alone do not.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Last {
+pub struct LastBatch {
     number: u64,
     ts: f64,
 }
 
 /// Follow the publisher until the connection ends. `last` is kept from one connection to the next.
 pub async fn follow(
-    reader: &mut Reader,
+    reader: &mut EventReader,
     events: &str,
     replay: Option<&str>,
-    last: &mut Option<Last>,
-) -> End {
+    last: &mut Option<LastBatch>,
+) -> SubscriptionEnd {
     match run(reader, events, replay, last).await {
         Ok(never) => match never {},
         Err(end) => end,
@@ -43,12 +43,12 @@ pub async fn follow(
 }
 
 async fn run(
-    reader: &mut Reader,
+    reader: &mut EventReader,
     events: &str,
     replay: Option<&str>,
-    last: &mut Option<Last>,
-) -> Result<std::convert::Infallible, End> {
-    let mut publisher = Peer::connect(events, "SUB").await?;
+    last: &mut Option<LastBatch>,
+) -> Result<std::convert::Infallible, SubscriptionEnd> {
+    let mut publisher = ZmtpPeer::connect(events, "SUB").await?;
     publisher.send(&[SUBSCRIBE_TO_ALL]).await?;
     match replay {
         Some(replay) => catch_up(reader, replay, last).await?,
@@ -60,27 +60,31 @@ async fn run(
     }
     loop {
         let (number, payload) = numbered(&publisher.receive().await?)?;
-        let batch = codec::of_msgpack(&payload).map_err(End::Malformed)?;
+        let batch = codec::of_msgpack(&payload).map_err(SubscriptionEnd::Malformed)?;
         let mut took = reader.batch(number, &batch.events, Some(batch.ts))?;
-        if matches!(took, Took::Gap { .. })
+        if matches!(took, ApplyResult::Gap { .. })
             && let Some(replay) = replay
         {
             catch_up(reader, replay, last).await?;
             took = reader.batch(number, &batch.events, None)?;
         }
-        if matches!(took, Took::Gap { .. }) {
+        if matches!(took, ApplyResult::Gap { .. }) {
             reader.skip_to(number)?;
             took = reader.batch(number, &batch.events, None)?;
         }
-        if took == Took::Applied {
+        if took == ApplyResult::Applied {
             let ts = batch.ts;
-            *last = Some(Last { number, ts });
+            *last = Some(LastBatch { number, ts });
         }
     }
 }
 
 /// Take in what the publisher still has of what was missed.
-async fn catch_up(reader: &mut Reader, replay: &str, last: &mut Option<Last>) -> Result<(), End> {
+async fn catch_up(
+    reader: &mut EventReader,
+    replay: &str,
+    last: &mut Option<LastBatch>,
+) -> Result<(), SubscriptionEnd> {
     while !replayed(reader, replay, last).await? {
         reader.begin_anew();
         *last = None;
@@ -89,24 +93,28 @@ async fn catch_up(reader: &mut Reader, replay: &str, last: &mut Option<Last>) ->
 }
 
 /// False: the publisher is not the process whose batch `last` is.
-async fn replayed(reader: &mut Reader, replay: &str, last: &mut Option<Last>) -> Result<bool, End> {
+async fn replayed(
+    reader: &mut EventReader,
+    replay: &str,
+    last: &mut Option<LastBatch>,
+) -> Result<bool, SubscriptionEnd> {
     let mut known = *last;
-    let mut peer = Peer::connect(replay, "DEALER").await?;
+    let mut peer = ZmtpPeer::connect(replay, "DEALER").await?;
     let first = known.map_or(0, |last| last.number);
     peer.send(&[b"", &first.to_be_bytes()]).await?;
     loop {
-        let silent = |_| End::Silent { secs: REPLAY_SILENCE.as_secs() };
+        let silent = |_| SubscriptionEnd::Silent { secs: REPLAY_SILENCE.as_secs() };
         let message = timeout(REPLAY_SILENCE, peer.receive()).await;
         let (number, payload) = numbered(&message.map_err(silent)??)?;
         if number == END_OF_REPLAY {
             break;
         }
-        let batch = codec::of_msgpack(&payload).map_err(End::Malformed)?;
-        let this = Last { number, ts: batch.ts };
+        let batch = codec::of_msgpack(&payload).map_err(SubscriptionEnd::Malformed)?;
+        let this = LastBatch { number, ts: batch.ts };
         if known.take().is_some_and(|known| known != this) {
             return Ok(false);
         }
-        if let Took::Gap { .. } = reader.batch(number, &batch.events, None)? {
+        if let ApplyResult::Gap { .. } = reader.batch(number, &batch.events, None)? {
             reader.skip_to(number)?;
             reader.batch(number, &batch.events, None)?;
         }
@@ -120,10 +128,10 @@ async fn replayed(reader: &mut Reader, replay: &str, last: &mut Option<Last>) ->
 }
 
 /// A message is [topic, or nothing; number, 8 bytes, big-endian; payload].
-fn numbered(frames: &[Bytes]) -> Result<(u64, Bytes), End> {
+fn numbered(frames: &[Bytes]) -> Result<(u64, Bytes), SubscriptionEnd> {
     let bad = || {
         let lengths: Vec<usize> = frames.iter().map(Bytes::len).collect();
-        End::Malformed(format!(
+        SubscriptionEnd::Malformed(format!(
             "frames of {lengths:?} bytes, where a topic, 8 bytes and a payload are expected"
         ))
     };

@@ -1,6 +1,6 @@
 //! ZMTP 3.0 as a client with the NULL mechanism: enough of ZeroMQ to subscribe to a PUB socket and to ask a ROUTER.
 //!
-//! 1. greeting (64 bytes) and a READY command go out, the peer's come in ([`Peer::connect`]);
+//! 1. greeting (64 bytes) and a READY command go out, the peer's come in ([`ZmtpPeer::connect`]);
 //! 2. messages of several frames go both ways; the peer's other commands are passed over;
 //! 3. any error ends the connection. Nothing reconnects behind the caller's back: that a connection broke is how a
 //!    restarted publisher is told from a quiet one.
@@ -41,11 +41,11 @@ pub enum ZmtpError {
     Io(#[from] std::io::Error),
 }
 
-pub struct Peer {
+pub struct ZmtpPeer {
     stream: BufReader<TcpStream>,
 }
 
-impl Peer {
+impl ZmtpPeer {
     /// `address`: host:port. `kind`: this side's socket type.
     pub async fn connect(address: &str, kind: &str) -> Result<Self, ZmtpError> {
         let shaking = async {

@@ -3,25 +3,28 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use router_core::{Ahead, Decided, Make, Objection, Outcome, Role, Sending, Ticket, WorkerView};
+use router_core::{
+    ExplainedChoice, RequestOutcome, Role, RoutingRequest, SendTicket, TtftEstimate,
+    WorkerFingerprint, WorkerObjection, WorkerView,
+};
 
 use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::observability::explain::DryRun;
-use crate::workers::load_guard::{Candidate, LoadGuard, Sent};
-use crate::workers::registry::Registry;
+use crate::workers::load_guard::{Candidate, LoadGuard, SentRequest};
+use crate::workers::registry::WorkerRegistry;
 use crate::workers::registry::explanation::{name_of, named};
-use crate::workers::registry::selection::{Avoid, Chosen, Wanted, views};
+use crate::workers::registry::selection::{ExcludedWorkers, Selection, SelectionRequest, views};
 
-impl Registry {
+impl WorkerRegistry {
     /// Let the role's policy choose among the ready candidates against which least speaks. Workers in `avoid` (they just
     /// failed this request) are taken only when there is no other. Budget: tens of microseconds; no await.
     pub fn choose(
         &self,
         role: Role,
-        wanted: &Wanted<'_>,
-        avoid: &Avoid,
-    ) -> Result<Chosen, RouteError> {
+        wanted: &SelectionRequest<'_>,
+        avoid: &ExcludedWorkers,
+    ) -> Result<Selection, RouteError> {
         let chosen = {
             let table = self.table(role);
             let _turn = table.turn.lock();
@@ -40,9 +43,9 @@ impl Registry {
     /// A prefill and a decode worker; together where the policies can.
     pub fn choose_pair(
         &self,
-        wanted: &Wanted<'_>,
-        avoid: &Avoid,
-    ) -> Result<(Chosen, Chosen), RouteError> {
+        wanted: &SelectionRequest<'_>,
+        avoid: &ExcludedWorkers,
+    ) -> Result<(Selection, Selection), RouteError> {
         let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| self.table(role));
         let pair = {
             let (_p_turn, _d_turn) = (prefill.turn.lock(), decode.turn.lock());
@@ -71,7 +74,7 @@ impl Registry {
     }
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
-    pub fn least_ttft(&self, role: Role, wanted: &Wanted<'_>) -> Option<Ahead> {
+    pub fn least_ttft(&self, role: Role, wanted: &SelectionRequest<'_>) -> Option<TtftEstimate> {
         let now_ms = now_ms();
         let views = views(&self.table(role).list_for(wanted.model), None, &[], now_ms);
         let policy = self.deciders.policy(role);
@@ -79,7 +82,11 @@ impl Registry {
     }
 
     /// Decide for each of these roles (prefill and decode are chosen together), and tell why. Nothing is sent.
-    pub fn dry_run(&self, roles: &[Role], wanted: &Wanted<'_>) -> Result<Vec<DryRun>, RouteError> {
+    pub fn dry_run(
+        &self,
+        roles: &[Role],
+        wanted: &SelectionRequest<'_>,
+    ) -> Result<Vec<DryRun>, RouteError> {
         let turns: Vec<_> = roles.iter().map(|role| self.table(*role).turn.lock()).collect();
         let sending = wanted.sending(now_ms());
         let (request, seed) = (&sending.request, sending.seed);
@@ -125,7 +132,10 @@ impl Registry {
     }
 
     /// Fingerprints of the candidates of both sides, where not all of them can be paired.
-    fn makes(&self, sides: [(&[Arc<Candidate>], &[WorkerView]); 2]) -> Option<[Vec<Make>; 2]> {
+    fn makes(
+        &self,
+        sides: [(&[Arc<Candidate>], &[WorkerView]); 2],
+    ) -> Option<[Vec<WorkerFingerprint>; 2]> {
         (!self.all_fit.load(Ordering::Relaxed)).then(|| {
             sides.map(|(list, views)| {
                 let make = |view: &WorkerView| {
@@ -137,12 +147,12 @@ impl Registry {
         })
     }
 
-    fn ticket(&self) -> Ticket {
-        Ticket(self.next_ticket.fetch_add(1, Ordering::Relaxed))
+    fn ticket(&self) -> SendTicket {
+        SendTicket(self.next_ticket.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Ready workers are always candidates, but for the rest of an answer that they cannot resume.
-    fn nobody(&self, role: Role, wanted: &Wanted<'_>) -> RouteError {
+    fn nobody(&self, role: Role, wanted: &SelectionRequest<'_>) -> RouteError {
         let (known, ready) = self.count(role);
         match wanted.heir_of {
             Some(_) if ready > 0 => RouteError::NoHeir { role, ready },
@@ -154,11 +164,11 @@ impl Registry {
     fn take(
         &self,
         candidates: &[Arc<Candidate>],
-        (choice, explanation): Decided,
-        ticket: Ticket,
-        wanted: &Wanted<'_>,
-        sending: &Sending<'_>,
-    ) -> Option<Chosen> {
+        (choice, explanation): ExplainedChoice,
+        ticket: SendTicket,
+        wanted: &SelectionRequest<'_>,
+        sending: &RoutingRequest<'_>,
+    ) -> Option<Selection> {
         let found = candidates.iter().find(|c| c.id == choice.worker);
         let candidate = found?.clone();
         let role = candidate.worker.role();
@@ -175,12 +185,12 @@ impl Registry {
             story.leg(role, &candidate.name, choice.why, told)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
-        Some(Chosen {
+        Some(Selection {
             guard: LoadGuard {
                 candidate,
                 deciders: self.deciders.clone(),
-                outcome: Outcome::Unknown,
-                sent: Sent {
+                outcome: RequestOutcome::Unknown,
+                sent: SentRequest {
                     ticket,
                     blocks: wanted.blocks.clone().filter(|_| reads_blocks),
                     forecast: choice.why.forecast(),
@@ -195,12 +205,17 @@ impl Registry {
     }
 
     /// True if a candidate outside `avoid` could be chosen.
-    pub fn has_other(&self, role: Role, wanted: &Wanted<'_>, avoid: &Avoid) -> bool {
+    pub fn has_other(
+        &self,
+        role: Role,
+        wanted: &SelectionRequest<'_>,
+        avoid: &ExcludedWorkers,
+    ) -> bool {
         let candidates = self.table(role).list_for(wanted.model);
         let now_ms = now_ms();
         let avoid = avoid.of(role);
-        candidates
-            .iter()
-            .any(|c| c.is_heir(wanted.heir_of) && c.objection(avoid, now_ms) < Objection::Tried)
+        candidates.iter().any(|c| {
+            c.is_heir(wanted.heir_of) && c.objection(avoid, now_ms) < WorkerObjection::Tried
+        })
     }
 }

@@ -2,11 +2,11 @@
 
 use prometheus::GaugeVec;
 
-use crate::observability::metrics::Metrics;
-use crate::workers::registry::Registry;
+use crate::observability::metrics::RouterMetrics;
+use crate::workers::registry::WorkerRegistry;
 
 /// Set the gauges of workers; of those that are gone nothing stays.
-pub fn update(metrics: &Metrics, registry: &Registry) {
+pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
     for family in [
         &metrics.workers,
         &metrics.unpaired,

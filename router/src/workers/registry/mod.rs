@@ -30,26 +30,25 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Deciders, Event, Policy, PolicyStats, Role,
+    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, PolicyStats, Role,
     WorkerId,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
-use self::startup_gate::{Newcomer, Newcomers};
+use self::startup_gate::{PendingProbe, StartupGate};
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
 use crate::observability::fleet_events::FleetEvents;
-use crate::observability::metrics::Metrics;
+use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
-use crate::transport::upstream::Pool;
-use crate::workers::kv_events::status::{Feed, Status};
+use crate::transport::upstream::ConnectionPool;
+use crate::workers::kv_events::status::{EventSubscription, SubscriptionStatus};
 use crate::workers::load_guard::{Candidate, reported};
-use crate::workers::load_report;
-use crate::workers::load_report::Report;
-use crate::workers::worker::{Description, State, Worker};
+use crate::workers::load_report::{self, LoadReport};
+use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 /// Most workers registered at once: the registry is open to the network.
 const MAX_WORKERS: usize = 4096;
@@ -77,9 +76,9 @@ impl RoleTable {
     }
 }
 
-pub struct Registry {
+pub struct WorkerRegistry {
     workers: RwLock<Vec<Arc<Worker>>>,
-    deciders: Arc<Deciders>,
+    deciders: Arc<PolicySet>,
     /// By [`Role::index`].
     tables: [RoleTable; 3],
     /// True if every prefill worker can hand its pages to every decode worker; set under `changing`.
@@ -87,13 +86,13 @@ pub struct Registry {
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
     changing: Mutex<()>,
-    newcomers: Newcomers,
+    newcomers: StartupGate,
     /// Told when candidates come or go.
     changed: watch::Sender<()>,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RouterMetrics>,
     /// For the web page.
     pub events: FleetEvents,
     dp_aware: bool,
@@ -105,11 +104,11 @@ pub struct Registry {
 
 pub const ROLES: [Role; 3] = Role::ALL;
 
-impl Registry {
+impl WorkerRegistry {
     pub fn new(
         config: &RouterConfig,
-        deciders: Deciders,
-        metrics: Arc<Metrics>,
+        deciders: PolicySet,
+        metrics: Arc<RouterMetrics>,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
@@ -124,7 +123,7 @@ impl Registry {
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
-            newcomers: Newcomers::default(),
+            newcomers: StartupGate::default(),
             changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
@@ -135,7 +134,7 @@ impl Registry {
         }
     }
 
-    pub fn deciders(&self) -> Arc<Deciders> {
+    pub fn deciders(&self) -> Arc<PolicySet> {
         self.deciders.clone()
     }
 
@@ -155,7 +154,8 @@ impl Registry {
             });
         }
         let mut workers = self.workers.write();
-        let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Leaving;
+        let is_there =
+            |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != WorkerState::Leaving;
         if let Some(known) = workers.iter().find(is_there) {
             return Err(RouteError::DuplicateWorker {
                 url: spec.url.to_string(),
@@ -168,11 +168,11 @@ impl Registry {
         }
         let worker = Arc::new(Worker {
             id: self.next_worker.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::new(spec.url.clone(), self.tls.clone(), self.cut.clone()),
+            pool: ConnectionPool::new(spec.url.clone(), self.tls.clone(), self.cut.clone()),
             spec,
             suspect: Notify::new(),
             silent: Notify::new(),
-            state: watch::Sender::new((State::Starting { reason: None }, Arc::default())),
+            state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
@@ -189,7 +189,7 @@ impl Registry {
 
     /// No new requests for this worker. False: it leaves already, or was removed.
     pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
-        let is_news = self.set_state(worker, State::Leaving, None);
+        let is_news = self.set_state(worker, WorkerState::Leaving, None);
         if is_news && let Some(task) = worker.health_task.lock().take() {
             task.abort();
         }
@@ -232,7 +232,8 @@ impl Registry {
         let workers = self.workers.read();
         let of_role = |role: Role| {
             let eligible = workers.iter().filter(|worker| {
-                let is_out = matches!(worker.state(), State::Rejected { .. } | State::Leaving);
+                let is_out =
+                    matches!(worker.state(), WorkerState::Rejected { .. } | WorkerState::Leaving);
                 let serves = |model| worker.description().serves(model);
                 worker.role() == role && !is_out && model.is_none_or(serves)
             });
@@ -254,7 +255,7 @@ impl Registry {
     }
 
     /// Status of the cache events of a worker's ranks, in their order.
-    pub fn feeds_of(&self, worker: u64) -> Vec<Status> {
+    pub fn feeds_of(&self, worker: u64) -> Vec<SubscriptionStatus> {
         let candidates = self.candidates().into_iter();
         let its = candidates.filter(|c| c.worker.id == worker);
         its.map(|c| c.feed.status()).collect()
@@ -274,7 +275,7 @@ impl Registry {
     pub fn may_return(&self, role: Role) -> bool {
         let workers = self.workers.read();
         let mut of_role = workers.iter().filter(|w| w.role() == role);
-        of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Leaving))
+        of_role.any(|w| !matches!(w.state(), WorkerState::Rejected { .. } | WorkerState::Leaving))
     }
 
     /// True if this role has workers ready, and no registered one serves the model.
@@ -295,8 +296,8 @@ impl Registry {
     pub fn set_state(
         &self,
         worker: &Arc<Worker>,
-        state: State,
-        description: Option<Description>,
+        state: WorkerState,
+        description: Option<WorkerDescription>,
     ) -> bool {
         // Holding the list keeps a removal from crossing with this: a removed worker stays out.
         let workers = self.workers.read();
@@ -305,7 +306,7 @@ impl Registry {
         }
         let mut old_label = "";
         let is_changed = worker.state.send_if_modified(|present| {
-            if present.0 == State::Leaving {
+            if present.0 == WorkerState::Leaving {
                 return false;
             }
             old_label = present.0.label();
@@ -318,7 +319,7 @@ impl Registry {
             return false;
         }
         let candidates = match &state {
-            State::Ready => self.candidates_of(worker),
+            WorkerState::Ready => self.candidates_of(worker),
             _ => Vec::new(),
         };
         if old_label != state.label() {
@@ -327,16 +328,16 @@ impl Registry {
         }
         let (role, url) = (worker.role(), worker.url());
         match &state {
-            State::Ready => {
+            WorkerState::Ready => {
                 tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready");
             }
-            State::Draining => {
+            WorkerState::Draining => {
                 tracing::info!(%url, %role, in_flight = worker.load(), "worker reports that it drains");
             }
-            State::Leaving => {
+            WorkerState::Leaving => {
                 tracing::info!(%url, %role, in_flight = worker.load(), "worker drains and leaves");
             }
-            State::Starting { reason } => {
+            WorkerState::Starting { reason } => {
                 tracing::warn!(%url, %role, reason, "worker is not up yet; still trying");
             }
             _ => {
@@ -369,7 +370,7 @@ impl Registry {
                     breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
                     penalty: Mutex::default(),
                     activity: Mutex::default(),
-                    feed: Feed::default(),
+                    feed: EventSubscription::default(),
                 })
             })
             .collect()
@@ -398,7 +399,7 @@ impl Registry {
             let stays = c.worker.id != worker.id;
             if !stays {
                 c.feed.stop();
-                let gone = Event::WorkerGone { worker: c.id };
+                let gone = PolicyEvent::WorkerGone { worker: c.id };
                 self.deciders.observe(worker.role(), &gone);
             }
             stays
@@ -415,7 +416,7 @@ impl Registry {
     }
 
     /// The worker told what its ranks have to do; returns whether that was about any of its candidates.
-    pub fn loads_told(&self, worker: &Worker, reports: &[Report]) -> bool {
+    pub fn loads_told(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
         let table = self.table(worker.role());
         let candidates = table.candidates.read().clone();
         let mut is_used = false;
@@ -446,7 +447,7 @@ impl Registry {
             let _turn = table.turn.lock();
             for candidate in table.candidates.read().iter() {
                 let (worker, facts) = (candidate.id, candidate.worker.facts());
-                self.deciders.observe(role, &Event::WorkerGone { worker });
+                self.deciders.observe(role, &PolicyEvent::WorkerGone { worker });
                 self.deciders.added(role, worker, facts, &candidate.name);
             }
         }
@@ -479,7 +480,7 @@ impl Registry {
         let there = nearest.description();
         let there_make = there.make();
         let differences = make.differs(&there_make).map(|aspect| {
-            let tell = |told: &Description| told.aspect(aspect).unwrap_or_default();
+            let tell = |told: &WorkerDescription| told.aspect(aspect).unwrap_or_default();
             let (here, there) = (tell(&told), tell(&there));
             format!("its {aspect} is {here}, there it is {there}")
         });
@@ -548,7 +549,7 @@ impl Registry {
     }
 
     /// Guard of a worker whose task begins to probe it.
-    pub fn newcomer(&self) -> Newcomer {
+    pub fn newcomer(&self) -> PendingProbe {
         self.newcomers.one_more()
     }
 

@@ -5,33 +5,34 @@ use std::sync::Arc;
 
 use rand::RngCore;
 use router_core::{
-    Blocks, Make, RequestView, Role, Sending, Why, WorkerId, WorkerView, least_objection,
+    PromptBlocks, RequestView, Role, RoutingRequest, SelectionReason, WorkerFingerprint, WorkerId,
+    WorkerView, least_objection,
 };
 
-use crate::observability::request_timeline::Story;
+use crate::observability::request_timeline::RequestTimeline;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// A request as the registry takes it.
 #[derive(Clone, Default)]
-pub struct Wanted<'a> {
+pub struct SelectionRequest<'a> {
     pub text: Cow<'a, str>,
-    pub blocks: Option<Arc<Blocks>>,
+    pub blocks: Option<Arc<PromptBlocks>>,
     pub routing_key: Option<&'a str>,
     /// Only workers that serve it are candidates.
     pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
     /// Told what is decided, if anybody wants to know.
-    pub story: Option<Arc<Story>>,
+    pub story: Option<Arc<RequestTimeline>>,
     /// With all that is weighed.
     pub explains: bool,
     /// Resumes the answer of a worker of this make (failover.rs).
-    pub heir_of: Option<Make>,
+    pub heir_of: Option<WorkerFingerprint>,
 }
 
-impl Wanted<'_> {
-    pub(super) fn sending(&self, now_ms: u64) -> Sending<'_> {
-        Sending {
+impl SelectionRequest<'_> {
+    pub(super) fn sending(&self, now_ms: u64) -> RoutingRequest<'_> {
+        RoutingRequest {
             request: self.view(now_ms),
             // 53 bits: what every reader of JSON keeps exactly.
             seed: rand::rng().next_u64() >> 11,
@@ -43,7 +44,7 @@ impl Wanted<'_> {
     pub(super) fn view(&self, now_ms: u64) -> RequestView<'_> {
         RequestView {
             text: &self.text,
-            prompt: self.blocks.as_deref().map(Blocks::prompt).unwrap_or_default(),
+            prompt: self.blocks.as_deref().map(PromptBlocks::prompt).unwrap_or_default(),
             routing_key: self.routing_key,
             now_ms,
         }
@@ -51,20 +52,20 @@ impl Wanted<'_> {
 }
 
 /// A candidate with its place taken.
-pub struct Chosen {
+pub struct Selection {
     pub guard: LoadGuard,
-    pub why: Why,
+    pub why: SelectionReason,
 }
 
 /// Workers that failed a request before: taken again only when there is no other.
 #[derive(Debug, Clone, Default)]
-pub struct Avoid {
+pub struct ExcludedWorkers {
     pub(super) prefill: Vec<WorkerId>,
     /// Decode or regular workers.
     pub(super) worker: Vec<WorkerId>,
 }
 
-impl Avoid {
+impl ExcludedWorkers {
     pub fn add(&mut self, role: Role, worker: WorkerId) {
         match role {
             Role::Prefill => self.prefill.push(worker),
@@ -83,7 +84,7 @@ impl Avoid {
 /// Candidates that could resume the answer, and of these the ones with the fewest objections.
 pub(super) fn views(
     candidates: &[Arc<Candidate>],
-    heir_of: Option<Make>,
+    heir_of: Option<WorkerFingerprint>,
     avoid: &[WorkerId],
     now_ms: u64,
 ) -> Vec<WorkerView> {

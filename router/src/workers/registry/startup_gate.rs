@@ -11,15 +11,15 @@ const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
 /// How many there are.
 #[derive(Default)]
-pub struct Newcomers(watch::Sender<usize>);
+pub struct StartupGate(watch::Sender<usize>);
 
 /// A worker until its first probe has ended.
-pub struct Newcomer(watch::Sender<usize>);
+pub struct PendingProbe(watch::Sender<usize>);
 
-impl Newcomers {
-    pub(super) fn one_more(&self) -> Newcomer {
+impl StartupGate {
+    pub(super) fn one_more(&self) -> PendingProbe {
         self.0.send_modify(|count| *count += 1);
-        Newcomer(self.0.clone())
+        PendingProbe(self.0.clone())
     }
 
     /// Wait until they all have been asked, or `is_settled` says that the others need not be.
@@ -40,7 +40,7 @@ impl Newcomers {
     }
 }
 
-impl Drop for Newcomer {
+impl Drop for PendingProbe {
     fn drop(&mut self) {
         self.0.send_modify(|count| *count -= 1);
     }
@@ -57,7 +57,7 @@ mod tests {
 
     #[tokio::test]
     async fn wait_ends_when_settled_asked_or_after_the_limit() {
-        let newcomers = Newcomers::default();
+        let newcomers = StartupGate::default();
         let ends_at_once = |settled| newcomers.wait_unless(move || settled).now_or_never();
         assert!(ends_at_once(false).is_some(), "no newcomers");
         let (first, second) = (newcomers.one_more(), newcomers.one_more());

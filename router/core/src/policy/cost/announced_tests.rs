@@ -2,39 +2,43 @@
 
 use super::tests::{cost, prefill};
 use super::*;
-use crate::kv::{KvEvent, Replica, ReplicaError, Stored, Took};
-use crate::policy::testing::{Sender, chosen, rng, views};
+use crate::kv::{ApplyResult, CacheReplica, KvEvent, ReplicaError, StoredBlocks};
+use crate::policy::testing::{TestSender, chosen, rng, views};
 use crate::prompt::{TokenChain, token_blocks};
-use crate::types::Ticket;
+use crate::types::SendTicket;
 
 /// `ids` as they would be cached: a snapshot, or what a batch adds.
 fn announced(ids: &[u32], page: usize, parent: usize) -> KvEvent {
     let name = |end: usize| TokenChain::new("engine").push(&ids[..end]);
-    KvEvent::Stored(Stored {
+    KvEvent::Stored(StoredBlocks {
         hashes: (parent / page + 1..=ids.len() / page).map(|i| name(i * page)).collect(),
         parent: (parent > 0).then(|| name(parent)),
         tokens: ids[parent..ids.len() / page * page].to_vec(),
         block_tokens: page as u32,
-        ..Stored::default()
+        ..StoredBlocks::default()
     })
 }
 
 struct Announcing {
-    policy: Cost,
-    sender: Sender,
-    replica: Replica,
+    policy: CostPolicy,
+    sender: TestSender,
+    replica: CacheReplica,
 }
 
 impl Announcing {
     const PAGE: usize = 4;
 
     fn new() -> Self {
-        Self { policy: prefill(2), sender: Sender::default(), replica: Replica::new(Self::PAGE) }
+        Self {
+            policy: prefill(2),
+            sender: TestSender::default(),
+            replica: CacheReplica::new(Self::PAGE),
+        }
     }
 
-    fn tell(&mut self, number: u64, events: &[KvEvent]) -> Took {
+    fn tell(&mut self, number: u64, events: &[KvEvent]) -> ApplyResult {
         let policy = &self.policy;
-        let tell = &mut |news: News<'_>| policy.reconcile(WorkerId(0), &news);
+        let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
         self.replica.batch(number, events, tell).expect("good events")
     }
 
@@ -52,7 +56,7 @@ impl Announcing {
         options[0].cached as u32
     }
 
-    fn routed(&mut self, ids: &[u32]) -> Ticket {
+    fn routed(&mut self, ids: &[u32]) -> SendTicket {
         self.sender.tickets += 1;
         let blocks = token_blocks(ids, Self::PAGE, "");
         let request = RequestView {
@@ -60,8 +64,8 @@ impl Announcing {
             now_ms: self.sender.now_ms,
             ..RequestView::default()
         };
-        let ticket = Ticket(self.sender.tickets);
-        self.policy.observe(&Event::Routed {
+        let ticket = SendTicket(self.sender.tickets);
+        self.policy.observe(&PolicyEvent::Routed {
             ticket,
             worker: WorkerId(0),
             request: &request,
@@ -70,9 +74,9 @@ impl Announcing {
         ticket
     }
 
-    fn finished(&mut self, ticket: Ticket, ids: &[u32], is_kept: bool) {
+    fn finished(&mut self, ticket: SendTicket, ids: &[u32], is_kept: bool) {
         let blocks = token_blocks(ids, Self::PAGE, "");
-        self.policy.observe(&Event::Finished {
+        self.policy.observe(&PolicyEvent::Finished {
             ticket,
             worker: WorkerId(0),
             is_kept,
@@ -86,20 +90,20 @@ impl Announcing {
 fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
     let mut world = Announcing::new();
     let ids: Vec<u32> = (0..21).collect();
-    assert_eq!(world.tell(0, &[KvEvent::Cleared]), Took::Applied);
+    assert_eq!(world.tell(0, &[KvEvent::Cleared]), ApplyResult::Applied);
     assert_eq!(world.expected(&ids), 0);
     let ticket = world.routed(&ids);
     assert_eq!(world.expected(&ids), 20, "it is about to be computed");
     assert_eq!(world.expected(&ids[..20]), 16, "the last token is computed always");
     world.finished(ticket, &ids, true);
     // It is announced in part; the booking lasts a little, and then only what is stored counts.
-    assert_eq!(world.tell(1, &[announced(&ids[..12], 4, 0)]), Took::Applied);
+    assert_eq!(world.tell(1, &[announced(&ids[..12], 4, 0)]), ApplyResult::Applied);
     assert_eq!(world.expected(&ids), 20);
     world.sender.now_ms += 2_001;
     assert_eq!(world.expected(&ids), 12);
     // Evicted.
     let KvEvent::Stored(last) = announced(&ids[..12], 4, 8) else { unreachable!("it is made so") };
-    assert_eq!(world.tell(2, &[KvEvent::Removed(last.hashes)]), Took::Applied);
+    assert_eq!(world.tell(2, &[KvEvent::Removed(last.hashes)]), ApplyResult::Applied);
     assert_eq!(world.expected(&ids), 8);
 }
 
@@ -123,15 +127,15 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     let ids: Vec<u32> = (0..33).collect();
     world.tell(0, &[KvEvent::Cleared, announced(&ids, 4, 0)]);
     assert_eq!(world.expected(&ids), 32);
-    assert_eq!(world.tell(2, &[]), Took::Gap { first: 1 });
+    assert_eq!(world.tell(2, &[]), ApplyResult::Gap { first: 1 });
     let policy = &world.policy;
-    let tell = &mut |news: News<'_>| policy.reconcile(WorkerId(0), &news);
+    let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
     world.replica.doubt(tell).expect("told");
     assert_eq!(world.expected(&ids), 16);
     world.replica.snapshot(3, &[announced(&ids[..8], 4, 0)], tell).expect("a snapshot");
     assert_eq!(world.expected(&ids), 8);
     // The worker leaves: nothing of it stays, and its replica is told to begin anew.
-    world.policy.observe(&Event::WorkerGone { worker: WorkerId(0) });
+    world.policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
     assert_eq!(world.expected(&ids), 0);
     let refused = world.replica.batch(3, &[announced(&ids[..12], 4, 8)], tell);
     assert_eq!(refused, Err(ReplicaError::Refused(NewsError::Forgotten)));
@@ -144,12 +148,12 @@ fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_befor
     world.tell(0, &[KvEvent::Cleared]);
     let ids: Vec<u32> = (0..20_000).collect();
     let policy = &world.policy;
-    let tell = &mut |news: News<'_>| policy.reconcile(WorkerId(0), &news);
+    let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
     let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
     assert!(matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))), "{refused:?}");
     world.replica.forget(tell).expect("told");
-    Sender::default().routed(&world.policy, 0, "abcd");
+    TestSender::default().routed(&world.policy, 0, "abcd");
     let why = chosen(&world.policy, "abcd", &views(&[0, 0]), &mut rng(1)).why;
-    assert!(matches!(why, Why::BestHolder(_)), "{why:?}");
+    assert!(matches!(why, SelectionReason::BestHolder(_)), "{why:?}");
     assert!(world.policy.stats(0).index_bytes <= 1 << 16);
 }

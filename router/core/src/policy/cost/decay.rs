@@ -2,12 +2,12 @@
 
 /// A sum that fades.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Decayed {
+pub(super) struct DecayingSum {
     pub(super) sum: f64,
     at_ms: f64,
 }
 
-impl Decayed {
+impl DecayingSum {
     pub(super) fn at(self, now_ms: f64, tau_ms: f64) -> f64 {
         self.sum * ((self.at_ms - now_ms) / tau_ms).exp()
     }

@@ -1,48 +1,50 @@
 //! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates that decided.
 
 use super::params::CostModel;
-use super::state::{Estimate, Price, Size, State};
-use crate::explain::{Basis, CostBasis, CostTerms, Explanation, Rule, Terms, Weighed};
-use crate::types::{Choice, RequestView};
+use super::state::{CandidateCost, CostState, PromptSize, RecomputePrice};
+use crate::explain::{
+    CostBasis, CostTerms, DecisionRule, Explanation, PolicyBasis, PolicyTerms, WeighedCandidate,
+};
+use crate::types::{RequestView, WorkerChoice};
 
 /// A decision and how it came about.
-pub(super) struct Picked {
-    pub(super) best: Estimate,
-    pub(super) choice: Choice,
-    pub(super) rule: Rule,
+pub(super) struct ScoredChoice {
+    pub(super) best: CandidateCost,
+    pub(super) choice: WorkerChoice,
+    pub(super) rule: DecisionRule,
     pub(super) equals: usize,
     pub(super) hysteresis_ms: Option<f64>,
 }
 
-/// Inputs of `Cost::pick`. Nothing is computed before [`explain`] asks.
-pub(super) struct Weighing<'a> {
+/// Inputs of `CostPolicy::pick`. Nothing is computed before [`explain`] asks.
+pub(super) struct ScoringContext<'a> {
     policy: &'a CostModel,
-    state: &'a State,
+    state: &'a CostState,
     req: &'a RequestView<'a>,
-    options: &'a [Estimate],
+    options: &'a [CandidateCost],
     deepest: usize,
 }
 
-impl<'a> Weighing<'a> {
+impl<'a> ScoringContext<'a> {
     pub(super) fn of(
         policy: &'a CostModel,
-        state: &'a State,
+        state: &'a CostState,
         req: &'a RequestView<'a>,
-        options: &'a [Estimate],
+        options: &'a [CandidateCost],
         deepest: usize,
     ) -> Self {
         Self { policy, state, req, options, deepest }
     }
 }
 
-pub(super) fn explain(weighing: &Weighing<'_>, picked: &Picked) -> Explanation {
-    let Weighing { policy, state, req, options, deepest } = *weighing;
-    let Price { utilisation, beta, heat, price } = state.price(policy, req, deepest);
-    let Size { tokens, tokens_per_block } = state.size_of(&req.prompt);
-    let weighed = options.iter().map(|option| Weighed {
+pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> Explanation {
+    let ScoringContext { policy, state, req, options, deepest } = *weighing;
+    let RecomputePrice { utilisation, beta, heat, price } = state.price(policy, req, deepest);
+    let PromptSize { tokens, tokens_per_block } = state.size_of(&req.prompt);
+    let weighed = options.iter().map(|option| WeighedCandidate {
         id: option.id,
         load: option.load,
-        terms: Terms::Cost(CostTerms {
+        terms: PolicyTerms::Cost(CostTerms {
             cost_ms: option.cost_ms,
             held_blocks: option.held,
             cached_tokens: option.cached,
@@ -58,7 +60,7 @@ pub(super) fn explain(weighing: &Weighing<'_>, picked: &Picked) -> Explanation {
     });
     Explanation {
         policy: "cost",
-        basis: Basis::Cost(CostBasis {
+        basis: PolicyBasis::Cost(CostBasis {
             prompt_tokens: tokens,
             tokens_per_block,
             known_blocks: deepest,

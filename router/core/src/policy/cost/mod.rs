@@ -30,7 +30,7 @@
 //!
 //! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j lacks from i, as far as i's
 //! prefill does not hide it. A token takes longer from another machine than from the same, and longest from another topology
-//! domain (zone, rack), where both domains are known. [`Cost::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
+//! domain (zone, rack), where both domains are known. [`CostPolicy::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
 //! Requests and k are what this router sent, and what other routers sent as far as j reports it.
 //!
 //! Sizes are tokens. Where nobody counted them they are text units times a ratio that starts at a quarter (a token in four
@@ -59,17 +59,18 @@ use std::sync::{Mutex, MutexGuard};
 
 use rand::{Rng, RngCore};
 
-use self::explain::{Picked, Weighing, explain};
+use self::explain::{ScoredChoice, ScoringContext, explain};
 use self::params::CostModel;
 pub use self::params::CostParams;
-use self::rank::Reported;
-use self::speed::Work;
-use self::state::{Estimate, Size, State};
+use self::rank::WorkerReport;
+use self::speed::PrefillWork;
+use self::state::{CandidateCost, CostState, PromptSize};
 use super::{Policy, PolicyStats, RankStats};
-use crate::explain::{Explanation, Rule};
-use crate::kv::{News, NewsError};
+use crate::explain::{DecisionRule, Explanation};
+use crate::kv::{CacheUpdate, NewsError};
 use crate::types::{
-    Ahead, Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
+    PolicyEvent, PrefillForecast, RequestView, Role, SelectionReason, TtftEstimate, WorkerChoice,
+    WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed preference for whoever
@@ -98,50 +99,50 @@ impl ExposedPull {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Cost {
+pub struct CostPolicy {
     model: CostModel,
-    state: Mutex<State>,
+    state: Mutex<CostState>,
 }
 
-impl Cost {
+impl CostPolicy {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self { state: Mutex::new(State::new(&params)), model: CostModel { role, params } }
+        Self { state: Mutex::new(CostState::new(&params)), model: CostModel { role, params } }
     }
 
     /// Choose a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
     pub fn choose_pair(
         &self,
-        decode: &Cost,
+        decode: &CostPolicy,
         req: &RequestView<'_>,
         prefill_ready: &[WorkerView],
         decode_ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Choice)> {
+    ) -> Option<(WorkerChoice, WorkerChoice)> {
         let pair = self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, |_, _| ());
         pair.map(|[(p, ()), (d, ())]| (p, d))
     }
 
-    /// [`Cost::choose_pair`] with what was weighed.
+    /// [`CostPolicy::choose_pair`] with what was weighed.
     pub fn explain_pair(
         &self,
-        decode: &Cost,
+        decode: &CostPolicy,
         req: &RequestView<'_>,
         prefill_ready: &[WorkerView],
         decode_ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<[(Choice, Explanation); 2]> {
+    ) -> Option<[(WorkerChoice, Explanation); 2]> {
         self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, explain)
     }
 
     /// `tell` sees each side's decision and what was weighed for it.
     fn decide_pair<T>(
         &self,
-        decode: &Cost,
+        decode: &CostPolicy,
         req: &RequestView<'_>,
         [prefill_ready, decode_ready]: [&[WorkerView]; 2],
         rng: &mut dyn RngCore,
-        tell: impl Fn(&Weighing<'_>, &Picked) -> T,
-    ) -> Option<[(Choice, T); 2]> {
+        tell: impl Fn(&ScoringContext<'_>, &ScoredChoice) -> T,
+    ) -> Option<[(WorkerChoice, T); 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
         let (mut p, deepest) = ours.estimate(&self.model, req, prefill_ready);
         let (mut d, known) = theirs.estimate(&decode.model, req, decode_ready);
@@ -150,7 +151,7 @@ impl Cost {
             keep_cheapest(&mut d);
         }
         let size = ours.size_of(&req.prompt);
-        let pull = |i: &Estimate, j: &Estimate| decode.exposed_pull(i, j, size);
+        let pull = |i: &CandidateCost, j: &CandidateCost| decode.exposed_pull(i, j, size);
         // What the best decode worker for i adds decides over i; then the best for the chosen one.
         for i in &mut p {
             let joint = d.iter().map(|j| {
@@ -170,8 +171,8 @@ impl Cost {
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
-            let told = tell(&Weighing::of(&self.model, &ours, req, &p, deepest), &first);
-            let other = tell(&Weighing::of(&decode.model, &theirs, req, &d, known), &second);
+            let told = tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
+            let other = tell(&ScoringContext::of(&decode.model, &theirs, req, &d, known), &second);
             Some([(first.choice, told), (second.choice, other)])
         });
         ours.scratch.options = p;
@@ -180,12 +181,12 @@ impl Cost {
     }
 
     /// A worker's replica tells what the worker has cached ([`crate::kv`]).
-    pub fn reconcile(&self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+    pub fn reconcile(&self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
         self.lock().reconcile(worker, news)
     }
 
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not hide it.
-    fn exposed_pull(&self, i: &Estimate, j: &Estimate, size: Size) -> ExposedPull {
+    fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
         let to_pull = (size.tokens - j.cached).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
         let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
@@ -207,8 +208,8 @@ impl Cost {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-        tell: impl Fn(&Weighing<'_>, &Picked) -> T,
-    ) -> Option<(Choice, T)> {
+        tell: impl Fn(&ScoringContext<'_>, &ScoredChoice) -> T,
+    ) -> Option<(WorkerChoice, T)> {
         let mut state = self.lock();
         let (mut options, deepest) = state.estimate(&self.model, req, ready);
         let size = state.size_of(&req.prompt);
@@ -222,7 +223,8 @@ impl Cost {
         let is_stale = self.model.role != Role::Decode
             && state.is_stale(&self.model.params, req.now_ms as f64);
         let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let told = tell(&Weighing::of(&self.model, &state, req, &options, deepest), &picked);
+            let told =
+                tell(&ScoringContext::of(&self.model, &state, req, &options, deepest), &picked);
             (picked.choice, told)
         });
         state.scratch.options = options;
@@ -233,44 +235,48 @@ impl Cost {
     /// holds; above any number for decode workers, which have no holder to stay with.
     fn pick(
         &self,
-        options: &[Estimate],
+        options: &[CandidateCost],
         deepest: usize,
-        size: Size,
+        size: PromptSize,
         is_stale: bool,
         rng: &mut dyn RngCore,
-    ) -> Option<Picked> {
-        let ttft_ms = |option: &Estimate| (option.backlog_ms + option.prefill_ms).round() as u32;
-        let cached = |option: &Estimate| option.cached.round() as u32;
-        let picked = |(best, equals): (Estimate, usize), rule, kind: fn(Forecast) -> Why| Picked {
-            choice: Choice {
-                worker: best.id,
-                why: match options.len() {
-                    1 => Why::Only,
-                    _ => kind(Forecast {
-                        prompt_tokens: size.tokens.round() as u32,
-                        cached_tokens: cached(&best),
-                        ttft_ms: ttft_ms(&best),
-                        best_cached_tokens: options.iter().map(cached).max().unwrap_or(0),
-                        best_ttft_ms: options.iter().map(ttft_ms).min().unwrap_or(0),
-                    }),
+    ) -> Option<ScoredChoice> {
+        let ttft_ms =
+            |option: &CandidateCost| (option.backlog_ms + option.prefill_ms).round() as u32;
+        let cached = |option: &CandidateCost| option.cached.round() as u32;
+        let picked =
+            |(best, equals): (CandidateCost, usize),
+             rule,
+             kind: fn(PrefillForecast) -> SelectionReason| ScoredChoice {
+                choice: WorkerChoice {
+                    worker: best.id,
+                    why: match options.len() {
+                        1 => SelectionReason::Only,
+                        _ => kind(PrefillForecast {
+                            prompt_tokens: size.tokens.round() as u32,
+                            cached_tokens: cached(&best),
+                            ttft_ms: ttft_ms(&best),
+                            best_cached_tokens: options.iter().map(cached).max().unwrap_or(0),
+                            best_ttft_ms: options.iter().map(ttft_ms).min().unwrap_or(0),
+                        }),
+                    },
                 },
-            },
-            best,
-            equals,
-            rule,
-            hysteresis_ms: None,
-        };
+                best,
+                equals,
+                rule,
+                hysteresis_ms: None,
+            };
         if is_stale && options.len() > 2 {
             let best = sampled(options, rng)?;
-            return Some(picked((best, 1), Rule::Sampled, Why::Sampled));
+            return Some(picked((best, 1), DecisionRule::Sampled, SelectionReason::Sampled));
         }
         let cheapest = cheapest(options, |_| true, rng)?;
         let most = options.iter().map(|option| option.held).max().unwrap_or(0);
         if most == 0 || deepest == 0 {
-            return Some(picked(cheapest, Rule::LeastCost, Why::NoPrefix));
+            return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::NoPrefix));
         }
         if cheapest.0.held == most {
-            return Some(picked(cheapest, Rule::LeastCost, Why::BestHolder));
+            return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::BestHolder));
         }
         let holder = self::cheapest(options, |option| option.held == most, rng)?;
         let margin = (self.model.params.hysteresis_fraction * holder.0.cost_ms)
@@ -278,8 +284,8 @@ impl Cost {
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
         let is_near = hysteresis_ms.is_some_and(|ms| holder.0.cost_ms - cheapest.0.cost_ms < ms);
         let mut picked = match is_near {
-            true => picked(holder, Rule::Hysteresis, Why::BestHolder),
-            false => picked(cheapest, Rule::LeastCost, Why::Cheaper),
+            true => picked(holder, DecisionRule::Hysteresis, SelectionReason::BestHolder),
+            false => picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper),
         };
         picked.hysteresis_ms = hysteresis_ms;
         Some(picked)
@@ -287,12 +293,12 @@ impl Cost {
 
     /// A panic inside may have left the state half changed. It only predicts, so it starts anew with the same workers
     /// rather than taking every later request down.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CostState> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             let workers: Vec<(WorkerId, WorkerFacts)> =
                 state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
-            *state = State::new(&self.model.params);
+            *state = CostState::new(&self.model.params);
             workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
             self.state.clear_poison();
             state
@@ -302,14 +308,14 @@ impl Cost {
 
 /// The option with the least cost among those that pass, and of how many equal ones; see the module for ties.
 fn cheapest(
-    options: &[Estimate],
-    passes: impl Fn(&Estimate) -> bool,
+    options: &[CandidateCost],
+    passes: impl Fn(&CandidateCost) -> bool,
     rng: &mut dyn RngCore,
-) -> Option<(Estimate, usize)> {
+) -> Option<(CandidateCost, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
     let least = passing().map(|option| option.cost_ms).min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
-    let rank = |a: &Estimate, b: &Estimate| {
+    let rank = |a: &CandidateCost, b: &CandidateCost| {
         let counts = (a.size, a.load).cmp(&(b.size, b.load));
         counts.then(a.recent_ms.total_cmp(&b.recent_ms))
     };
@@ -326,8 +332,8 @@ fn cheapest(
 }
 
 /// The cheaper of two drawn from the cheapest few.
-fn sampled(options: &[Estimate], rng: &mut dyn RngCore) -> Option<Estimate> {
-    let mut top: [Option<Estimate>; STALE_TOP] = [None; STALE_TOP];
+fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<CandidateCost> {
+    let mut top: [Option<CandidateCost>; STALE_TOP] = [None; STALE_TOP];
     for option in options {
         let mut insert = Some(*option);
         for place in &mut top {
@@ -342,14 +348,14 @@ fn sampled(options: &[Estimate], rng: &mut dyn RngCore) -> Option<Estimate> {
     top[first.min(if other >= first { other + 1 } else { other })]
 }
 
-fn keep_cheapest(options: &mut Vec<Estimate>) {
+fn keep_cheapest(options: &mut Vec<CandidateCost>) {
     if options.len() > BEST_OF_SIDE {
         options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| a.cost_ms.total_cmp(&b.cost_ms));
         options.truncate(BEST_OF_SIDE);
     }
 }
 
-impl Policy for Cost {
+impl Policy for CostPolicy {
     fn name(&self) -> &'static str {
         "cost"
     }
@@ -358,7 +364,7 @@ impl Policy for Cost {
         true
     }
 
-    fn as_cost(&self) -> Option<&Cost> {
+    fn as_cost(&self) -> Option<&CostPolicy> {
         Some(self)
     }
 
@@ -367,7 +373,7 @@ impl Policy for Cost {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<Choice> {
+    ) -> Option<WorkerChoice> {
         let decided = self.decide(req, ready, rng, |_, _| ());
         decided.map(|(choice, ())| choice)
     }
@@ -377,48 +383,49 @@ impl Policy for Cost {
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-    ) -> Option<(Choice, Explanation)> {
+    ) -> Option<(WorkerChoice, Explanation)> {
         self.decide(req, ready, rng, explain)
     }
 
-    fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<Ahead> {
+    fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
         if self.model.role == Role::Decode {
             return None; // it computes no prompts
         }
         let mut state = self.lock();
         let (options, _) = state.estimate(&self.model, req, ready);
-        let ahead = options
-            .iter()
-            .map(|option| Ahead { queue_ms: option.backlog_ms, prefill_ms: option.prefill_ms });
+        let ahead = options.iter().map(|option| TtftEstimate {
+            queue_ms: option.backlog_ms,
+            prefill_ms: option.prefill_ms,
+        });
         let soonest = ahead.min_by(|a, b| {
-            let sum = |ahead: &Ahead| ahead.queue_ms + ahead.prefill_ms;
+            let sum = |ahead: &TtftEstimate| ahead.queue_ms + ahead.prefill_ms;
             sum(a).total_cmp(&sum(b))
         });
         state.scratch.options = options;
         soonest
     }
 
-    fn observe(&self, event: &Event<'_>) {
+    fn observe(&self, event: &PolicyEvent<'_>) {
         let mut state = self.lock();
         match *event {
-            Event::Routed { ticket, worker, request, tells_first_token } => {
+            PolicyEvent::Routed { ticket, worker, request, tells_first_token } => {
                 state.routed(&self.model, ticket, worker, request, tells_first_token)
             }
-            Event::FirstToken { ticket, worker, now_ms } => {
+            PolicyEvent::FirstToken { ticket, worker, now_ms } => {
                 state.first_token(ticket, worker, now_ms as f64)
             }
-            Event::Usage { ticket, worker, usage } => {
+            PolicyEvent::Usage { ticket, worker, usage } => {
                 state.usage(self.model.role, ticket, worker, usage)
             }
-            Event::Finished { ticket, worker, is_kept, hashes, now_ms } => {
+            PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
                 state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
             }
-            Event::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                let told = Reported { queued_tokens, running, age_ms };
+            PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                let told = WorkerReport { queued_tokens, running, age_ms };
                 state.reported(&self.model, worker, told, now_ms as f64);
             }
-            Event::WorkerAdded { worker, facts } => state.add(worker, facts),
-            Event::WorkerGone { worker } => {
+            PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
+            PolicyEvent::WorkerGone { worker } => {
                 state.ranks.remove(&worker);
                 state.holdings.gone(worker);
             }
@@ -435,7 +442,7 @@ impl Policy for Cost {
             announced: state.holdings.announced(worker),
             backlog_ms: rank.queued_ms(now_ms as f64),
             confidence: rank.confidence,
-            ms_per_kilotoken: rank.speed(state.speed, now_ms as f64).ms(Work::of(1e3, 0.0)),
+            ms_per_kilotoken: rank.speed(state.speed, now_ms as f64).ms(PrefillWork::of(1e3, 0.0)),
         });
         PolicyStats {
             ranks: ranks.collect(),

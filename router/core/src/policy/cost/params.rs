@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::rank::Rank;
+use super::rank::RankEstimate;
 use crate::types::Role;
 
 /// Parameters of `cost`.
@@ -68,13 +68,19 @@ impl CostModel {
         self.params.utilisation_secs * 1e3
     }
 
-    pub(super) fn capacity_tokens(&self, rank: &Rank) -> f64 {
+    pub(super) fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
         let told = rank.facts.capacity_tokens;
         told.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
     }
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.
-    pub(super) fn decode_ms(&self, rank: &Rank, load: usize, tokens: f64, now_ms: f64) -> f64 {
+    pub(super) fn decode_ms(
+        &self,
+        rank: &RankEstimate,
+        load: usize,
+        tokens: f64,
+        now_ms: f64,
+    ) -> f64 {
         let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
         let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);
         self.params.request_ms * load as f64 + self.params.kv_ms * used / (1.0 - used)

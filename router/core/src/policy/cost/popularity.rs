@@ -11,9 +11,9 @@ const COLD: f64 = 0.1;
 
 /// By the hash of a prefix's last block: (count, when it was that).
 #[derive(Debug, Default)]
-pub struct Heat(HashMap<u64, (f64, f64)>);
+pub struct PrefixPopularity(HashMap<u64, (f64, f64)>);
 
-impl Heat {
+impl PrefixPopularity {
     /// Decayed arrivals at this prefix.
     pub fn of(&self, hash: u64, now_ms: f64) -> f64 {
         self.0.get(&hash).map_or(0.0, |at| decayed(*at, now_ms))
@@ -41,7 +41,7 @@ mod tests {
 
     #[test]
     fn arrivals_add_up_and_fade() {
-        let mut heat = Heat::default();
+        let mut heat = PrefixPopularity::default();
         assert_eq!(heat.of(1, 0.0), 0.0);
         (0..3).for_each(|_| heat.arrived(1, 0.0));
         assert_eq!(heat.of(1, 0.0), 3.0);
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn the_map_is_bounded_and_hot_prefixes_outlive_cold_ones() {
-        let mut heat = Heat::default();
+        let mut heat = PrefixPopularity::default();
         (0..MAX_PREFIXES as u64 - 1).for_each(|hash| heat.arrived(hash, 0.0));
         (0..100).for_each(|_| heat.arrived(u64::MAX, 30_000.0));
         heat.arrived(u64::MAX - 1, 30_000.0);

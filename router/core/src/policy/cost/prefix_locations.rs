@@ -11,9 +11,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::kv::{KvIndex, KvRank, News, NewsError};
-use crate::prefix_tree::{PrefixTree, Stamp};
-use crate::prompt::Prompt;
+use crate::kv::{CacheUpdate, KvIndex, KvRank, NewsError};
+use crate::prefix_tree::{AccessStamp, PrefixTree};
+use crate::prompt::PromptView;
 use crate::types::WorkerId;
 
 /// How long after a first token the rank's announcement may take [ms]. It comes with the token, or a step later.
@@ -27,7 +27,7 @@ const TRUSTED: f64 = 0.95;
 
 /// Cached part of one prompt at one rank.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Held {
+pub(super) struct PrefixMatch {
     pub blocks: usize,
     source: Source,
 }
@@ -40,7 +40,7 @@ enum Source {
     Doubtful,
 }
 
-impl Held {
+impl PrefixMatch {
     /// Tokens that need not be computed, of `tokens` in blocks of `tokens_per_block`.
     pub fn cached_tokens(self, tokens: f64, tokens_per_block: f64, confidence: f64) -> f64 {
         let believed = |share: f64| (self.blocks as f64 * tokens_per_block * share).min(tokens);
@@ -58,18 +58,18 @@ impl Held {
 
 /// Note about one request.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Note {
-    Remembered(Stamp),
-    Booked(Stamp),
+pub(super) enum InsertionReceipt {
+    Remembered(AccessStamp),
+    Booked(AccessStamp),
 }
 
 #[derive(Debug)]
-pub(super) struct Holdings {
+pub(super) struct PrefixLocations {
     remembered: PrefixTree<[u64]>,
     announced: KvIndex,
     booked: PrefixTree<[u64]>,
     /// When each booking ends, in the order they were made.
-    bookings: BTreeMap<WorkerId, BTreeMap<Stamp, f64>>,
+    bookings: BTreeMap<WorkerId, BTreeMap<AccessStamp, f64>>,
     max_bytes: usize,
     /// Buffer of `held_by`.
     found: Vec<usize>,
@@ -82,7 +82,7 @@ pub(super) struct HoldingsStats {
     pub evicted_total: u64,
 }
 
-impl Holdings {
+impl PrefixLocations {
     pub fn new(max_bytes: usize) -> Self {
         Self {
             remembered: PrefixTree::new(max_bytes),
@@ -108,7 +108,7 @@ impl Holdings {
     }
 
     /// Take the news of a rank's replica.
-    pub fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
         let taken = self.announced.reconcile(worker, news);
         // What is announced goes before what is remembered, up to its share.
         let left = self.max_bytes - self.max_bytes / 8;
@@ -122,7 +122,7 @@ impl Holdings {
         self.announced.rank(worker)
     }
 
-    fn exact(&self, worker: WorkerId, prompt: &Prompt<'_>) -> Option<KvRank> {
+    fn exact(&self, worker: WorkerId, prompt: &PromptView<'_>) -> Option<KvRank> {
         let rank = self.announced.rank(worker)?;
         (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
     }
@@ -130,9 +130,9 @@ impl Holdings {
     /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many blocks anybody holds.
     pub fn held_by(
         &mut self,
-        prompt: &Prompt<'_>,
+        prompt: &PromptView<'_>,
         workers: &[WorkerId],
-        held: &mut Vec<Held>,
+        held: &mut Vec<PrefixMatch>,
         now_ms: f64,
     ) -> usize {
         self.expire(now_ms);
@@ -141,7 +141,7 @@ impl Holdings {
         found.resize(workers.len(), 0);
         let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
         held.clear();
-        held.extend(found.iter().map(|&blocks| Held { blocks, source: Source::Remembered }));
+        held.extend(found.iter().map(|&blocks| PrefixMatch { blocks, source: Source::Remembered }));
         if self.announced.is_idle() || !prompt.is_of_tokens() {
             return deepest;
         }
@@ -149,10 +149,13 @@ impl Holdings {
         for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
             match self.announced.rank(*worker) {
                 Some(rank) if rank.is_exact => {
-                    *held = Held { blocks: announced, source: Source::Announced(rank) };
+                    *held = PrefixMatch { blocks: announced, source: Source::Announced(rank) };
                 }
                 Some(_) => {
-                    *held = Held { blocks: announced.max(held.blocks), source: Source::Doubtful };
+                    *held = PrefixMatch {
+                        blocks: announced.max(held.blocks),
+                        source: Source::Doubtful,
+                    };
                 }
                 None => {}
             }
@@ -178,25 +181,25 @@ impl Holdings {
     pub fn sent(
         &mut self,
         worker: WorkerId,
-        prompt: &Prompt<'_>,
+        prompt: &PromptView<'_>,
         most: Option<usize>,
         now_ms: f64,
-    ) -> Note {
+    ) -> InsertionReceipt {
         if self.exact(worker, prompt).is_some() {
             let stamp = self.booked.insert(worker, prompt.hashes);
             let bookings = self.bookings.entry(worker).or_default();
             bookings.insert(stamp, now_ms + BOOKED_MS);
-            return Note::Booked(stamp);
+            return InsertionReceipt::Booked(stamp);
         }
         if let Some(most) = most {
             self.remembered.add(worker, most);
         }
-        Note::Remembered(self.remembered.insert(worker, prompt.hashes))
+        InsertionReceipt::Remembered(self.remembered.insert(worker, prompt.hashes))
     }
 
     /// Note that it was prefilled: the rank announces what it stored.
-    pub fn prefilled(&mut self, worker: WorkerId, note: Note, now_ms: f64) {
-        if let Note::Booked(stamp) = note
+    pub fn prefilled(&mut self, worker: WorkerId, note: InsertionReceipt, now_ms: f64) {
+        if let InsertionReceipt::Booked(stamp) = note
             && let Some(bookings) = self.bookings.get_mut(&worker)
             && let Some(end_ms) = bookings.get_mut(&stamp)
         {
@@ -205,10 +208,18 @@ impl Holdings {
     }
 
     /// Note that it failed before it was prefilled: take back what it alone claimed beyond the first `keep` blocks.
-    pub fn failed(&mut self, worker: WorkerId, hashes: &[u64], note: Note, keep: usize) {
+    pub fn failed(
+        &mut self,
+        worker: WorkerId,
+        hashes: &[u64],
+        note: InsertionReceipt,
+        keep: usize,
+    ) {
         match note {
-            Note::Remembered(stamp) => self.remembered.retract(worker, hashes, stamp, keep),
-            Note::Booked(stamp) => {
+            InsertionReceipt::Remembered(stamp) => {
+                self.remembered.retract(worker, hashes, stamp, keep)
+            }
+            InsertionReceipt::Booked(stamp) => {
                 self.booked.retract(worker, hashes, stamp, 0);
                 if let Some(bookings) = self.bookings.get_mut(&worker) {
                     bookings.remove(&stamp);

@@ -2,21 +2,21 @@
 //!
 //! The life of a prompt here:
 //!
-//! 1. sent: it joins the queue with its predicted time ([`Rank::sent`]);
+//! 1. sent: it joins the queue with its predicted time ([`RankEstimate::sent`]);
 //! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation of speed
-//!    ([`Rank::first_token`]). Prompts whose first tokens come together were computed together and are observed together.
+//!    ([`RankEstimate::first_token`]). Prompts whose first tokens come together were computed together and are observed together.
 //!    An engine that takes the shortest first works at several in turns: there a whole busy period is one observation;
 //! 3. a request that does not stream shows no first token: its prompt leaves when the predicted time is over. Its end is an
-//!    observation of prefill and output together, where no stream took part ([`Rank::answered`]);
-//! 4. it fails or its client leaves: it leaves without an observation ([`Rank::ended`]).
+//!    observation of prefill and output together, where no stream took part ([`RankEstimate::answered`]);
+//! 4. it fails or its client leaves: it leaves without an observation ([`RankEstimate::ended`]).
 //!
 //! The prompts run one after the other, as far as this knows; the head of the queue began when the one before left.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::decay::Decayed;
-use super::speed::{Pace, Speed, Work};
-use crate::types::{QueueOrder, RunningLoad, Ticket, WorkerFacts};
+use super::decay::DecayingSum;
+use super::speed::{ObservedPace, PrefillSpeed, PrefillWork};
+use crate::types::{QueueOrder, RunningLoad, SendTicket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].
 const ONE_STEP_MS: f64 = 2.0;
@@ -38,7 +38,7 @@ const MOST_REQUESTS: u64 = 1 << 16;
 
 /// A worker's report of its load: see [`crate::types::Event::Reported`].
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Reported {
+pub(super) struct WorkerReport {
     pub(super) queued_tokens: u64,
     pub(super) running: Option<RunningLoad>,
     pub(super) age_ms: u64,
@@ -46,8 +46,8 @@ pub(super) struct Reported {
 
 /// A prompt that was sent and shows no first token yet.
 #[derive(Debug, Clone)]
-pub struct Pending {
-    pub ticket: Ticket,
+pub struct PendingPrompt {
+    pub ticket: SendTicket,
     pub uncached: f64,
     pub cached: f64,
     pub predicted_ms: f64,
@@ -57,18 +57,18 @@ pub struct Pending {
 }
 
 #[derive(Debug, Default)]
-pub struct Rank {
+pub struct RankEstimate {
     pub facts: WorkerFacts,
     /// Tokens of KV that this router's requests use or will use: the sum of `bookings`.
     pub kv_tokens: f64,
     /// This router's requests that decode here.
-    bookings: BTreeMap<Ticket, Booking>,
+    bookings: BTreeMap<SendTicket, Booking>,
     /// How much of what the index says it holds is found there, 0 to 1, from what it reports.
     pub confidence: f64,
-    pub report: Option<Report>,
+    pub report: Option<QueueReport>,
     /// Predicted work sent here.
-    pub work: Decayed,
-    queue: VecDeque<Pending>,
+    pub work: DecayingSum,
+    queue: VecDeque<PendingPrompt>,
     /// Sum of the queue's predicted times.
     queued_ms: f64,
     /// When the head began to run.
@@ -78,14 +78,14 @@ pub struct Rank {
     silent: usize,
     is_disturbed: bool,
     /// First tokens of the last step (or busy period) and its time, not yet learned from: more of them may come.
-    together: Option<(Work, f64, usize)>,
+    together: Option<(PrefillWork, f64, usize)>,
     /// Requests in flight that stream, and when one was last sent or ended.
     streams: usize,
     streamed_ms: f64,
     /// When the last answer that does not stream ended, and what is not yet learned from such answers.
     answered_ms: f64,
-    answers: Option<(Work, f64, usize)>,
-    pace: Pace,
+    answers: Option<(PrefillWork, f64, usize)>,
+    pace: ObservedPace,
     /// True once its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
     is_warm: bool,
 }
@@ -99,7 +99,7 @@ struct Booking {
 
 /// The worker's own report of its queue and its running batch.
 #[derive(Debug, Clone, Copy)]
-pub struct Report {
+pub struct QueueReport {
     /// Work of other routers' prompts at that time [ms].
     pub others_ms: f64,
     /// Requests of other routers at that time, and the KV beyond what this router booked.
@@ -114,19 +114,19 @@ pub struct OthersLoad {
     pub kv_tokens: f64,
 }
 
-impl Report {
+impl QueueReport {
     fn is_current(&self, now_ms: f64) -> bool {
         now_ms - self.at_ms <= REPORT_LIFE_MS
     }
 }
 
-impl Rank {
+impl RankEstimate {
     pub fn new(facts: WorkerFacts) -> Self {
         Self { facts, confidence: 1.0, ..Self::default() }
     }
 
     /// Prefill speed, given the fleet's.
-    pub fn speed(&self, fleet: Speed, now_ms: f64) -> Speed {
+    pub fn speed(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
         self.pace.of(fleet, now_ms)
     }
 
@@ -138,9 +138,15 @@ impl Rank {
 
     /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is others'. Of the report, what
     /// this router sent and the worker has finished since is taken for others' too, but then it has run off
-    /// ([`Rank::others_ms`]). An older report than the one known says nothing.
+    /// ([`RankEstimate::others_ms`]). An older report than the one known says nothing.
     /// A number that no worker can mean is no report: a worker that reports nonsense is not passed over for it.
-    pub fn reported(&mut self, told: Reported, capacity_tokens: f64, fleet: Speed, now_ms: f64) {
+    pub fn reported(
+        &mut self,
+        told: WorkerReport,
+        capacity_tokens: f64,
+        fleet: PrefillSpeed,
+        now_ms: f64,
+    ) {
         let at_ms = now_ms - told.age_ms as f64;
         if self.report.is_some_and(|known| known.at_ms > at_ms) {
             return;
@@ -153,12 +159,13 @@ impl Rank {
         }
         let others = (told.queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
         let speed = self.speed(fleet, now_ms);
-        let others_ms = speed.ms(Work::of(others, 0.0)) - speed.ms(Work::of(0.0, 0.0));
+        let others_ms =
+            speed.ms(PrefillWork::of(others, 0.0)) - speed.ms(PrefillWork::of(0.0, 0.0));
         let others = told.running.map(|running| {
             let used = running.pages_used as f64 / running.pages.max(1) as f64;
             self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
         });
-        self.report = Some(Report { others_ms, others: others.unwrap_or_default(), at_ms });
+        self.report = Some(QueueReport { others_ms, others: others.unwrap_or_default(), at_ms });
     }
 
     /// The part of a load at `at_ms` that this router's requests do not explain.
@@ -172,13 +179,13 @@ impl Rank {
     }
 
     /// A request of this router will take `kv_tokens` here until it ends.
-    pub fn book(&mut self, ticket: Ticket, kv_tokens: f64, sent_ms: f64) {
+    pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
         let booking = Booking { kv_tokens, sent_ms };
         self.bookings.insert(ticket, booking);
         self.kv_tokens += kv_tokens;
     }
 
-    fn unbook(&mut self, ticket: Ticket) {
+    fn unbook(&mut self, ticket: SendTicket) {
         if let Some(booking) = self.bookings.remove(&ticket) {
             self.kv_tokens -= booking.kv_tokens;
         }
@@ -193,7 +200,7 @@ impl Rank {
         report.map_or(OthersLoad::default(), |report| report.others)
     }
 
-    pub fn sent(&mut self, pending: Pending) {
+    pub fn sent(&mut self, pending: PendingPrompt) {
         self.settle(pending.sent_ms);
         if self.queue.is_empty() {
             self.since_ms = pending.sent_ms;
@@ -205,19 +212,19 @@ impl Rank {
     }
 
     /// The worker counted the prompt: what is known better replaces what was predicted.
-    pub fn counted(&mut self, ticket: Ticket, uncached: f64, cached: f64) {
+    pub fn counted(&mut self, ticket: SendTicket, uncached: f64, cached: f64) {
         if let Some(pending) = self.queue.iter_mut().find(|p| p.ticket == ticket) {
             (pending.uncached, pending.cached) = (uncached, cached);
         }
     }
 
     /// Returns what was observed: work and its time.
-    pub fn first_token(&mut self, ticket: Ticket, now_ms: f64) -> Option<(Work, f64)> {
+    pub fn first_token(&mut self, ticket: SendTicket, now_ms: f64) -> Option<(PrefillWork, f64)> {
         let observed = self.observed(ticket, now_ms)?;
         std::mem::replace(&mut self.is_warm, true).then_some(observed)
     }
 
-    fn observed(&mut self, ticket: Ticket, now_ms: f64) -> Option<(Work, f64)> {
+    fn observed(&mut self, ticket: SendTicket, now_ms: f64) -> Option<(PrefillWork, f64)> {
         self.settle(now_ms);
         let pending = self.remove(ticket)?;
         let took_ms = (now_ms - self.since_ms).max(0.0);
@@ -226,7 +233,7 @@ impl Rank {
             self.together = None;
             return None;
         }
-        let work = Work::of(pending.uncached, pending.cached);
+        let work = PrefillWork::of(pending.uncached, pending.cached);
         match self.facts.order {
             QueueOrder::Arrival if took_ms >= ONE_STEP_MS => {
                 let before = self.together.replace((work, took_ms, 1));
@@ -256,7 +263,12 @@ impl Rank {
     }
 
     /// An answer that does not stream ended: all of `work`, its output included, since the one before ended.
-    pub fn answered(&mut self, work: Work, sent_ms: f64, now_ms: f64) -> Option<(Work, f64)> {
+    pub fn answered(
+        &mut self,
+        work: PrefillWork,
+        sent_ms: f64,
+        now_ms: f64,
+    ) -> Option<(PrefillWork, f64)> {
         let begin_ms = sent_ms.max(std::mem::replace(&mut self.answered_ms, now_ms));
         if self.streams > 0 || self.streamed_ms > begin_ms {
             self.answers = None;
@@ -272,12 +284,12 @@ impl Rank {
     }
 
     /// Learn from what was observed here, against what the fleet would have taken.
-    pub fn learn(&mut self, (work, took_ms): (Work, f64), fleet: Speed, now_ms: f64) {
+    pub fn learn(&mut self, (work, took_ms): (PrefillWork, f64), fleet: PrefillSpeed, now_ms: f64) {
         self.pace.observe(fleet.ms(work), took_ms, now_ms);
     }
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
-    pub fn ended(&mut self, ticket: Ticket, now_ms: f64) -> bool {
+    pub fn ended(&mut self, ticket: SendTicket, now_ms: f64) -> bool {
         self.unbook(ticket);
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
@@ -291,7 +303,7 @@ impl Rank {
         pending.tells
     }
 
-    fn remove(&mut self, ticket: Ticket) -> Option<Pending> {
+    fn remove(&mut self, ticket: SendTicket) -> Option<PendingPrompt> {
         let at = self.queue.iter().position(|p| p.ticket == ticket)?;
         let pending = self.queue.remove(at)?;
         self.silent -= usize::from(!pending.tells);
@@ -368,7 +380,11 @@ impl Rank {
 }
 
 /// Returns how many prompts are gathered now.
-fn gather(together: &mut Option<(Work, f64, usize)>, work: Work, took_ms: f64) -> usize {
+fn gather(
+    together: &mut Option<(PrefillWork, f64, usize)>,
+    work: PrefillWork,
+    took_ms: f64,
+) -> usize {
     let so_far = together.get_or_insert_default();
     *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
     so_far.2
@@ -378,9 +394,9 @@ fn gather(together: &mut Option<(Work, f64, usize)>, work: Work, took_ms: f64) -
 mod tests {
     use super::*;
 
-    fn pending(ticket: u64, predicted_ms: f64, sent_ms: f64, tells: bool) -> Pending {
-        Pending {
-            ticket: Ticket(ticket),
+    fn pending(ticket: u64, predicted_ms: f64, sent_ms: f64, tells: bool) -> PendingPrompt {
+        PendingPrompt {
+            ticket: SendTicket(ticket),
             uncached: predicted_ms * 10.0,
             cached: 0.0,
             predicted_ms,
@@ -389,19 +405,19 @@ mod tests {
         }
     }
 
-    fn rank(order: QueueOrder) -> Rank {
+    fn rank(order: QueueOrder) -> RankEstimate {
         let facts = WorkerFacts { order, ..WorkerFacts::default() };
-        Rank { is_warm: true, ..Rank::new(facts) }
+        RankEstimate { is_warm: true, ..RankEstimate::new(facts) }
     }
 
     #[test]
     fn the_first_observation_is_dropped() {
-        let mut rank = Rank::new(WorkerFacts::default());
+        let mut rank = RankEstimate::new(WorkerFacts::default());
         let seen: Vec<bool> = (1..=4)
             .map(|ticket| {
                 let at_ms = 100.0 * ticket as f64;
                 rank.sent(pending(ticket, 10.0, at_ms, true));
-                rank.first_token(Ticket(ticket), at_ms + 10.0).is_some()
+                rank.first_token(SendTicket(ticket), at_ms + 10.0).is_some()
             })
             .collect();
         assert_eq!(seen, [false, false, true, true]); // each is seen with the next
@@ -415,9 +431,9 @@ mod tests {
         assert_eq!(rank.backlog_ms(0.0, 1_030.0), 120.0);
         // Slower than predicted: its own time is used up, the other's is not.
         assert_eq!(rank.backlog_ms(0.0, 1_500.0), 50.0);
-        assert!(rank.first_token(Ticket(1), 1_500.0).is_none());
+        assert!(rank.first_token(SendTicket(1), 1_500.0).is_none());
         assert_eq!(rank.backlog_ms(0.0, 1_520.0), 30.0);
-        rank.first_token(Ticket(2), 1_540.0);
+        rank.first_token(SendTicket(2), 1_540.0);
         assert_eq!(rank.backlog_ms(0.0, 1_540.0), 0.0);
     }
 
@@ -428,12 +444,15 @@ mod tests {
         rank.sent(pending(2, 100.0, 0.0, true));
         assert_eq!(rank.backlog_ms(0.0, 130.0), 70.0);
         // Whatever silent prompts did to the interval teaches nothing.
-        assert!(rank.first_token(Ticket(2), 200.0).is_none());
+        assert!(rank.first_token(SendTicket(2), 200.0).is_none());
         rank.sent(pending(3, 10.0, 300.0, true));
-        rank.first_token(Ticket(3), 330.0);
+        rank.first_token(SendTicket(3), 330.0);
         rank.sent(pending(4, 10.0, 400.0, true));
-        assert_eq!(rank.first_token(Ticket(4), 430.0), Some((Work::of(100.0, 0.0), 30.0)));
-        assert!(!rank.ended(Ticket(1), 500.0) && !rank.ended(Ticket(4), 500.0));
+        assert_eq!(
+            rank.first_token(SendTicket(4), 430.0),
+            Some((PrefillWork::of(100.0, 0.0), 30.0))
+        );
+        assert!(!rank.ended(SendTicket(1), 500.0) && !rank.ended(SendTicket(4), 500.0));
     }
 
     #[test]
@@ -442,14 +461,14 @@ mod tests {
         for ticket in 1..=3 {
             rank.sent(pending(ticket, 10.0, 0.0, true));
         }
-        assert!(rank.first_token(Ticket(2), 60.0).is_none());
-        assert!(rank.first_token(Ticket(1), 60.0).is_none());
-        let two = Work::of(100.0, 0.0).and(Work::of(100.0, 0.0));
-        assert_eq!(rank.first_token(Ticket(3), 80.0), Some((two, 60.0)));
+        assert!(rank.first_token(SendTicket(2), 60.0).is_none());
+        assert!(rank.first_token(SendTicket(1), 60.0).is_none());
+        let two = PrefillWork::of(100.0, 0.0).and(PrefillWork::of(100.0, 0.0));
+        assert_eq!(rank.first_token(SendTicket(3), 80.0), Some((two, 60.0)));
         rank.sent(pending(4, 10.0, 100.0, true));
         rank.sent(pending(5, 10.0, 100.0, true));
-        assert!(rank.ended(Ticket(4), 130.0), "no first token was seen");
-        assert!(rank.first_token(Ticket(5), 140.0).is_none());
+        assert!(rank.ended(SendTicket(4), 130.0), "no first token was seen");
+        assert!(rank.first_token(SendTicket(5), 140.0).is_none());
         assert_eq!(rank.backlog_ms(0.0, 140.0), 0.0);
     }
 
@@ -476,15 +495,15 @@ mod tests {
         let mut rank = rank(QueueOrder::ShortestFirst);
         rank.sent(pending(1, 100.0, 0.0, true));
         rank.sent(pending(2, 10.0, 50.0, true)); // overtakes the first
-        assert!(rank.first_token(Ticket(2), 70.0).is_none());
-        let both = Work::of(100.0, 0.0).and(Work::of(1_000.0, 0.0));
-        assert_eq!(rank.first_token(Ticket(1), 120.0), Some((both, 120.0)));
+        assert!(rank.first_token(SendTicket(2), 70.0).is_none());
+        let both = PrefillWork::of(100.0, 0.0).and(PrefillWork::of(1_000.0, 0.0));
+        assert_eq!(rank.first_token(SendTicket(1), 120.0), Some((both, 120.0)));
         for ticket in 10..10 + BUSY_PERIOD as u64 {
             rank.sent(pending(ticket, 10.0, 200.0, true));
         }
         rank.sent(pending(99, 10.0, 200.0, true));
         let seen: Vec<bool> = (10..10 + BUSY_PERIOD as u64)
-            .map(|ticket| rank.first_token(Ticket(ticket), 200.0 + ticket as f64).is_some())
+            .map(|ticket| rank.first_token(SendTicket(ticket), 200.0 + ticket as f64).is_some())
             .collect();
         assert_eq!(seen.iter().position(|is| *is), Some(BUSY_PERIOD - 1));
     }
@@ -493,7 +512,7 @@ mod tests {
     fn work_of_other_routers_counts_and_runs_off() {
         let mut rank = rank(QueueOrder::Arrival);
         rank.report =
-            Some(Report { others_ms: 500.0, others: OthersLoad::default(), at_ms: 1_000.0 });
+            Some(QueueReport { others_ms: 500.0, others: OthersLoad::default(), at_ms: 1_000.0 });
         assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
         assert_eq!(rank.backlog_ms(0.0, 2_000.0), 0.0);
     }
@@ -501,9 +520,9 @@ mod tests {
     #[test]
     fn reports_are_believed_within_bounds_and_for_a_while() {
         let mut rank = rank(QueueOrder::Arrival);
-        let backlog_ms = |rank: &mut Rank, queued_tokens, now_ms| {
-            let told = Reported { queued_tokens, ..Reported::default() };
-            rank.reported(told, 1e6, Speed::default(), now_ms);
+        let backlog_ms = |rank: &mut RankEstimate, queued_tokens, now_ms| {
+            let told = WorkerReport { queued_tokens, ..WorkerReport::default() };
+            rank.reported(told, 1e6, PrefillSpeed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
         assert_eq!(backlog_ms(&mut rank, 10_000, 1_000.0), 1_000.0);

@@ -11,68 +11,68 @@
 //! alike. What the observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to
 //! them.
 //!
-//! A worker's own pace is one factor on it ([`Pace`]), and deliberately slow to believe: a worker that is thought slow gets
+//! A worker's own pace is one factor on it ([`ObservedPace`]), and deliberately slow to believe: a worker that is thought slow gets
 //! nothing at low load, so nothing would ever correct a wrong belief (measured: one cold first prompt of 100 ms, and a
 //! second worker was never used again). The first observation of a worker is dropped, each counts within bounds, a
 //! quarter of difference counts as none, and a belief fades when nothing new is seen.
 
 /// Terms of T for one prompt, or the sum over several, scaled to numbers around one.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Work([f64; 4]);
+pub struct PrefillWork([f64; 4]);
 
-impl Work {
+impl PrefillWork {
     pub fn of(uncached: f64, cached: f64) -> Self {
         let attention = uncached * (cached + uncached / 2.0);
-        Work([1.0, uncached / 1e3, attention / 1e8, 0.0])
+        PrefillWork([1.0, uncached / 1e3, attention / 1e8, 0.0])
     }
 
     /// With the tokens of its answer.
     pub fn with_output(self, tokens: f64) -> Self {
-        let Work([fixed, linear, attention, _]) = self;
-        Work([fixed, linear, attention, tokens / 1e2])
+        let PrefillWork([fixed, linear, attention, _]) = self;
+        PrefillWork([fixed, linear, attention, tokens / 1e2])
     }
 
-    pub fn and(self, other: Work) -> Work {
-        Work([0, 1, 2, 3].map(|i| self.0[i] + other.0[i]))
+    pub fn and(self, other: PrefillWork) -> PrefillWork {
+        PrefillWork([0, 1, 2, 3].map(|i| self.0[i] + other.0[i]))
     }
 }
 
 /// Coefficients of T, in milliseconds; none is negative.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Speed([f64; 4]);
+pub struct PrefillSpeed([f64; 4]);
 
-impl Default for Speed {
+impl Default for PrefillSpeed {
     /// 10 000 tokens a second, about an 8 B model on one recent GPU, and 10 ms a token of output.
     fn default() -> Self {
-        Speed([5.0, 100.0, 0.0, 1_000.0])
+        PrefillSpeed([5.0, 100.0, 0.0, 1_000.0])
     }
 }
 
-impl Speed {
+impl PrefillSpeed {
     #[cfg(test)]
     pub fn new(fixed_ms: f64, per_kilotoken_ms: f64, attention_ms: f64) -> Self {
-        Speed([fixed_ms, per_kilotoken_ms, attention_ms, 1_000.0])
+        PrefillSpeed([fixed_ms, per_kilotoken_ms, attention_ms, 1_000.0])
     }
 
-    pub fn ms(&self, work: Work) -> f64 {
+    pub fn ms(&self, work: PrefillWork) -> f64 {
         dot(self.0, work.0)
     }
 
     fn times(self, factor: f64) -> Self {
-        Speed(self.0.map(|value| value * factor))
+        PrefillSpeed(self.0.map(|value| value * factor))
     }
 }
 
 /// How much slower than the fleet a worker is.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Pace {
+pub struct ObservedPace {
     /// Sum of observed over predicted times, and their number, decayed.
     ratios: f64,
     seen: f64,
     at_ms: f64,
 }
 
-impl Pace {
+impl ObservedPace {
     /// Observations that count; as many as the last few seconds of a busy worker bring.
     const MEMORY: f64 = 50.0;
     /// "As fast as the fleet" counts for this many observations.
@@ -104,7 +104,7 @@ impl Pace {
     }
 
     /// The worker's T, given the fleet's.
-    pub fn of(&self, fleet: Speed, now_ms: f64) -> Speed {
+    pub fn of(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
         match self.seen == 0.0 {
             true => fleet,
             false => fleet.times(self.factor(now_ms)),
@@ -122,21 +122,21 @@ const PRIOR_OUTPUT: f64 = 256.0;
 
 /// Sums of least squares.
 #[derive(Debug, Clone, Default)]
-pub struct Fit {
+pub struct SpeedFit {
     xx: [[f64; 4]; 4],
     xy: [f64; 4],
 }
 
-impl Fit {
+impl SpeedFit {
     /// `work` took `ms`.
-    pub fn observe(&mut self, work: Work, ms: f64) {
+    pub fn observe(&mut self, work: PrefillWork, ms: f64) {
         let keep = 1.0 - 1.0 / MEMORY;
         self.xx.as_flattened_mut().iter_mut().for_each(|sum| *sum *= keep);
         self.xy.iter_mut().for_each(|sum| *sum *= keep);
         self.add(work, ms, weight(work));
     }
 
-    fn add(&mut self, Work(x): Work, ms: f64, weight: f64) {
+    fn add(&mut self, PrefillWork(x): PrefillWork, ms: f64, weight: f64) {
         for (i, row) in self.xx.iter_mut().enumerate() {
             let terms = row.iter_mut().zip(x);
             terms.for_each(|(sum, term)| *sum += weight * x[i] * term);
@@ -145,23 +145,23 @@ impl Fit {
     }
 
     /// The coefficients that fit best, given what to believe where nothing was seen.
-    pub fn solve(&self, prior: Speed) -> Speed {
+    pub fn solve(&self, prior: PrefillSpeed) -> PrefillSpeed {
         // The prior's shape at the observations' scale; one hundredth of an observation holds it where there are none.
         let own = |row: [f64; 4]| dot(row, prior.0);
         let hold = 0.01 * prior.0[0].max(1.0).powi(2);
         let scale = (own(self.xy) + hold) / (own(self.xx.map(own)) + hold);
         let scaled = prior.0.map(|value| value * scale);
         let mut all = self.clone();
-        let prompts = PRIOR_AT.map(|tokens| Work::of(tokens, 0.0));
-        let output = Work::default().with_output(PRIOR_OUTPUT);
+        let prompts = PRIOR_AT.map(|tokens| PrefillWork::of(tokens, 0.0));
+        let output = PrefillWork::default().with_output(PRIOR_OUTPUT);
         for work in prompts.into_iter().chain([output]) {
             all.add(work, dot(scaled, work.0), PRIOR_WEIGHT * weight(work));
         }
-        Speed(solve_non_negative(all.xx, all.xy).unwrap_or(scaled))
+        PrefillSpeed(solve_non_negative(all.xx, all.xy).unwrap_or(scaled))
     }
 }
 
-fn weight(work: Work) -> f64 {
+fn weight(work: PrefillWork) -> f64 {
     1.0 / (work.0[0] + work.0[1] + 10.0 * work.0[3]).powi(2)
 }
 
@@ -218,13 +218,13 @@ mod tests {
 
     use super::*;
 
-    fn fitted(truth: Speed, prompts: &[(f64, f64)]) -> Speed {
-        let mut fit = Fit::default();
+    fn fitted(truth: PrefillSpeed, prompts: &[(f64, f64)]) -> PrefillSpeed {
+        let mut fit = SpeedFit::default();
         for &(uncached, cached) in prompts {
-            let work = Work::of(uncached, cached);
+            let work = PrefillWork::of(uncached, cached);
             fit.observe(work, truth.ms(work));
         }
-        fit.solve(Speed::default())
+        fit.solve(PrefillSpeed::default())
     }
 
     proptest! {
@@ -233,12 +233,12 @@ mod tests {
         fn varied_prompts_teach_the_speed(
             fixed in 0.1f64..50.0, per_kilotoken in 5.0f64..3000.0, attention in 0.0f64..500.0,
         ) {
-            let truth = Speed::new(fixed, per_kilotoken, attention);
+            let truth = PrefillSpeed::new(fixed, per_kilotoken, attention);
             let prompts: Vec<(f64, f64)> =
                 (1..=50).map(|i| (f64::from(i * i) * 10.0, f64::from(i % 5) * 2_000.0)).collect();
             let speed = fitted(truth, &prompts);
             for &(uncached, cached) in &prompts {
-                let work = Work::of(uncached, cached);
+                let work = PrefillWork::of(uncached, cached);
                 let (told, is) = (speed.ms(work), truth.ms(work));
                 prop_assert!((told - is).abs() <= 0.1 * is + 1.0, "{told} for {is} at {uncached}+{cached}");
             }
@@ -247,12 +247,12 @@ mod tests {
         /// Whatever is observed: finite, never negative, never faster for more work.
         #[test]
         fn predictions_stay_sane(seen in proptest::collection::vec((0.0f64..2e5, 0.0f64..2e5, 0.0f64..1e5), 0..40)) {
-            let mut fit = Fit::default();
-            seen.iter().for_each(|&(u, h, ms)| fit.observe(Work::of(u, h), ms));
-            let speed = fit.solve(Speed::default());
+            let mut fit = SpeedFit::default();
+            seen.iter().for_each(|&(u, h, ms)| fit.observe(PrefillWork::of(u, h), ms));
+            let speed = fit.solve(PrefillSpeed::default());
             let mut last = 0.0;
             for tokens in [0.0, 1.0, 100.0, 1e4, 1e6] {
-                let ms = speed.ms(Work::of(tokens, 0.0));
+                let ms = speed.ms(PrefillWork::of(tokens, 0.0));
                 prop_assert!(ms.is_finite() && ms >= last, "{ms} after {last}");
                 last = ms;
             }
@@ -262,23 +262,26 @@ mod tests {
     #[test]
     fn without_observations_the_prior_speaks_and_one_size_scales_it() {
         let near = |a: f64, b: f64| (a - b).abs() <= 0.05 * b;
-        let speed = Fit::default().solve(Speed::default());
-        assert!(near(speed.ms(Work::of(10_000.0, 0.0)), 1_005.0), "{speed:?}");
+        let speed = SpeedFit::default().solve(PrefillSpeed::default());
+        assert!(near(speed.ms(PrefillWork::of(10_000.0, 0.0)), 1_005.0), "{speed:?}");
         // Ten times as fast at one size: believed at that size, and at others too.
-        let speed = fitted(Speed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
-        assert!(near(speed.ms(Work::of(500.0, 0.0)), 5.5), "{speed:?}");
-        let far = speed.ms(Work::of(20_000.0, 0.0));
+        let speed = fitted(PrefillSpeed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
+        assert!(near(speed.ms(PrefillWork::of(500.0, 0.0)), 5.5), "{speed:?}");
+        let far = speed.ms(PrefillWork::of(20_000.0, 0.0));
         assert!((100.0..400.0).contains(&far), "{far}");
     }
 
     #[test]
     fn a_worker_is_believed_slow_or_fast_only_for_good_reason_and_not_for_ever() {
         let paced = |ratio: f64, times: usize| {
-            let mut pace = Pace::default();
+            let mut pace = ObservedPace::default();
             (0..times).for_each(|_| pace.observe(10.0, 10.0 * ratio, 0.0));
             pace
         };
-        assert_eq!(Pace::default().of(Speed::default(), 0.0), Speed::default());
+        assert_eq!(
+            ObservedPace::default().of(PrefillSpeed::default(), 0.0),
+            PrefillSpeed::default()
+        );
         for ratio in [0.85, 1.0, 1.2] {
             assert_eq!(paced(ratio, 100).factor(0.0), 1.0);
         }
@@ -293,29 +296,32 @@ mod tests {
     #[test]
     fn prompts_of_one_step_count_together() {
         // Pairs computed in one step, seen as (everything, nothing): the sum is what tells.
-        let truth = Speed::new(2.0, 50.0, 0.0);
-        let mut fit = Fit::default();
+        let truth = PrefillSpeed::new(2.0, 50.0, 0.0);
+        let mut fit = SpeedFit::default();
         for i in 1..60 {
-            let (a, b) =
-                (Work::of(f64::from(i) * 40.0, 0.0), Work::of(f64::from(i % 7) * 300.0, 0.0));
+            let (a, b) = (
+                PrefillWork::of(f64::from(i) * 40.0, 0.0),
+                PrefillWork::of(f64::from(i % 7) * 300.0, 0.0),
+            );
             fit.observe(a.and(b), truth.ms(a) + truth.ms(b));
         }
-        let speed = fit.solve(Speed::default());
-        let ms = speed.ms(Work::of(1_000.0, 0.0));
+        let speed = fit.solve(PrefillSpeed::default());
+        let ms = speed.ms(PrefillWork::of(1_000.0, 0.0));
         assert!((ms - 52.0).abs() < 3.0, "{ms}");
     }
 
     #[test]
     fn an_engine_that_changes_is_followed() {
-        let mut fit = Fit::default();
-        for (truth, times) in [(Speed::new(1.0, 20.0, 0.0), 500), (Speed::new(1.0, 80.0, 0.0), 500)]
+        let mut fit = SpeedFit::default();
+        for (truth, times) in
+            [(PrefillSpeed::new(1.0, 20.0, 0.0), 500), (PrefillSpeed::new(1.0, 80.0, 0.0), 500)]
         {
             for i in 0..times {
-                let work = Work::of(f64::from(i % 20) * 100.0, 0.0);
+                let work = PrefillWork::of(f64::from(i % 20) * 100.0, 0.0);
                 fit.observe(work, truth.ms(work));
             }
         }
-        let ms = fit.solve(Speed::default()).ms(Work::of(1_000.0, 0.0));
+        let ms = fit.solve(PrefillSpeed::default()).ms(PrefillWork::of(1_000.0, 0.0));
         assert!((70.0..85.0).contains(&ms), "{ms}");
     }
 }

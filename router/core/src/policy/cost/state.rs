@@ -2,29 +2,29 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::decay::Decayed;
+use super::decay::DecayingSum;
 use super::params::{CostModel, CostParams};
-use super::popularity::Heat;
-use super::prefix_locations::{Held, Holdings, Note};
-use super::rank::{Pending, Rank, Reported};
-use super::speed::{Fit, Speed, Work};
-use crate::kv::{News, NewsError};
-use crate::prompt::{Prompt, Unit};
-use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
+use super::popularity::PrefixPopularity;
+use super::prefix_locations::{InsertionReceipt, PrefixLocations, PrefixMatch};
+use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
+use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
+use crate::kv::{CacheUpdate, NewsError};
+use crate::prompt::{PromptView, SizeUnit};
+use crate::types::{RequestView, Role, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView};
 
 /// Weight of what a worker just reported against what was believed of its index.
 const CONFIDENCE_STEP: f64 = 0.1;
 
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) holdings: Holdings,
-    pub(super) ranks: BTreeMap<WorkerId, Rank>,
-    pub(super) tickets: HashMap<Ticket, Sent>,
-    heat: Heat,
-    fleet: Fit,
-    pub(super) speed: Speed,
+pub(super) struct CostState {
+    pub(super) holdings: PrefixLocations,
+    pub(super) ranks: BTreeMap<WorkerId, RankEstimate>,
+    pub(super) tickets: HashMap<SendTicket, SentRequest>,
+    heat: PrefixPopularity,
+    fleet: SpeedFit,
+    pub(super) speed: PrefillSpeed,
     /// Predicted work dispatched to all.
-    pub(super) work: Decayed,
+    pub(super) work: DecayingSum,
     /// Tokens and bytes of texts whose tokens were counted, decayed.
     pub(super) counted: (f64, f64),
     /// Mean tokens in a block; 0 before the first.
@@ -32,20 +32,20 @@ pub(super) struct State {
     /// Mean length of an answer [tokens].
     answer_tokens: f64,
     /// Buffers of `choose`, kept so that it allocates nothing once they have grown.
-    pub(super) scratch: Scratch,
+    pub(super) scratch: ScratchBuffers,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Scratch {
+pub(super) struct ScratchBuffers {
     ids: Vec<WorkerId>,
-    held: Vec<Held>,
-    pub(super) options: Vec<Estimate>,
+    held: Vec<PrefixMatch>,
+    pub(super) options: Vec<CandidateCost>,
 }
 
 /// Note about a request when it was sent.
 #[derive(Debug)]
-pub(super) struct Sent {
-    note: Note,
+pub(super) struct SentRequest {
+    note: InsertionReceipt,
     /// Blocks the worker held before.
     held: usize,
     units: usize,
@@ -59,12 +59,12 @@ pub(super) struct Sent {
     /// The time of its first token will be reported.
     tells: bool,
     /// Work of an answer that does not stream, once the worker has counted it.
-    answer: Option<Work>,
+    answer: Option<PrefillWork>,
 }
 
 /// Estimated cost of a candidate.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Estimate {
+pub(super) struct CandidateCost {
     pub(super) id: WorkerId,
     pub(super) host: u32,
     pub(super) domain: Option<u32>,
@@ -90,7 +90,7 @@ pub(super) struct Estimate {
 
 /// (1 + beta) / (1 + 0.1 heat) and what it is made of; see the module `cost`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Price {
+pub(super) struct RecomputePrice {
     pub(super) utilisation: f64,
     pub(super) beta: f64,
     pub(super) heat: f64,
@@ -99,42 +99,42 @@ pub(super) struct Price {
 
 /// Sizes of a prompt that do not depend on the candidate.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Size {
+pub(super) struct PromptSize {
     pub(super) tokens: f64,
     pub(super) tokens_per_block: f64,
 }
 
-impl State {
+impl CostState {
     pub(super) fn new(params: &CostParams) -> Self {
         Self {
-            holdings: Holdings::new(params.max_bytes),
+            holdings: PrefixLocations::new(params.max_bytes),
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
-            heat: Heat::default(),
-            fleet: Fit::default(),
-            speed: Speed::default(),
-            work: Decayed::default(),
+            heat: PrefixPopularity::default(),
+            fleet: SpeedFit::default(),
+            speed: PrefillSpeed::default(),
+            work: DecayingSum::default(),
             // A quarter of a token per character, as if 4 KB had been counted.
             counted: (1024.0, 4096.0),
             block_tokens: 0.0,
             answer_tokens: 256.0,
-            scratch: Scratch::default(),
+            scratch: ScratchBuffers::default(),
         }
     }
 
     pub(super) fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
         self.holdings.add(worker);
-        self.ranks.insert(worker, Rank::new(facts));
+        self.ranks.insert(worker, RankEstimate::new(facts));
     }
 
-    pub(super) fn size_of(&self, prompt: &Prompt<'_>) -> Size {
+    pub(super) fn size_of(&self, prompt: &PromptView<'_>) -> PromptSize {
         let ratio = self.counted.0 / self.counted.1;
         let tokens = match prompt.tokens {
             Some(tokens) => f64::from(tokens),
             None => prompt.units as f64 * ratio,
         };
         let blocks = prompt.units as f64 / prompt.block_units.max(1) as f64;
-        Size { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
+        PromptSize { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
     }
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt anybody holds. The list is the
@@ -144,7 +144,7 @@ impl State {
         policy: &CostModel,
         req: &RequestView<'_>,
         ready: &[WorkerView],
-    ) -> (Vec<Estimate>, usize) {
+    ) -> (Vec<CandidateCost>, usize) {
         let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
         let mut options = std::mem::take(&mut self.scratch.options);
         let (mut ids, mut held) =
@@ -154,15 +154,15 @@ impl State {
         ids.sort_unstable();
         let deepest = self.holdings.held_by(&req.prompt, &ids, &mut held, now_ms);
         options.clear();
-        let stranger = Rank::new(WorkerFacts::default());
+        let stranger = RankEstimate::new(WorkerFacts::default());
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
             let held = match rank.facts.is_cacheless {
-                true => Held::default(),
+                true => PrefixMatch::default(),
                 false => held.unwrap_or_default(),
             };
-            let mut option = Estimate {
+            let mut option = CandidateCost {
                 id: worker.id,
                 host: worker.host,
                 domain: rank.facts.domain,
@@ -181,7 +181,7 @@ impl State {
             if policy.role != Role::Decode {
                 option.prefill_ms = rank
                     .speed(self.speed, now_ms)
-                    .ms(Work::of(size.tokens - option.cached, option.cached));
+                    .ms(PrefillWork::of(size.tokens - option.cached, option.cached));
                 option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
             }
             if policy.role != Role::Prefill {
@@ -204,7 +204,12 @@ impl State {
     }
 
     /// Price of a millisecond of computing again, with its factors.
-    pub(super) fn price(&self, policy: &CostModel, req: &RequestView<'_>, deepest: usize) -> Price {
+    pub(super) fn price(
+        &self,
+        policy: &CostModel,
+        req: &RequestView<'_>,
+        deepest: usize,
+    ) -> RecomputePrice {
         let now_ms = req.now_ms as f64;
         let utilisation = self.utilisation(policy, now_ms);
         let beta_max = policy.params.beta_max;
@@ -215,7 +220,7 @@ impl State {
         };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        Price { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
+        RecomputePrice { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
@@ -233,7 +238,7 @@ impl State {
     pub(super) fn routed(
         &mut self,
         policy: &CostModel,
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
         req: &RequestView<'_>,
         tells: bool,
@@ -242,7 +247,7 @@ impl State {
             return;
         }
         let (now_ms, prompt) = (req.now_ms as f64, &req.prompt);
-        if let (Unit::Bytes, Some(tokens)) = (prompt.unit, prompt.tokens) {
+        if let (SizeUnit::Bytes, Some(tokens)) = (prompt.unit, prompt.tokens) {
             self.count(f64::from(tokens), prompt.units as f64);
         }
         let size = self.size_of(prompt);
@@ -264,8 +269,15 @@ impl State {
             rank.book(ticket, kv_tokens, now_ms);
         }
         if policy.role != Role::Decode {
-            let predicted_ms = rank.speed(speed, now_ms).ms(Work::of(uncached, cached));
-            rank.sent(Pending { ticket, uncached, cached, predicted_ms, sent_ms: now_ms, tells });
+            let predicted_ms = rank.speed(speed, now_ms).ms(PrefillWork::of(uncached, cached));
+            rank.sent(PendingPrompt {
+                ticket,
+                uncached,
+                cached,
+                predicted_ms,
+                sent_ms: now_ms,
+                tells,
+            });
             if tells {
                 rank.stream_began(now_ms);
             }
@@ -276,7 +288,7 @@ impl State {
         let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
         let most = self.blocks_of(capacity, size);
         let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
-        let sent = Sent {
+        let sent = SentRequest {
             note: self.holdings.sent(worker, prompt, most, now_ms),
             held: held.blocks,
             units: prompt.units,
@@ -293,7 +305,7 @@ impl State {
 
     /// Blocks in a cache of so many tokens. One limit for blocks of text and of token ids: by their mean, so that the rare
     /// kind evicts nothing of the other.
-    fn blocks_of(&mut self, tokens: f64, size: Size) -> Option<usize> {
+    fn blocks_of(&mut self, tokens: f64, size: PromptSize) -> Option<usize> {
         const KEEP: f64 = 0.99;
         if size.tokens_per_block <= 0.0 {
             return None;
@@ -313,7 +325,7 @@ impl State {
         }
     }
 
-    pub(super) fn first_token(&mut self, ticket: Ticket, worker: WorkerId, now_ms: f64) {
+    pub(super) fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
         if let Some(sent) = self.tickets.get_mut(&ticket) {
             sent.is_first_token_seen = true;
             self.holdings.prefilled(worker, sent.note, now_ms);
@@ -325,22 +337,28 @@ impl State {
         self.learn(worker, learned, now_ms);
     }
 
-    fn learn(&mut self, worker: WorkerId, learned: Option<(Work, f64)>, now_ms: f64) {
+    fn learn(&mut self, worker: WorkerId, learned: Option<(PrefillWork, f64)>, now_ms: f64) {
         if let (Some(learned), Some(rank)) = (learned, self.ranks.get_mut(&worker)) {
             self.fleet.observe(learned.0, learned.1);
-            self.speed = self.fleet.solve(Speed::default());
+            self.speed = self.fleet.solve(PrefillSpeed::default());
             rank.learn(learned, self.speed, now_ms);
         }
     }
 
-    pub(super) fn usage(&mut self, role: Role, ticket: Ticket, worker: WorkerId, usage: Usage) {
+    pub(super) fn usage(
+        &mut self,
+        role: Role,
+        ticket: SendTicket,
+        worker: WorkerId,
+        usage: TokenUsage,
+    ) {
         let Some(sent) = self.tickets.get_mut(&ticket) else {
             return;
         };
         if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
             let tokens = f64::from(usage.prompt_tokens);
             let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
-            let work = Work::of((tokens - cached).max(0.0), cached.min(tokens));
+            let work = PrefillWork::of((tokens - cached).max(0.0), cached.min(tokens));
             sent.answer = Some(work.with_output(f64::from(output)));
         }
         let (units, is_estimated, expected) = (sent.units, sent.is_estimated, sent.expected_cached);
@@ -367,7 +385,7 @@ impl State {
 
     pub(super) fn finished(
         &mut self,
-        ticket: Ticket,
+        ticket: SendTicket,
         worker: WorkerId,
         is_kept: bool,
         hashes: &[u64],
@@ -392,9 +410,13 @@ impl State {
         }
     }
 
-    pub(super) fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+    pub(super) fn reconcile(
+        &mut self,
+        worker: WorkerId,
+        news: &CacheUpdate<'_>,
+    ) -> Result<(), NewsError> {
         let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
-        if *news == (News::Serve { is_exact: true }) {
+        if *news == (CacheUpdate::Serve { is_exact: true }) {
             rank.confidence = 1.0; // what was learned of guesses does not hold for it
         }
         self.holdings.reconcile(worker, news)
@@ -404,7 +426,7 @@ impl State {
         &mut self,
         policy: &CostModel,
         worker: WorkerId,
-        mut told: Reported,
+        mut told: WorkerReport,
         now_ms: f64,
     ) {
         let speed = self.speed;

@@ -5,20 +5,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::explain::{Basis, CostTerms, Terms, Weighed};
-use crate::policy::testing::{Sender, blocks, chosen, rng, views};
-use crate::prompt::Blocks;
-use crate::types::{QueueOrder, RunningLoad, Ticket, Usage};
+use crate::explain::{CostTerms, PolicyBasis, PolicyTerms, WeighedCandidate};
+use crate::policy::testing::{TestSender, blocks, chosen, rng, views};
+use crate::prompt::PromptBlocks;
+use crate::types::{QueueOrder, RunningLoad, SendTicket, TokenUsage};
 
-pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
-    let policy = Cost::new(params, role);
+pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> CostPolicy {
+    let policy = CostPolicy::new(params, role);
     for id in 0..workers {
-        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+        policy.observe(&PolicyEvent::WorkerAdded {
+            worker: WorkerId(id),
+            facts: WorkerFacts::default(),
+        });
     }
     policy
 }
 
-pub(super) fn prefill(workers: u64) -> Cost {
+pub(super) fn prefill(workers: u64) -> CostPolicy {
     cost(Role::Prefill, workers, CostParams::default())
 }
 
@@ -28,7 +31,7 @@ const MS_PER_BLOCK: f64 = 10.0;
 #[test]
 fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     let policy = prefill(2);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let long = "abcdefghij".repeat(10); // 10 000 tokens, a second
     let ticket = sender.routed(&policy, 0, &long);
     sender.now_ms = 1_005;
@@ -37,7 +40,7 @@ fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     let hit = chosen_at(&sender, &policy, &long, &ready, &mut rng);
     assert_eq!(hit.worker, WorkerId(0));
     assert!(
-        matches!(hit.why, Why::BestHolder(f) if f.cached_tokens == 10_000 && f.ttft_ms <= 6),
+        matches!(hit.why, SelectionReason::BestHolder(f) if f.cached_tokens == 10_000 && f.ttft_ms <= 6),
         "{hit:?}"
     );
     // Half a second queued there: still cheaper than computing a second of prefix again.
@@ -47,37 +50,40 @@ fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     sender.routed(&policy, 0, &"y".repeat(150));
     let spread = chosen_at(&sender, &policy, &long, &ready, &mut rng);
     assert_eq!(spread.worker, WorkerId(1));
-    assert!(matches!(spread.why, Why::Cheaper(f) if f.cached_tokens == 0), "{spread:?}");
+    assert!(
+        matches!(spread.why, SelectionReason::Cheaper(f) if f.cached_tokens == 0),
+        "{spread:?}"
+    );
 }
 
 fn chosen_at(
-    sender: &Sender,
-    policy: &Cost,
+    sender: &TestSender,
+    policy: &CostPolicy,
     text: &str,
     ready: &[WorkerView],
     rng: &mut rand::rngs::StdRng,
-) -> Choice {
+) -> WorkerChoice {
     sender.choose(policy, text, ready, rng).expect("candidates")
 }
 
 #[test]
 fn a_prompt_in_flight_counts_as_cached_and_a_failed_one_does_not() {
     let policy = prefill(3);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let ticket = sender.routed(&policy, 1, "abcdefgh");
     let ready = views(&[0, 0, 0]);
     let next = chosen_at(&sender, &policy, "abcdefghij", &ready, &mut rng(1));
     assert_eq!(next.worker, WorkerId(1), "{next:?}");
     sender.finished(&policy, ticket, 1, "abcdefgh", false);
     let next = chosen_at(&sender, &policy, "abcdefghij", &ready, &mut rng(1));
-    assert!(matches!(next.why, Why::NoPrefix(_)), "{next:?}");
+    assert!(matches!(next.why, SelectionReason::NoPrefix(_)), "{next:?}");
     assert_eq!(policy.lock().tickets.len(), 0);
 }
 
 #[test]
 fn what_a_failed_request_shared_with_others_stays() {
     let policy = prefill(2);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let first = sender.routed(&policy, 0, "abcd");
     let second = sender.routed(&policy, 0, "abxy");
     sender.finished(&policy, first, 0, "abcd", false);
@@ -92,7 +98,7 @@ fn beta_makes_a_busy_fleet_keep_prefixes_together() {
     // 400 ms queued at the holder of a prefix of 300 ms: alone, computing again is quicker; in a busy fleet it is dearer.
     let answer = |busy: bool| {
         let policy = prefill(2);
-        let mut sender = Sender::default();
+        let mut sender = TestSender::default();
         let shared = "s".repeat(30);
         let ticket = sender.routed(&policy, 0, &shared);
         sender.first_token(&policy, ticket, 0);
@@ -114,7 +120,7 @@ fn beta_makes_a_busy_fleet_keep_prefixes_together() {
 fn a_hot_prefix_is_copied_early() {
     let answer = |arrivals: usize| {
         let policy = prefill(2);
-        let mut sender = Sender::default();
+        let mut sender = TestSender::default();
         let shared = "s".repeat(20); // 200 ms
         for _ in 0..arrivals {
             let ticket = sender.routed(&policy, 0, &shared);
@@ -129,7 +135,7 @@ fn a_hot_prefix_is_copied_early() {
 #[test]
 fn ties_go_to_the_smallest_index_then_to_chance() {
     let policy = prefill(3);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     for worker in [0, 2] {
         let ticket = sender.routed(&policy, worker, &"a".repeat(3 + worker as usize));
         sender.first_token(&policy, ticket, worker);
@@ -151,7 +157,7 @@ fn ties_go_to_the_smallest_index_then_to_chance() {
 #[test]
 fn a_small_advantage_does_not_move_a_prompt_from_its_prefix() {
     let policy = prefill(2);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let ticket = sender.routed(&policy, 0, "p");
     sender.first_token(&policy, ticket, 0);
     // The holder has 14 ms of queue (a miss costs 10 more than a hit, but no queue): within 5 ms.
@@ -173,9 +179,9 @@ fn a_small_advantage_does_not_move_a_prompt_from_its_prefix() {
 #[test]
 fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     let policy = prefill(6);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let report = |id: u64, queued_tokens, now_ms| {
-        policy.observe(&Event::Reported {
+        policy.observe(&PolicyEvent::Reported {
             worker: WorkerId(id),
             queued_tokens,
             running: None,
@@ -194,17 +200,20 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     let mut counts = [0; 6];
     for _ in 0..200 {
         let choice = chosen_at(&sender, &policy, "new", &ready, &mut rng);
-        assert!(matches!(choice.why, Why::Sampled(_)));
+        assert!(matches!(choice.why, SelectionReason::Sampled(_)));
         counts[choice.worker.0 as usize] += 1;
     }
     assert_eq!(counts[..2], [0, 0]);
     assert!(counts[2..].iter().filter(|n| **n > 0).count() >= 3, "{counts:?}");
     report(3, 0, 20_002);
-    assert!(!matches!(chosen_at(&sender, &policy, "new", &ready, &mut rng).why, Why::Sampled(_)));
+    assert!(!matches!(
+        chosen_at(&sender, &policy, "new", &ready, &mut rng).why,
+        SelectionReason::Sampled(_)
+    ));
 }
 
-fn told(policy: &Cost, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
-    policy.observe(&Event::Reported {
+fn told(policy: &CostPolicy, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
+    policy.observe(&PolicyEvent::Reported {
         worker: WorkerId(id),
         queued_tokens,
         running: None,
@@ -213,14 +222,14 @@ fn told(policy: &Cost, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
     });
 }
 
-fn backlog_ms(policy: &Cost, now_ms: u64) -> f64 {
+fn backlog_ms(policy: &CostPolicy, now_ms: u64) -> f64 {
     policy.stats(now_ms).ranks[0].backlog_ms
 }
 
 #[test]
 fn a_report_counts_what_others_sent_before_it_was_made() {
     let policy = prefill(1);
-    let mut sender = Sender { now_ms: 1_000, ..Sender::default() };
+    let mut sender = TestSender { now_ms: 1_000, ..TestSender::default() };
     sender.routed(&policy, 0, &"a".repeat(10)); // 1000 tokens, 105 ms with its fixed part
     let ours = backlog_ms(&policy, 1_000);
     // Made while ours was there: half of it is others'. A prompt sent after it was made is in neither.
@@ -231,7 +240,7 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     assert!((both - (ours + 100.0 - 50.0)).abs() < 6.0, "{both}");
     // Ours was finished after the report was made: the report's age has run it off.
     let policy = prefill(1);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let gone = sender.routed(&policy, 0, &"c".repeat(10));
     sender.now_ms = 105;
     sender.first_token(&policy, gone, 0);
@@ -245,7 +254,7 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     assert_eq!(backlog_ms(&policy, 220), 0.0);
     let ready = views(&[0, 0, 0]);
     let why = chosen_at(&sender, &policy, "new", &ready, &mut rng(1)).why;
-    assert!(!matches!(why, Why::Sampled(_)), "{why:?}");
+    assert!(!matches!(why, SelectionReason::Sampled(_)), "{why:?}");
 }
 
 /// Requests and pages of all routers at two decode workers of 1000 pages.
@@ -258,8 +267,8 @@ impl DecodeWorkers {
     /// `policy` sends a request of `pages` to one of `ready`; returns which.
     fn take(
         &mut self,
-        policy: &Cost,
-        sender: &mut Sender,
+        policy: &CostPolicy,
+        sender: &mut TestSender,
         ready: &[WorkerView],
         pages: u64,
     ) -> u64 {
@@ -270,9 +279,9 @@ impl DecodeWorkers {
         choice.worker.0
     }
 
-    fn report(&self, policy: &Cost, age_ms: u64, now_ms: u64) {
+    fn report(&self, policy: &CostPolicy, age_ms: u64, now_ms: u64) {
         for (id, &(requests, pages_used)) in (0..).zip(&self.0) {
-            policy.observe(&Event::Reported {
+            policy.observe(&PolicyEvent::Reported {
                 worker: WorkerId(id),
                 queued_tokens: 0,
                 running: Some(RunningLoad { requests, pages_used, pages: Self::PAGES }),
@@ -286,7 +295,7 @@ impl DecodeWorkers {
 #[test]
 fn routers_spread_over_decode_workers_by_what_these_report() {
     let [a, b] = [(); 2].map(|()| cost(Role::Decode, 2, CostParams::default()));
-    let [mut of_a, mut of_b] = [(); 2].map(|()| Sender::default());
+    let [mut of_a, mut of_b] = [(); 2].map(|()| TestSender::default());
     let mut workers = DecodeWorkers::default();
     // The second decode worker comes late: all that A has runs on the first.
     let alone = &views(&[0])[..];
@@ -310,7 +319,7 @@ fn routers_spread_over_decode_workers_by_what_these_report() {
 #[test]
 fn bookings_newer_than_a_report_add_to_it_and_older_ones_are_part_of_it() {
     let policy = cost(Role::Decode, 2, CostParams::default());
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let mut workers = DecodeWorkers([(3, 500), (0, 0)]);
     let others = |now_ms: u64| {
         let others = policy.lock().ranks[&WorkerId(0)].others(now_ms as f64);
@@ -340,7 +349,7 @@ fn bookings_newer_than_a_report_add_to_it_and_older_ones_are_part_of_it() {
 #[test]
 fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
     let policy = prefill(3);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     for i in 0..40 {
         // Worker 0 takes 2 ms per block and 1 is ten times slower.
         for (worker, ms) in [(0, 2), (1, 20)] {
@@ -372,20 +381,26 @@ fn text_is_counted_as_reported() {
     let text = "z".repeat(4_000);
     let (mut last, mut rng) = (0.0, rng(1));
     for ticket in 0..300 {
-        let blocks = crate::Blocks::of_text(text.as_bytes(), None);
+        let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
         policy.choose(&request, &views(&[0]), &mut rng);
-        let (ticket, worker) = (Ticket(ticket), WorkerId(0));
-        policy.observe(&Event::Routed {
+        let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
+        policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
             request: &request,
             tells_first_token: true,
         });
         last = policy.lock().size_of(&request.prompt).tokens;
-        let usage = Usage { prompt_tokens: 2_000, ..Usage::default() };
-        policy.observe(&Event::Usage { ticket, worker, usage });
-        policy.observe(&Event::Finished { ticket, worker, is_kept: true, hashes: &[], now_ms: 0 });
+        let usage = TokenUsage { prompt_tokens: 2_000, ..TokenUsage::default() };
+        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        policy.observe(&PolicyEvent::Finished {
+            ticket,
+            worker,
+            is_kept: true,
+            hashes: &[],
+            now_ms: 0,
+        });
     }
     assert!((last - 2_000.0).abs() < 5.0, "{last}");
     assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, 0.0);
@@ -394,11 +409,12 @@ fn text_is_counted_as_reported() {
 #[test]
 fn a_worker_that_forgets_is_believed_less() {
     let policy = prefill(2);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     for _ in 0..30 {
         let ticket = sender.routed(&policy, 0, "abcdefgh");
-        let usage = Usage { prompt_tokens: 800, cached_tokens: Some(0), ..Usage::default() };
-        policy.observe(&Event::Usage { ticket, worker: WorkerId(0), usage });
+        let usage =
+            TokenUsage { prompt_tokens: 800, cached_tokens: Some(0), ..TokenUsage::default() };
+        policy.observe(&PolicyEvent::Usage { ticket, worker: WorkerId(0), usage });
         sender.first_token(&policy, ticket, 0);
         sender.finished(&policy, ticket, 0, "abcdefgh", true);
         sender.now_ms += 1_000;
@@ -415,15 +431,15 @@ fn a_worker_that_forgets_is_believed_less() {
 
 #[test]
 fn the_index_is_sized_by_what_the_worker_reports() {
-    let policy = Cost::new(
+    let policy = CostPolicy::new(
         CostParams { default_capacity_tokens: 700, ..CostParams::default() },
         Role::Prefill,
     );
     for (id, capacity_tokens) in [(0, Some(300)), (1, None)] {
         let facts = WorkerFacts { capacity_tokens, ..WorkerFacts::default() };
-        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts });
+        policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts });
     }
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     for _ in 0..60 {
         for worker in [0, 1] {
             sender.routed(&policy, worker, "abcdefghijklmnop");
@@ -436,7 +452,7 @@ fn the_index_is_sized_by_what_the_worker_reports() {
 #[test]
 fn decode_workers_are_chosen_by_requests_memory_and_what_they_hold() {
     let policy = cost(Role::Decode, 3, CostParams::default());
-    let (mut sender, mut rng) = (Sender::default(), rng(1));
+    let (mut sender, mut rng) = (TestSender::default(), rng(1));
     let by_load = chosen_at(&sender, &policy, "abcd", &views(&[4, 2, 3]), &mut rng);
     assert_eq!(by_load.worker, WorkerId(1));
     // 2 holds 40 000 tokens of the prompt: 1.7 s of network.
@@ -460,7 +476,7 @@ fn decode_workers_are_chosen_by_requests_memory_and_what_they_hold() {
 #[test]
 fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     let (p, d) = (prefill(2), cost(Role::Decode, 2, CostParams::default()));
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let at = |hosts: [u32; 2]| {
         [0, 1].map(|id| WorkerView { id: WorkerId(id), load: 0, host: hosts[id as usize] })
     };
@@ -489,16 +505,16 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
 #[test]
 fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let (p, d) = (prefill(1), cost(Role::Decode, 2, CostParams::default()));
-    let place = |policy: &Cost, worker, domain| {
+    let place = |policy: &CostPolicy, worker, domain| {
         let domain = Some(domain);
         let facts = WorkerFacts { domain, ..WorkerFacts::default() };
         let worker = WorkerId(worker);
-        policy.observe(&Event::WorkerAdded { worker, facts });
+        policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
     };
     place(&p, 0, 7);
     place(&d, 0, 8);
     place(&d, 1, 7);
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     let long = "k".repeat(500); // held by the prefill worker, so nothing hides the transfer
     let ticket = sender.routed(&p, 0, &long);
     sender.first_token(&p, ticket, 0);
@@ -510,7 +526,7 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
         let pair = p.explain_pair(&d, &request, &[at(0, 1, 0)], &ready, &mut rng(1));
         let [(_, _), (choice, told)] = pair.expect("a pair");
         let crossing = told.candidates.iter().map(|weighed| match &weighed.terms {
-            Terms::Cost(terms) => (weighed.id, terms.crossing_ms),
+            PolicyTerms::Cost(terms) => (weighed.id, terms.crossing_ms),
             other => panic!("{other:?}"),
         });
         (choice.worker, crossing.collect::<BTreeMap<_, _>>())
@@ -540,9 +556,9 @@ proptest! {
         for (id, domain) in domains.iter().enumerate() {
             let (policy, id) = if id < 4 { (&p, id) } else { (&d, id - 4) };
             let facts = WorkerFacts { domain: Some(*domain), ..WorkerFacts::default() };
-            policy.observe(&Event::WorkerAdded { worker: WorkerId(id as u64), facts });
+            policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id as u64), facts });
         }
-        let mut sender = Sender::default();
+        let mut sender = TestSender::default();
         for (worker, text) in &sent {
             sender.routed(&p, *worker, text);
             sender.routed(&d, *worker % 3, text);
@@ -557,7 +573,7 @@ proptest! {
         let (a, b) = p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(1)).expect("a pair");
         let (is, _) = p.lock().estimate(&p.model, &request, &p_ready);
         let (ds, _) = d.lock().estimate(&d.model, &request, &d_ready);
-        let total = |i: &Estimate, j: &Estimate| {
+        let total = |i: &CandidateCost, j: &CandidateCost| {
             let token_ms = match (i.host == j.host, i.domain == j.domain) {
                 (true, _) => eager.pull_near_ms,
                 (false, true) => eager.pull_far_ms,
@@ -583,7 +599,7 @@ proptest! {
     ) {
         let eager = CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() };
         let policy = cost(Role::Prefill, 4, eager);
-        let mut sender = Sender::default();
+        let mut sender = TestSender::default();
         let common = |a: &str, b: &str| a.bytes().zip(b.bytes()).take_while(|(x, y)| x == y).count();
         let time = |text: &str, held: usize| 5.0 + (text.len() - held) as f64 * MS_PER_BLOCK;
         let mut texts: Vec<Vec<String>> = vec![Vec::new(); 4];
@@ -606,8 +622,8 @@ proptest! {
             sender.tickets += 1;
             let blocks = blocks(text);
             let request = RequestView { prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
-            let ticket = Ticket(sender.tickets);
-            policy.observe(&Event::Routed {
+            let ticket = SendTicket(sender.tickets);
+            policy.observe(&PolicyEvent::Routed {
                 ticket, worker: WorkerId(*worker), request: &request, tells_first_token: !is_done,
             });
             texts[w].push(text.clone());
@@ -617,7 +633,7 @@ proptest! {
             queues[w].push(predicted);
             if *is_done {
                 // The client left at once: it leaves no work, but its prompt was kept.
-                policy.observe(&Event::Finished {
+                policy.observe(&PolicyEvent::Finished {
                     ticket, worker: WorkerId(*worker), is_kept: true, hashes: &[], now_ms: sender.now_ms,
                 });
                 queues[w].pop();
@@ -653,12 +669,12 @@ proptest! {
 
 #[test]
 fn shortest_first_engines_hide_less_of_their_queue() {
-    let policy = Cost::new(CostParams::default(), Role::Prefill);
+    let policy = CostPolicy::new(CostParams::default(), Role::Prefill);
     for (id, order) in [(0, QueueOrder::Arrival), (1, QueueOrder::ShortestFirst)] {
         let facts = WorkerFacts { order, ..WorkerFacts::default() };
-        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts });
+        policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts });
     }
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     sender.routed(&policy, 0, &"a".repeat(100));
     sender.routed(&policy, 1, &"b".repeat(150));
     // A short prompt waits a second at 0, and a quarter of 1.5 s is counted at 1, which would take it first.
@@ -671,7 +687,7 @@ fn shortest_first_engines_hide_less_of_their_queue() {
 #[test]
 fn panic_under_the_lock_costs_the_memory_not_the_service() {
     let policy = prefill(2);
-    Sender::default().routed(&policy, 0, "abc");
+    TestSender::default().routed(&policy, 0, "abc");
     let panicked = std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             let _state = policy.state.lock();
@@ -681,14 +697,14 @@ fn panic_under_the_lock_costs_the_memory_not_the_service() {
     });
     assert!(panicked.is_err() && policy.state.is_poisoned());
     let why = chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why;
-    assert!(matches!(why, Why::NoPrefix(_)), "{why:?}");
+    assert!(matches!(why, SelectionReason::NoPrefix(_)), "{why:?}");
     assert_eq!(policy.stats(0).ranks.len(), 2);
 }
 
 #[test]
 fn choosing_changes_nothing_that_is_seen() {
     let policy = prefill(3);
-    Sender::default().routed(&policy, 0, "abc");
+    TestSender::default().routed(&policy, 0, "abc");
     let before = policy.stats(0);
     for seed in 0..20 {
         chosen(&policy, "abcdef", &views(&[0, 0, 0]), &mut rng(seed));
@@ -699,7 +715,7 @@ fn choosing_changes_nothing_that_is_seen() {
 #[test]
 fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
     let (p, d) = (prefill(3), cost(Role::Decode, 2, CostParams::default()));
-    let mut sender = Sender::default();
+    let mut sender = TestSender::default();
     for (worker, text) in [(0, "abcdef"), (1, "abc"), (2, "xyz")] {
         sender.routed(&p, worker, text);
         sender.routed(&d, worker % 2, text);
@@ -711,11 +727,11 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
     let told = p.explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4)).expect("a pair");
     assert_eq!(pair(), Some((told[0].0, told[1].0)));
     for (side, (choice, told)) in told.iter().enumerate() {
-        let Basis::Cost(basis) = told.basis else {
+        let PolicyBasis::Cost(basis) = told.basis else {
             panic!("{told:?}");
         };
-        let terms = |weighed: &Weighed| match weighed.terms {
-            Terms::Cost(terms) => terms,
+        let terms = |weighed: &WeighedCandidate| match weighed.terms {
+            PolicyTerms::Cost(terms) => terms,
             other => panic!("{other:?}"),
         };
         let all: Vec<CostTerms> = told.candidates.iter().map(terms).collect();
@@ -739,18 +755,18 @@ fn prompts_with_images_teach_nothing_about_text() {
     let policy = cost(Role::Regular, 1, CostParams::default());
     let usual = policy.stats(0).tokens_per_unit;
     for (ticket, has_media) in [(1, true), (2, false)] {
-        let text = Blocks::of_text(&[b'x'; 4096], None);
+        let text = PromptBlocks::of_text(&[b'x'; 4096], None);
         let text = if has_media { text.with_media() } else { text };
-        let (ticket, worker) = (Ticket(ticket), WorkerId(0));
+        let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
         let request = RequestView { prompt: text.prompt(), ..RequestView::default() };
-        policy.observe(&Event::Routed {
+        policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
             request: &request,
             tells_first_token: false,
         });
-        let usage = Usage { prompt_tokens: 100, ..Usage::default() };
-        policy.observe(&Event::Usage { ticket, worker, usage });
+        let usage = TokenUsage { prompt_tokens: 100, ..TokenUsage::default() };
+        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
         let learned = policy.stats(0).tokens_per_unit;
         assert_eq!(learned == usual, has_media, "{learned}");
     }
@@ -764,8 +780,8 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
     for turn in 0..60u32 {
         let blocks = blocks(&"x".repeat(10 + (turn as usize % 5) * 10));
         let output = turn * 37 % 300;
-        let (ticket, worker) = (Ticket(u64::from(turn)), WorkerId(0));
-        policy.observe(&Event::Routed {
+        let (ticket, worker) = (SendTicket(u64::from(turn)), WorkerId(0));
+        policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
             request: &RequestView { prompt: blocks.prompt(), now_ms, ..RequestView::default() },
@@ -773,13 +789,19 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
         });
         let tokens = blocks.prompt().units as u32;
         now_ms += took_ms(f64::from(tokens), f64::from(output)) as u64;
-        let usage = Usage {
+        let usage = TokenUsage {
             prompt_tokens: tokens,
             cached_tokens: Some(0),
             completion_tokens: Some(output),
         };
-        policy.observe(&Event::Usage { ticket, worker, usage });
-        policy.observe(&Event::Finished { ticket, worker, is_kept: true, hashes: &[], now_ms });
+        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        policy.observe(&PolicyEvent::Finished {
+            ticket,
+            worker,
+            is_kept: true,
+            hashes: &[],
+            now_ms,
+        });
         now_ms += 10;
     }
     policy.stats(now_ms).ranks[0].ms_per_kilotoken
@@ -800,8 +822,8 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     let policy = cost(Role::Decode, 1, CostParams::default());
     let (worker, facts) =
         (WorkerId(1), WorkerFacts { is_cacheless: true, ..WorkerFacts::default() });
-    policy.observe(&Event::WorkerAdded { worker, facts });
-    let (mut sender, text) = (Sender::default(), "k".repeat(100));
+    policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
+    let (mut sender, text) = (TestSender::default(), "k".repeat(100));
     for worker in [0, 1] {
         let ticket = sender.routed(&policy, worker, &text);
         sender.finished(&policy, ticket, worker, &text, true);

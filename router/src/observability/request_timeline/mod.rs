@@ -2,14 +2,17 @@
 //!
 //! The life of a story:
 //!
-//! 1. `Requests::begin` when the head of a generation request is read; from then on it can be asked for;
+//! 1. `RequestHistory::begin` when the head of a generation request is read; from then on it can be asked for;
 //! 2. whoever does something marks it: stages of the request, and a leg for each sending to a worker, with what was
 //!    decided, predicted and observed;
-//! 3. `Requests::end` when the answer's body is dropped: it joins the last --request-history ones, oldest out first, also
+//! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history ones, oldest out first, also
 //!    when they take more than `MAX_BYTES`.
 //!
 //! No prompt is in it: lengths, and the hash of its last whole block, which names the prefix. Cost: about a microsecond
 //! and half a kilobyte a request.
+
+/// Timeline as spans.
+mod spans;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,21 +21,20 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::HeaderValue;
 use parking_lot::Mutex;
-use router_core::{Blocks, Outcome, Role, Usage, Why};
+use router_core::{PromptBlocks, RequestOutcome, Role, SelectionReason, TokenUsage};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use crate::observability::engine_stages::EngineStages;
-use crate::observability::otlp;
-use crate::observability::otlp::{Context, Event, Kind, Name, Span, Value};
+use crate::observability::otlp::{self, TraceContext};
 
 /// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
 const MAX_BYTES: usize = 16 << 20;
 
 /// Stages of a request, once each, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum RequestStage {
     /// The body is complete.
     Read,
     /// A place among --max-concurrent-requests is taken.
@@ -47,46 +49,46 @@ pub enum Stage {
     Ended,
 }
 
-impl Stage {
-    pub const ALL: [Stage; 6] = [
-        Stage::Read,
-        Stage::Admitted,
-        Stage::Parsed,
-        Stage::Tokenised,
-        Stage::FirstByte,
-        Stage::Ended,
+impl RequestStage {
+    pub const ALL: [RequestStage; 6] = [
+        RequestStage::Read,
+        RequestStage::Admitted,
+        RequestStage::Parsed,
+        RequestStage::Tokenised,
+        RequestStage::FirstByte,
+        RequestStage::Ended,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            Stage::Read => "read_ms",
-            Stage::Admitted => "admitted_ms",
-            Stage::Parsed => "parsed_ms",
-            Stage::Tokenised => "tokenised_ms",
-            Stage::FirstByte => "first_byte_ms",
-            Stage::Ended => "ended_ms",
+            RequestStage::Read => "read_ms",
+            RequestStage::Admitted => "admitted_ms",
+            RequestStage::Parsed => "parsed_ms",
+            RequestStage::Tokenised => "tokenised_ms",
+            RequestStage::FirstByte => "first_byte_ms",
+            RequestStage::Ended => "ended_ms",
         }
     }
 }
 
 /// See the module.
-pub struct Story {
+pub struct RequestTimeline {
     number: u64,
     route: &'static str,
     started: Instant,
     received_unix_ns: u64,
-    trace: Option<Context>,
+    trace: Option<TraceContext>,
     told: Mutex<Told>,
 }
 
 #[derive(Default)]
 struct Told {
     rid: String,
-    /// Seconds since the start, by `Stage`.
-    stages: [Option<f32>; Stage::ALL.len()],
+    /// Seconds since the start, by `RequestStage`.
+    stages: [Option<f32>; RequestStage::ALL.len()],
     body_bytes: usize,
     prompt: Option<PromptSize>,
-    legs: Vec<Leg>,
+    legs: Vec<AttemptTimeline>,
     failures: Vec<Failed>,
     /// (status, outcome)
     end: Option<(u16, &'static str)>,
@@ -102,7 +104,7 @@ struct PromptSize {
 
 /// Attempt at one worker. Times are milliseconds since the head of the request.
 #[derive(Debug, Clone, Serialize)]
-pub struct Leg {
+pub struct AttemptTimeline {
     attempt: u32,
     /// Id in the trace.
     #[serde(skip)]
@@ -110,7 +112,7 @@ pub struct Leg {
     role: Role,
     worker: String,
     #[serde(flatten)]
-    why: Why,
+    why: SelectionReason,
     #[serde(skip_serializing_if = "Option::is_none")]
     room: Option<u64>,
     chosen_ms: f64,
@@ -121,7 +123,7 @@ pub struct Leg {
     ended_ms: Option<f64>,
     outcome: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Counted>,
+    usage: Option<CountedTokens>,
     /// As the engine reported them, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     stages: Option<EngineStages>,
@@ -131,7 +133,7 @@ pub struct Leg {
 
 /// `usage` as the worker told it.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub struct Counted {
+pub struct CountedTokens {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
@@ -150,13 +152,13 @@ struct Failed {
 }
 
 /// A place in the story for one leg's guard to write to.
-pub struct LegStory {
-    story: Arc<Story>,
+pub struct AttemptRecorder {
+    story: Arc<RequestTimeline>,
     at: usize,
 }
 
 /// Seconds a request spent in each stage, as far as it came.
-pub struct Stages {
+pub struct StageTimes {
     pub read: Option<f64>,
     pub queue: Option<f64>,
     pub parse: Option<f64>,
@@ -171,8 +173,8 @@ fn ms(since: Instant) -> f64 {
     (since.elapsed().as_secs_f64() * 1e6).round() / 1e3
 }
 
-impl Story {
-    fn new(number: u64, route: &'static str, trace: Option<Context>) -> Self {
+impl RequestTimeline {
+    fn new(number: u64, route: &'static str, trace: Option<TraceContext>) -> Self {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             number,
@@ -184,7 +186,7 @@ impl Story {
         }
     }
 
-    pub fn mark(&self, stage: Stage) {
+    pub fn mark(&self, stage: RequestStage) {
         let at = self.started.elapsed().as_secs_f32();
         self.told.lock().stages[stage as usize].get_or_insert(at);
     }
@@ -193,7 +195,7 @@ impl Story {
         self.told.lock().body_bytes = bytes;
     }
 
-    pub fn prompt(&self, blocks: &Blocks) {
+    pub fn prompt(&self, blocks: &PromptBlocks) {
         let prompt = blocks.prompt();
         self.told.lock().prompt = Some(PromptSize {
             units: prompt.units,
@@ -207,12 +209,12 @@ impl Story {
         self: &Arc<Self>,
         role: Role,
         worker: &str,
-        why: Why,
+        why: SelectionReason,
         explanation: Option<Box<RawValue>>,
-    ) -> LegStory {
+    ) -> AttemptRecorder {
         let mut told = self.told.lock();
         let attempt = told.failures.len() as u32 + 1;
-        told.legs.push(Leg {
+        told.legs.push(AttemptTimeline {
             attempt,
             span: self.trace.map_or(0, |_| otlp::new_id()),
             role,
@@ -228,7 +230,7 @@ impl Story {
             stages: None,
             explanation,
         });
-        LegStory { story: self.clone(), at: told.legs.len() - 1 }
+        AttemptRecorder { story: self.clone(), at: told.legs.len() - 1 }
     }
 
     /// The pair that was chosen last meets in this room.
@@ -268,14 +270,14 @@ impl Story {
     }
 
     /// Count of the last worker that answered.
-    pub fn usage(&self) -> Option<Counted> {
+    pub fn usage(&self) -> Option<CountedTokens> {
         self.told.lock().legs.iter().rev().find_map(|leg| leg.usage)
     }
 
     /// How long each stage of the first attempt took.
-    pub fn stages(&self) -> Stages {
+    pub fn stages(&self) -> StageTimes {
         let told = self.told.lock();
-        let at = |stage: Stage| told.stages[stage as usize].map(f64::from);
+        let at = |stage: RequestStage| told.stages[stage as usize].map(f64::from);
         let between = |from: Option<f64>, to: Option<f64>| Some((to? - from?).max(0.0));
         let first = told.legs.first();
         // The last leg of the first attempt is the one that answers the client.
@@ -284,12 +286,12 @@ impl Story {
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
         let first_token = seconds(answering.and_then(|leg| leg.first_token_ms));
-        Stages {
-            read: at(Stage::Read),
-            queue: between(at(Stage::Read), at(Stage::Admitted)),
-            parse: between(at(Stage::Admitted), at(Stage::Parsed)),
-            tokenise: between(at(Stage::Parsed), at(Stage::Tokenised)),
-            decide: between(at(Stage::Tokenised), chosen),
+        StageTimes {
+            read: at(RequestStage::Read),
+            queue: between(at(RequestStage::Read), at(RequestStage::Admitted)),
+            parse: between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
+            tokenise: between(at(RequestStage::Parsed), at(RequestStage::Tokenised)),
+            decide: between(at(RequestStage::Tokenised), chosen),
             connect: between(chosen, sent),
             first_token: between(sent, first_token),
         }
@@ -315,7 +317,7 @@ impl Story {
     /// As GET /v1/requests/{id} shows it.
     fn json(&self) -> serde_json::Value {
         let told = self.told.lock();
-        let timeline: serde_json::Map<String, serde_json::Value> = Stage::ALL
+        let timeline: serde_json::Map<String, serde_json::Value> = RequestStage::ALL
             .into_iter()
             .filter_map(|stage| {
                 let at = told.stages[stage as usize]?;
@@ -341,7 +343,7 @@ impl Story {
     /// Line of a list of requests.
     fn short_json(&self) -> serde_json::Value {
         let told = self.told.lock();
-        let ended = told.stages[Stage::Ended as usize].map(rounded);
+        let ended = told.stages[RequestStage::Ended as usize].map(rounded);
         let answering = told.legs.iter().rfind(|leg| leg.role != Role::Prefill);
         serde_json::json!({
             "id": told.rid,
@@ -358,123 +360,15 @@ impl Story {
         self.trace.map(|trace| format!("{:032x}", trace.trace))
     }
 
-    /// The ended request as spans; `None` if it is not to be traced.
-    pub fn spans(&self, method: &str) -> Option<Vec<Span>> {
-        let context = self.trace.filter(|trace| trace.is_sampled)?;
-        let told = self.told.lock();
-        let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
-        let stage = |stage: Stage| told.stages[stage as usize].map(rounded);
-        let ended_ms = stage(Stage::Ended).unwrap_or_else(|| ms(self.started));
-        let (status, outcome) = told.end.unwrap_or((0, "unknown"));
-        let mut request = Span {
-            trace: context.trace,
-            id: context.span,
-            parent: context.parent,
-            name: format!("{method} {}", self.route),
-            kind: Kind::Server,
-            start: at(0.0),
-            end: at(ended_ms),
-            attributes: vec![
-                ("http.request.method".into(), Value::Text(method.to_owned())),
-                ("http.route".into(), Value::Text(self.route.to_owned())),
-                ("http.response.status_code".into(), Value::Int(status.into())),
-                ("baton.request_id".into(), Value::Text(told.rid.clone())),
-                ("baton.outcome".into(), Value::Text(outcome.to_owned())),
-                (
-                    "baton.attempts".into(),
-                    Value::Int(told.legs.last().map_or(0, |leg| leg.attempt.into())),
-                ),
-            ],
-            events: Vec::new(),
-            error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
-        };
-        let failovers = told.failures.iter().filter(|f| f.failover_at_token.is_some());
-        request.events.extend(failovers.map(|failed| Event::new(at(failed.at_ms), "failover")));
-        for (name, ms) in [
-            ("read", stage(Stage::Read)),
-            ("admitted", stage(Stage::Admitted)),
-            ("tokenised", stage(Stage::Tokenised)),
-            ("first_byte", stage(Stage::FirstByte)),
-        ] {
-            request.events.extend(ms.map(|ms| Event::new(at(ms), name)));
-        }
-        let child = |id, name: &str, kind, from_ms: f64, to_ms: f64| Span {
-            trace: context.trace,
-            id,
-            parent: Some(context.span),
-            name: name.to_owned(),
-            kind,
-            start: at(from_ms),
-            end: at(to_ms),
-            attributes: Vec::new(),
-            events: Vec::new(),
-            error: None,
-        };
-        let mut spans = vec![request];
-        let mut attempt = 0;
-        for leg in &told.legs {
-            if attempt != leg.attempt {
-                attempt = leg.attempt;
-                let failed = told.failures.iter().find(|failed| failed.attempt + 1 == attempt);
-                let from = failed.map(|failed| failed.at_ms).or(stage(Stage::Tokenised));
-                let from = from.unwrap_or(leg.chosen_ms);
-                let mut decide =
-                    child(otlp::new_id(), "decide", Kind::Internal, from, leg.chosen_ms);
-                decide.attributes.push(("baton.attempt".into(), Value::Int(attempt.into())));
-                spans.push(decide);
-            }
-            let to = leg.ended_ms.unwrap_or(ended_ms);
-            let mut span = child(leg.span, leg.role.label(), Kind::Client, leg.chosen_ms, to);
-            span.attributes = leg.attributes();
-            let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
-            let events =
-                events.into_iter().filter_map(|(name, ms)| Some(Event::new(at(ms?), name)));
-            span.events = events.collect();
-            span.error = (leg.outcome == Some("failed")).then(|| {
-                let failed = told.failures.iter().find(|failed| failed.attempt == leg.attempt);
-                failed.map_or("failed", |failed| failed.reason).to_owned()
-            });
-            spans.push(span);
-        }
-        Some(spans)
-    }
-
     /// About how much memory it takes.
     fn bytes(&self) -> usize {
         let told = self.told.lock();
         let legs = told.legs.iter().map(|leg| {
             let told = leg.explanation.as_ref().map_or(0, |told| told.get().len());
-            size_of::<Leg>() + leg.worker.len() + told
+            size_of::<AttemptTimeline>() + leg.worker.len() + told
         });
         let failures = told.failures.len() * size_of::<Failed>();
         size_of::<Self>() + told.rid.len() + legs.sum::<usize>() + failures
-    }
-}
-
-impl Leg {
-    fn attributes(&self) -> Vec<(Name, Value)> {
-        let text = |text: &str| Value::Text(text.to_owned());
-        let mut told = vec![
-            ("baton.attempt".into(), Value::Int(self.attempt.into())),
-            ("baton.worker".into(), text(&self.worker)),
-            ("baton.why".into(), text(self.why.label())),
-        ];
-        told.extend(self.room.map(|room| ("baton.room".into(), Value::Int(room as i64))));
-        told.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
-        if let Some(forecast) = self.why.forecast() {
-            let cached = Value::Int(forecast.cached_tokens.into());
-            told.push(("baton.predicted_ttft_ms".into(), Value::Int(forecast.ttft_ms.into())));
-            told.push(("baton.predicted_cached_tokens".into(), cached));
-        }
-        if let Some(usage) = self.usage {
-            let mut count = |name: &'static str, tokens: Option<u32>| {
-                told.extend(tokens.map(|tokens| (name.into(), Value::Int(tokens.into()))));
-            };
-            count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
-            count("gen_ai.usage.output_tokens", usage.completion_tokens);
-            count("baton.cached_tokens", usage.cached_tokens);
-        }
-        told
     }
 }
 
@@ -483,14 +377,14 @@ fn rounded(seconds: f32) -> f64 {
     (f64::from(seconds) * 1e6).round() / 1e3
 }
 
-impl LegStory {
+impl AttemptRecorder {
     pub fn traceparent(&self) -> Option<HeaderValue> {
         let context = self.story.trace?;
         let told = self.story.told.lock();
         told.legs.get(self.at).map(|leg| context.header(leg.span))
     }
 
-    fn leg(&self, change: impl FnOnce(&mut Leg, f64)) {
+    fn leg(&self, change: impl FnOnce(&mut AttemptTimeline, f64)) {
         let at_ms = ms(self.story.started);
         if let Some(leg) = self.story.told.lock().legs.get_mut(self.at) {
             change(leg, at_ms);
@@ -506,10 +400,10 @@ impl LegStory {
         self.leg(|leg, at_ms| leg.first_token_ms = Some(at_ms));
     }
 
-    pub fn usage(&self, usage: Usage) {
-        let Usage { prompt_tokens, cached_tokens, completion_tokens } = usage;
+    pub fn usage(&self, usage: TokenUsage) {
+        let TokenUsage { prompt_tokens, cached_tokens, completion_tokens } = usage;
         self.leg(|leg, _| {
-            leg.usage = Some(Counted { prompt_tokens, cached_tokens, completion_tokens });
+            leg.usage = Some(CountedTokens { prompt_tokens, cached_tokens, completion_tokens });
         });
     }
 
@@ -517,20 +411,20 @@ impl LegStory {
         self.leg(|leg, _| leg.stages = Some(stages));
     }
 
-    pub fn ended(&self, outcome: Outcome) {
+    pub fn ended(&self, outcome: RequestOutcome) {
         self.leg(|leg, at_ms| {
             leg.ended_ms = Some(at_ms);
             leg.outcome = Some(match outcome {
-                Outcome::Success => "ok",
-                Outcome::Failure => "failed",
-                Outcome::Unknown => "left",
+                RequestOutcome::Success => "ok",
+                RequestOutcome::Failure => "failed",
+                RequestOutcome::Unknown => "left",
             });
         });
     }
 }
 
 /// The stories that can be asked for.
-pub struct Requests {
+pub struct RequestHistory {
     /// Ended ones; 0: none.
     kept: usize,
     next: AtomicU64,
@@ -540,19 +434,24 @@ pub struct Requests {
 #[derive(Default)]
 struct Shelf {
     /// As many as there are requests in flight.
-    running: HashMap<u64, Arc<Story>>,
-    ended: VecDeque<(Arc<Story>, usize)>,
+    running: HashMap<u64, Arc<RequestTimeline>>,
+    ended: VecDeque<(Arc<RequestTimeline>, usize)>,
     bytes: usize,
 }
 
-impl Requests {
+impl RequestHistory {
     pub fn new(kept: usize) -> Self {
         Self { kept, next: AtomicU64::new(0), shelf: Mutex::default() }
     }
 
-    pub fn begin(&self, route: &'static str, rid: &str, trace: Option<Context>) -> Arc<Story> {
+    pub fn begin(
+        &self,
+        route: &'static str,
+        rid: &str,
+        trace: Option<TraceContext>,
+    ) -> Arc<RequestTimeline> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let story = Arc::new(Story::new(number, route, trace));
+        let story = Arc::new(RequestTimeline::new(number, route, trace));
         rid.clone_into(&mut story.told.lock().rid);
         if self.kept > 0 {
             self.shelf.lock().running.insert(number, story.clone());
@@ -560,8 +459,8 @@ impl Requests {
         story
     }
 
-    pub fn end(&self, story: &Arc<Story>, status: u16, outcome: &'static str) {
-        story.mark(Stage::Ended);
+    pub fn end(&self, story: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
+        story.mark(RequestStage::Ended);
         story.told.lock().end = Some((status, outcome));
         if self.kept == 0 {
             return;
@@ -593,7 +492,7 @@ impl Requests {
 
     /// The youngest with this id: clients may give the same one twice.
     pub fn find(&self, rid: &str) -> Option<serde_json::Value> {
-        let is_it = |story: &&Arc<Story>| story.told.lock().rid == rid;
+        let is_it = |story: &&Arc<RequestTimeline>| story.told.lock().rid == rid;
         let shelf = self.shelf.lock();
         let running = shelf.running.values().filter(is_it);
         let youngest = running.max_by_key(|story| story.number);
@@ -607,13 +506,13 @@ impl Requests {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use router_core::Forecast;
+    use router_core::PrefillForecast;
 
     use super::*;
 
     #[test]
     fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
-        let requests = Requests::new(2);
+        let requests = RequestHistory::new(2);
         let stories: Vec<_> = ["a", "b", "c"].map(|rid| requests.begin("/x", rid, None)).into();
         assert_eq!(requests.find("a").unwrap()["state"], "running");
         for story in &stories {
@@ -636,11 +535,11 @@ mod tests {
 
     #[test]
     fn bytes_bound_the_shelf_too() {
-        let requests = Requests::new(1000);
+        let requests = RequestHistory::new(1000);
         let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
         for _ in 0..40 {
             let story = requests.begin("/x", "same", None);
-            story.leg(Role::Regular, "w", Why::Only, Some(explanation.clone()));
+            story.leg(Role::Regular, "w", SelectionReason::Only, Some(explanation.clone()));
             requests.end(&story, 200, "ok");
         }
         let shelf = requests.shelf.lock();
@@ -649,7 +548,7 @@ mod tests {
 
     #[test]
     fn with_no_history_nothing_is_held() {
-        let requests = Requests::new(0);
+        let requests = RequestHistory::new(0);
         let story = requests.begin("/x", "a", None);
         requests.end(&story, 200, "ok");
         assert!(requests.find("a").is_none());
@@ -658,31 +557,31 @@ mod tests {
 
     #[test]
     fn a_story_tells_attempts_in_order_with_what_was_predicted_and_seen() {
-        let requests = Requests::new(8);
+        let requests = RequestHistory::new(8);
         let story = requests.begin("/generate", "r", None);
-        for stage in [Stage::Read, Stage::Admitted, Stage::Parsed] {
+        for stage in [RequestStage::Read, RequestStage::Admitted, RequestStage::Parsed] {
             story.mark(stage);
         }
-        let forecast = Forecast {
+        let forecast = PrefillForecast {
             prompt_tokens: 100,
             cached_tokens: 64,
             ttft_ms: 12,
             best_cached_tokens: 64,
             best_ttft_ms: 12,
         };
-        let leg = story.leg(Role::Regular, "http://a", Why::BestHolder(forecast), None);
+        let leg = story.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
         leg.sent();
-        leg.ended(Outcome::Failure);
+        leg.ended(RequestOutcome::Failure);
         story.failed(Role::Regular, "connect");
-        let leg = story.leg(Role::Regular, "http://b", Why::Only, None);
+        let leg = story.leg(Role::Regular, "http://b", SelectionReason::Only, None);
         leg.sent();
         leg.first_token();
-        leg.usage(Usage {
+        leg.usage(TokenUsage {
             prompt_tokens: 100,
             cached_tokens: Some(60),
             completion_tokens: Some(5),
         });
-        leg.ended(Outcome::Success);
+        leg.ended(RequestOutcome::Success);
         requests.end(&story, 200, "ok");
         let told = requests.find("r").unwrap();
         assert_eq!(told["legs"][0]["cached_tokens"], 64);

@@ -13,14 +13,14 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
-use router_core::{Blocks, TextScope, namespace, token_blocks};
+use router_core::{PromptBlocks, TextScope, namespace, token_blocks};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::request::media;
-use crate::transport::request_body::Parts;
+use crate::transport::request_body::BodySegments;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
@@ -35,34 +35,34 @@ const SCOPE: [&str; 6] =
 
 /// The three endpoints that generate. They differ in where the prompt is and in the id they give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Api {
+pub enum ApiKind {
     Chat,
     Completions,
     Generate,
 }
 
-impl Api {
+impl ApiKind {
     pub fn path(self) -> &'static str {
         match self {
-            Api::Chat => "/v1/chat/completions",
-            Api::Completions => "/v1/completions",
-            Api::Generate => "/generate",
+            ApiKind::Chat => "/v1/chat/completions",
+            ApiKind::Completions => "/v1/completions",
+            ApiKind::Generate => "/generate",
         }
     }
 
     /// Prefix of request ids the router makes up.
     pub fn id_prefix(self) -> &'static str {
         match self {
-            Api::Chat => "chatcmpl-",
-            Api::Completions => "cmpl-",
-            Api::Generate => "gnt-",
+            ApiKind::Chat => "chatcmpl-",
+            ApiKind::Completions => "cmpl-",
+            ApiKind::Generate => "gnt-",
         }
     }
 }
 
 /// Index of a body: what routing needs to know of it.
 #[derive(Debug, Clone)]
-pub struct Scan {
+pub struct BodyIndex {
     pub stream: bool,
     /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item, scalars.
     pub batch: Option<usize>,
@@ -81,9 +81,9 @@ pub struct Scan {
     pub model: Option<String>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
-    pub deadlines: Deadlines,
+    pub deadlines: RequestDeadlines,
     /// Members the client sent under names that the router sets, each from the end of the member before (so with its comma).
-    ours: Vec<(Ours, Range<usize>)>,
+    ours: Vec<(ManagedField, Range<usize>)>,
     /// Index of the last `}`.
     close: usize,
     /// Top-level members.
@@ -92,7 +92,7 @@ pub struct Scan {
 
 /// Times a client gives, from the arrival of the request [ms].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Deadlines {
+pub struct RequestDeadlines {
     /// The first token is of use within this.
     pub ttft: Option<u64>,
     /// The whole answer is.
@@ -101,7 +101,7 @@ pub struct Deadlines {
 
 /// Groups of members that the router sets; when it does, a client's are left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ours {
+pub enum ManagedField {
     Bootstrap,
     Rank,
     /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
@@ -114,29 +114,29 @@ pub enum Ours {
     Resume,
 }
 
-impl Ours {
-    fn of(name: &str) -> Option<Ours> {
+impl ManagedField {
+    fn of(name: &str) -> Option<ManagedField> {
         match name {
-            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(Ours::Bootstrap),
+            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(ManagedField::Bootstrap),
             "data_parallel_rank"
             | "data_parallel_rank_decode"
             | "routed_dp_rank"
-            | "disagg_prefill_dp_rank" => Some(Ours::Rank),
+            | "disagg_prefill_dp_rank" => Some(ManagedField::Rank),
             "stream" | "stream_options" | "max_tokens" | "max_completion_tokens" | "min_tokens" => {
-                Some(Ours::Output)
+                Some(ManagedField::Output)
             }
-            "kv_transfer_params" => Some(Ours::KvParams),
-            "ttft_deadline_ms" | "deadline_ms" => Some(Ours::Deadlines),
-            "baton_resume" => Some(Ours::Resume),
+            "kv_transfer_params" => Some(ManagedField::KvParams),
+            "ttft_deadline_ms" | "deadline_ms" => Some(ManagedField::Deadlines),
+            "baton_resume" => Some(ManagedField::Resume),
             _ => None,
         }
     }
 }
 
-impl Scan {
+impl BodyIndex {
     /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
-    pub fn of(body: &[u8], api: Api) -> Result<Scan, RouteError> {
-        let mut members = Members::new(body);
+    pub fn of(body: &[u8], api: ApiKind) -> Result<BodyIndex, RouteError> {
+        let mut members = TopLevelFields::new(body);
         serde_json::Deserializer::from_slice(body)
             .deserialize_end(&mut members)
             .map_err(|err| RouteError::InvalidJson { detail: err.to_string() })?;
@@ -162,7 +162,7 @@ impl Scan {
     }
 
     /// True if the client sent a member of this group.
-    pub fn has(&self, group: Ours) -> bool {
+    pub fn has(&self, group: ManagedField) -> bool {
         self.ours.iter().any(|(its, _)| *its == group)
     }
 
@@ -190,17 +190,17 @@ impl Scan {
     }
 
     /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs). Cost: one pass over it.
-    pub fn text_blocks(&self, body: &[u8]) -> Blocks {
+    pub fn text_blocks(&self, body: &[u8]) -> PromptBlocks {
         let prompt = self.prompt(body);
         let scope = self.scope_of(body);
         match media::condensed(prompt) {
-            Some(text) => Blocks::of_text_in(scope, &text, None).with_media(),
-            None => Blocks::of_text_in(scope, prompt, None),
+            Some(text) => PromptBlocks::of_text_in(scope, &text, None).with_media(),
+            None => PromptBlocks::of_text_in(scope, prompt, None),
         }
     }
 
     /// Hashes of its token ids.
-    pub fn token_blocks(&self, ids: &[u32], block_size: usize) -> Blocks {
+    pub fn token_blocks(&self, ids: &[u32], block_size: usize) -> PromptBlocks {
         token_blocks(ids, block_size, &self.namespace)
     }
 
@@ -209,14 +209,14 @@ impl Scan {
     pub fn splice(
         &self,
         body: &Bytes,
-        replaced: &[Ours],
+        replaced: &[ManagedField],
         added: Option<&Bytes>,
         fields: &str,
-    ) -> Parts {
+    ) -> BodySegments {
         let out = self.ours.iter().filter(|(group, _)| replaced.contains(group));
         let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
         let has_members = self.count > out.len();
-        let mut parts = Parts::default();
+        let mut parts = BodySegments::default();
         let mut from = 0;
         for span in spans_with_commas(body, out) {
             parts.push(body.slice(from..span.start));
@@ -237,21 +237,21 @@ impl Scan {
 
 trait DeserializeEnd<'a> {
     /// Visit the object, then insist that nothing but whitespace follows.
-    fn deserialize_end(self, members: &mut Members<'a>) -> serde_json::Result<()>;
+    fn deserialize_end(self, members: &mut TopLevelFields<'a>) -> serde_json::Result<()>;
 }
 
 impl<'a> DeserializeEnd<'a> for serde_json::Deserializer<serde_json::de::SliceRead<'a>> {
-    fn deserialize_end(mut self, members: &mut Members<'a>) -> serde_json::Result<()> {
+    fn deserialize_end(mut self, members: &mut TopLevelFields<'a>) -> serde_json::Result<()> {
         self.deserialize_map(members)?;
         self.end()
     }
 }
 
 /// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON readers.
-struct Members<'a> {
+struct TopLevelFields<'a> {
     body: &'a [u8],
     count: usize,
-    ours: Vec<(Ours, Range<usize>)>,
+    ours: Vec<(ManagedField, Range<usize>)>,
     /// End of the member before the present one, or just behind `{`.
     last_end: usize,
     stream: Option<&'a RawValue>,
@@ -264,7 +264,7 @@ struct Members<'a> {
     return_logprob: Option<&'a RawValue>,
     model: Option<&'a RawValue>,
     /// Deadlines that are numbers; the engine refuses others.
-    deadlines: Deadlines,
+    deadlines: RequestDeadlines,
     scope: [Option<Range<usize>>; SCOPE.len()],
     cache_salt: Option<&'a RawValue>,
     extra_key: Option<&'a RawValue>,
@@ -273,7 +273,7 @@ struct Members<'a> {
 #[derive(Deserialize)]
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
-impl<'a> Members<'a> {
+impl<'a> TopLevelFields<'a> {
     fn new(body: &'a [u8]) -> Self {
         Self {
             body,
@@ -289,7 +289,7 @@ impl<'a> Members<'a> {
             sampling_params: None,
             return_logprob: None,
             model: None,
-            deadlines: Deadlines::default(),
+            deadlines: RequestDeadlines::default(),
             scope: Default::default(),
             cache_salt: None,
             extra_key: None,
@@ -304,7 +304,7 @@ impl<'a> Members<'a> {
 
     fn member(&mut self, name: &str, value: &'a RawValue) {
         let end = self.span(value).end;
-        if let Some(group) = Ours::of(name) {
+        if let Some(group) = ManagedField::of(name) {
             self.ours.push((group, self.last_end..end));
         }
         self.last_end = end;
@@ -330,27 +330,27 @@ impl<'a> Members<'a> {
         }
     }
 
-    fn finish(self, api: Api) -> Result<Scan, RouteError> {
+    fn finish(self, api: ApiKind) -> Result<BodyIndex, RouteError> {
         let close = self.body.iter().rposition(|b| *b == b'}').ok_or_else(|| {
             RouteError::Internal { detail: "a JSON object without a closing brace".into() }
         })?;
         let prompt = match api {
-            Api::Chat => self.messages,
-            Api::Completions => self.prompt,
-            Api::Generate => self.text.or(self.input_ids),
+            ApiKind::Chat => self.messages,
+            ApiKind::Completions => self.prompt,
+            ApiKind::Generate => self.text.or(self.input_ids),
         };
         let prompt_param = match api {
-            Api::Chat => "messages",
-            Api::Completions => "prompt",
-            Api::Generate if self.text.is_some() => "text",
-            Api::Generate => "input_ids",
+            ApiKind::Chat => "messages",
+            ApiKind::Completions => "prompt",
+            ApiKind::Generate if self.text.is_some() => "text",
+            ApiKind::Generate => "input_ids",
         };
         let n = match api {
-            Api::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
+            ApiKind::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
             _ => self.n.map_or(Ok(1), n_of)?,
         };
         let prompts = match api {
-            Api::Chat => None,
+            ApiKind::Chat => None,
             _ => prompt.and_then(batch_len),
         };
         let items = prompts.unwrap_or(1).saturating_mul(n);
@@ -361,22 +361,22 @@ impl<'a> Members<'a> {
             });
         }
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
-        let ids = self.input_ids.or(prompt.filter(|_| api != Api::Chat));
+        let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));
         let ids = ids.filter(|value| holds_ids(value.get()));
-        Ok(Scan {
+        Ok(BodyIndex {
             ids: ids.map(|value| self.span(value)),
             namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
             stream: self.stream.is_some_and(|v| v.get() == "true"),
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
             prompt_param,
-            wants_input_logprobs: api == Api::Generate
+            wants_input_logprobs: api == ApiKind::Generate
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             deadlines: self.deadlines,
             scope: self.scope,
             model: self
                 .model
-                .filter(|_| api != Api::Generate)
+                .filter(|_| api != ApiKind::Generate)
                 .and_then(|value| serde_json::from_str(value.get()).ok()),
             ours: self.ours,
             close,
@@ -425,7 +425,7 @@ fn spans_with_commas(body: &[u8], mut spans: Vec<Range<usize>>) -> Vec<Range<usi
     joined
 }
 
-impl<'a> Visitor<'a> for &mut Members<'a> {
+impl<'a> Visitor<'a> for &mut TopLevelFields<'a> {
     type Value = ();
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -490,231 +490,4 @@ fn batch_len(prompt: &RawValue) -> Option<usize> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn spliced(body: &str, fields: &str) -> String {
-        let bytes = Bytes::copy_from_slice(body.as_bytes());
-        let scan = Scan::of(&bytes, Api::Chat).unwrap();
-        let parts = scan.splice(&bytes, &[Ours::Bootstrap, Ours::Rank], None, fields);
-        let len = parts.len();
-        let out: Vec<u8> = parts.into_pieces().concat();
-        assert_eq!(out.len() as u64, len);
-        String::from_utf8(out).unwrap()
-    }
-
-    #[test]
-    fn splice_keeps_every_byte_and_adds_before_the_brace() {
-        assert_eq!(spliced("{}", r#""a":1"#), r#"{"a":1}"#);
-        assert_eq!(spliced(" {\n} \n", r#""a":1"#), " {\n\"a\":1}");
-        assert_eq!(
-            spliced(r#"{"t":1e0 ,"x":{"}":[1.50]} } "#, r#""a":1"#),
-            r#"{"t":1e0 ,"x":{"}":[1.50]} ,"a":1}"#
-        );
-        assert_eq!(spliced(r#"{"t":1}"#, ""), r#"{"t":1}"#);
-    }
-
-    #[test]
-    fn splice_leaves_out_client_fields_wherever_they_stand() {
-        let ours = [
-            r#""bootstrap_room" : 5"#,
-            r#""bootstrap_host":"h""#,
-            r#""bootstrap_\u0070ort":[1,{}]"#,
-        ];
-        // every pattern of kept (k) and ours (o) members up to length 4
-        for len in 1..=4usize {
-            for mask in 0..(1u32 << len) {
-                for (sep, pad) in [(",", ""), (" , ", " ")] {
-                    let members: Vec<String> = (0..len)
-                        .map(|i| {
-                            if mask >> i & 1 == 1 {
-                                ours[i % ours.len()].to_owned()
-                            } else {
-                                format!("\"k{i}\":{i}")
-                            }
-                        })
-                        .collect();
-                    let body = format!("{{{pad}{}{pad}}}", members.join(sep));
-                    let out = spliced(&body, r#""bootstrap_room":9"#);
-                    let value: serde_json::Value = serde_json::from_str(&out)
-                        .unwrap_or_else(|err| panic!("{body} became {out}: {err}"));
-                    let kept = len - mask.count_ones() as usize;
-                    assert_eq!(value.as_object().unwrap().len(), kept + 1, "{body} became {out}");
-                    assert_eq!(value["bootstrap_room"], 9);
-                    assert_eq!(out.matches("bootstrap").count(), 1, "{body} became {out}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn token_ids_are_read_where_the_client_sent_them() {
-        let read = |api, body: &str| Scan::of(body.as_bytes(), api).unwrap().ids(body.as_bytes());
-        for (prompt, ids) in [
-            ("[1,22 , 333]", Some(vec![1, 22, 333])),
-            ("[ [1,2],\n[3] ]", Some(vec![1, 2, 3])),
-            ("\"1,2\"", None),
-            ("[\"1,2\",\"3\"]", None),
-            ("[1,-2]", None),
-            ("[1.0]", None),
-            ("[]", None),
-        ] {
-            assert_eq!(
-                read(Api::Completions, &format!("{{\"prompt\":{prompt}}}")),
-                ids,
-                "{prompt}"
-            );
-            assert_eq!(
-                read(Api::Generate, &format!("{{\"input_ids\":{prompt}}}")),
-                ids,
-                "{prompt}"
-            );
-            // Beside a text they are the same prompt.
-            assert_eq!(
-                read(Api::Generate, &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")),
-                ids
-            );
-            assert_eq!(
-                read(Api::Chat, &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")),
-                ids
-            );
-        }
-        assert_eq!(read(Api::Chat, r#"{"messages":[1,2]}"#), None);
-        let scan = Scan::of(b"{}", Api::Chat).unwrap();
-        assert_eq!(scan.text_blocks(b"{}").prompt().units, 0);
-    }
-
-    #[test]
-    fn prompts_with_another_salt_share_no_block() {
-        let blocks = |body: &str| {
-            let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
-            scan.token_blocks(&[1, 2, 3, 4], 2)
-        };
-        let bare = blocks("{}");
-        assert_eq!(bare, blocks(r#"{"cache_salt":null,"extra_key":7}"#));
-        let salted = blocks(r#"{"cache_salt":"a"}"#);
-        assert_eq!(salted, blocks(r#"{"cache_salt":"\u0061"}"#));
-        for other in [&bare, &blocks(r#"{"extra_key":"a"}"#), &blocks(r#"{"cache_salt":"b"}"#)] {
-            assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
-        }
-    }
-
-    #[test]
-    fn what_is_added_stands_before_the_fields_and_once() {
-        let body = Bytes::from_static(br#"{"a":1, "routed_dp_rank":1}"#);
-        let scan = Scan::of(&body, Api::Chat).unwrap();
-        let added = Bytes::from_static(br#","input_ids":[1,2]"#);
-        for (fields, expected) in [
-            ("", r#"{"a":1,"input_ids":[1,2]}"#),
-            (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#),
-        ] {
-            let parts = scan.splice(&body, &[Ours::Rank], Some(&added), fields);
-            assert_eq!(parts.len(), expected.len() as u64);
-            assert_eq!(parts.into_pieces().concat(), expected.as_bytes());
-        }
-    }
-
-    #[test]
-    fn only_the_groups_that_are_replaced_go() {
-        let body = Bytes::from_static(br#"{"routed_dp_rank":1,"bootstrap_room":2,"a":3}"#);
-        let scan = Scan::of(&body, Api::Chat).unwrap();
-        let spliced = |replaced: &[Ours]| {
-            let parts = scan.splice(&body, replaced, None, r#""x":0"#);
-            String::from_utf8(parts.into_pieces().concat()).unwrap()
-        };
-        assert_eq!(spliced(&[Ours::Bootstrap]), r#"{"routed_dp_rank":1,"a":3,"x":0}"#);
-        assert_eq!(spliced(&[Ours::Rank]), r#"{"bootstrap_room":2,"a":3,"x":0}"#);
-        assert_eq!(spliced(&[Ours::Rank, Ours::Bootstrap]), r#"{"a":3,"x":0}"#);
-    }
-
-    #[test]
-    fn duplicate_fields_are_read_last_and_removed_all() {
-        let body = r#"{"stream":true,"bootstrap_room":1,"stream":false,"bootstrap_room":2}"#;
-        assert!(!Scan::of(body.as_bytes(), Api::Chat).unwrap().stream);
-        assert_eq!(
-            spliced(body, r#""bootstrap_room":3"#),
-            r#"{"stream":true,"stream":false,"bootstrap_room":3}"#
-        );
-    }
-
-    #[test]
-    fn batches_are_prompts_times_n() {
-        let batch = |api, body: &str| Scan::of(body.as_bytes(), api).unwrap().batch;
-        assert_eq!(batch(Api::Chat, r#"{"messages":[{},{}]}"#), None);
-        assert_eq!(batch(Api::Chat, r#"{"n":3}"#), Some(3));
-        assert_eq!(batch(Api::Chat, r#"{"n":null}"#), None);
-        assert_eq!(batch(Api::Completions, r#"{"prompt":"a"}"#), None);
-        assert_eq!(batch(Api::Completions, r#"{"prompt":[1,2,3]}"#), None);
-        assert_eq!(batch(Api::Completions, r#"{"prompt":["a"]}"#), Some(1));
-        assert_eq!(batch(Api::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#), Some(4));
-        assert_eq!(batch(Api::Generate, r#"{"text":["a","b"]}"#), Some(2));
-        assert_eq!(batch(Api::Generate, r#"{"input_ids":[1,2]}"#), None);
-        assert_eq!(batch(Api::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#), Some(2));
-        let err = Scan::of(br#"{"n":99999999999}"#, Api::Chat).unwrap_err();
-        assert_eq!(err.code(), "invalid_value");
-    }
-
-    #[test]
-    fn routing_text_is_the_raw_prompt() {
-        let body = r#"{"messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
-        let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
-        assert!(scan.stream);
-        assert_eq!(scan.routing_text(body.as_bytes()), r#"[{"role":"user","content":"hé\n"}]"#);
-    }
-
-    #[test]
-    fn routing_text_of_a_long_prompt_is_its_beginning_in_whole_characters() {
-        let body = format!("{{\"prompt\":\"{}\"}}", "é".repeat(MAX_ROUTING_TEXT));
-        let scan = Scan::of(body.as_bytes(), Api::Completions).unwrap();
-        let text = scan.routing_text(body.as_bytes());
-        // The quotation mark, then characters of two bytes.
-        assert_eq!(text.len(), MAX_ROUTING_TEXT - 1);
-        assert!(text.starts_with("\"é") && text.ends_with('é'));
-    }
-
-    #[test]
-    fn what_is_not_a_json_object_is_refused() {
-        for body in
-            ["", " ", "[]", "1", "{", "{} x", r#"{"a":tru}"#, r#"{"a":1,}"#, "{\"a\":\"\u{1}\"}"]
-        {
-            let err = Scan::of(body.as_bytes(), Api::Chat).unwrap_err();
-            assert_eq!(err.code(), "invalid_json", "{body:?}");
-        }
-        assert!(Scan::of(b"{\"a\":\"\xff\"}", Api::Chat).is_err());
-        let deep = format!(r#"{{"a":{}{}}}"#, "[".repeat(300), "]".repeat(300));
-        assert!(Scan::of(deep.as_bytes(), Api::Chat).is_ok());
-    }
-
-    #[test]
-    fn members_that_change_the_kv_keep_equal_texts_apart() {
-        let first = |members: &str| {
-            let text = "x".repeat(600);
-            let body = format!("{{\"messages\":[{{\"content\":\"{text}\"}}]{members}}}");
-            let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
-            let hash = scan.text_blocks(body.as_bytes()).prompt().hashes[0];
-            (hash, scan.routing_text(body.as_bytes()).chars().next())
-        };
-        let plain = first("");
-        assert_eq!(plain.1, Some('['));
-        let mut all = vec![plain];
-        for members in [
-            r#","model":"a""#,
-            r#","model":"b""#,
-            r#","cache_salt":"a""#,
-            r#","extra_key":"a""#,
-            r#","tools":[{"type":"function"}]"#,
-            r#","chat_template_kwargs":{"enable_thinking":false}"#,
-            r#","model":"a","lora_path":"b""#,
-        ] {
-            let (hash, marker) = first(members);
-            let is_new = all.iter().all(|known| known.0 != hash && known.1 != marker);
-            assert!(is_new, "{members}");
-            all.push((hash, marker));
-        }
-        assert_eq!(first(r#","temperature":1,"cache_salt":null"#), plain);
-        assert_eq!(
-            first(r#","cache_salt":"b","model":"a""#),
-            first(r#","model":"a","cache_salt":"b""#)
-        );
-    }
-}
+mod tests;

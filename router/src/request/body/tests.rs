@@ -1,0 +1,222 @@
+use super::*;
+
+fn spliced(body: &str, fields: &str) -> String {
+    let bytes = Bytes::copy_from_slice(body.as_bytes());
+    let scan = BodyIndex::of(&bytes, ApiKind::Chat).unwrap();
+    let parts = scan.splice(&bytes, &[ManagedField::Bootstrap, ManagedField::Rank], None, fields);
+    let len = parts.len();
+    let out: Vec<u8> = parts.into_pieces().concat();
+    assert_eq!(out.len() as u64, len);
+    String::from_utf8(out).unwrap()
+}
+
+#[test]
+fn splice_keeps_every_byte_and_adds_before_the_brace() {
+    assert_eq!(spliced("{}", r#""a":1"#), r#"{"a":1}"#);
+    assert_eq!(spliced(" {\n} \n", r#""a":1"#), " {\n\"a\":1}");
+    assert_eq!(
+        spliced(r#"{"t":1e0 ,"x":{"}":[1.50]} } "#, r#""a":1"#),
+        r#"{"t":1e0 ,"x":{"}":[1.50]} ,"a":1}"#
+    );
+    assert_eq!(spliced(r#"{"t":1}"#, ""), r#"{"t":1}"#);
+}
+
+#[test]
+fn splice_leaves_out_client_fields_wherever_they_stand() {
+    let ours =
+        [r#""bootstrap_room" : 5"#, r#""bootstrap_host":"h""#, r#""bootstrap_\u0070ort":[1,{}]"#];
+    // every pattern of kept (k) and ours (o) members up to length 4
+    for len in 1..=4usize {
+        for mask in 0..(1u32 << len) {
+            for (sep, pad) in [(",", ""), (" , ", " ")] {
+                let members: Vec<String> = (0..len)
+                    .map(|i| {
+                        if mask >> i & 1 == 1 {
+                            ours[i % ours.len()].to_owned()
+                        } else {
+                            format!("\"k{i}\":{i}")
+                        }
+                    })
+                    .collect();
+                let body = format!("{{{pad}{}{pad}}}", members.join(sep));
+                let out = spliced(&body, r#""bootstrap_room":9"#);
+                let value: serde_json::Value = serde_json::from_str(&out)
+                    .unwrap_or_else(|err| panic!("{body} became {out}: {err}"));
+                let kept = len - mask.count_ones() as usize;
+                assert_eq!(value.as_object().unwrap().len(), kept + 1, "{body} became {out}");
+                assert_eq!(value["bootstrap_room"], 9);
+                assert_eq!(out.matches("bootstrap").count(), 1, "{body} became {out}");
+            }
+        }
+    }
+}
+
+#[test]
+fn token_ids_are_read_where_the_client_sent_them() {
+    let read = |api, body: &str| BodyIndex::of(body.as_bytes(), api).unwrap().ids(body.as_bytes());
+    for (prompt, ids) in [
+        ("[1,22 , 333]", Some(vec![1, 22, 333])),
+        ("[ [1,2],\n[3] ]", Some(vec![1, 2, 3])),
+        ("\"1,2\"", None),
+        ("[\"1,2\",\"3\"]", None),
+        ("[1,-2]", None),
+        ("[1.0]", None),
+        ("[]", None),
+    ] {
+        assert_eq!(
+            read(ApiKind::Completions, &format!("{{\"prompt\":{prompt}}}")),
+            ids,
+            "{prompt}"
+        );
+        assert_eq!(
+            read(ApiKind::Generate, &format!("{{\"input_ids\":{prompt}}}")),
+            ids,
+            "{prompt}"
+        );
+        // Beside a text they are the same prompt.
+        assert_eq!(
+            read(ApiKind::Generate, &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")),
+            ids
+        );
+        assert_eq!(
+            read(ApiKind::Chat, &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")),
+            ids
+        );
+    }
+    assert_eq!(read(ApiKind::Chat, r#"{"messages":[1,2]}"#), None);
+    let scan = BodyIndex::of(b"{}", ApiKind::Chat).unwrap();
+    assert_eq!(scan.text_blocks(b"{}").prompt().units, 0);
+}
+
+#[test]
+fn prompts_with_another_salt_share_no_block() {
+    let blocks = |body: &str| {
+        let scan = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap();
+        scan.token_blocks(&[1, 2, 3, 4], 2)
+    };
+    let bare = blocks("{}");
+    assert_eq!(bare, blocks(r#"{"cache_salt":null,"extra_key":7}"#));
+    let salted = blocks(r#"{"cache_salt":"a"}"#);
+    assert_eq!(salted, blocks(r#"{"cache_salt":"\u0061"}"#));
+    for other in [&bare, &blocks(r#"{"extra_key":"a"}"#), &blocks(r#"{"cache_salt":"b"}"#)] {
+        assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
+    }
+}
+
+#[test]
+fn what_is_added_stands_before_the_fields_and_once() {
+    let body = Bytes::from_static(br#"{"a":1, "routed_dp_rank":1}"#);
+    let scan = BodyIndex::of(&body, ApiKind::Chat).unwrap();
+    let added = Bytes::from_static(br#","input_ids":[1,2]"#);
+    for (fields, expected) in
+        [("", r#"{"a":1,"input_ids":[1,2]}"#), (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#)]
+    {
+        let parts = scan.splice(&body, &[ManagedField::Rank], Some(&added), fields);
+        assert_eq!(parts.len(), expected.len() as u64);
+        assert_eq!(parts.into_pieces().concat(), expected.as_bytes());
+    }
+}
+
+#[test]
+fn only_the_groups_that_are_replaced_go() {
+    let body = Bytes::from_static(br#"{"routed_dp_rank":1,"bootstrap_room":2,"a":3}"#);
+    let scan = BodyIndex::of(&body, ApiKind::Chat).unwrap();
+    let spliced = |replaced: &[ManagedField]| {
+        let parts = scan.splice(&body, replaced, None, r#""x":0"#);
+        String::from_utf8(parts.into_pieces().concat()).unwrap()
+    };
+    assert_eq!(spliced(&[ManagedField::Bootstrap]), r#"{"routed_dp_rank":1,"a":3,"x":0}"#);
+    assert_eq!(spliced(&[ManagedField::Rank]), r#"{"bootstrap_room":2,"a":3,"x":0}"#);
+    assert_eq!(spliced(&[ManagedField::Rank, ManagedField::Bootstrap]), r#"{"a":3,"x":0}"#);
+}
+
+#[test]
+fn duplicate_fields_are_read_last_and_removed_all() {
+    let body = r#"{"stream":true,"bootstrap_room":1,"stream":false,"bootstrap_room":2}"#;
+    assert!(!BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap().stream);
+    assert_eq!(
+        spliced(body, r#""bootstrap_room":3"#),
+        r#"{"stream":true,"stream":false,"bootstrap_room":3}"#
+    );
+}
+
+#[test]
+fn batches_are_prompts_times_n() {
+    let batch = |api, body: &str| BodyIndex::of(body.as_bytes(), api).unwrap().batch;
+    assert_eq!(batch(ApiKind::Chat, r#"{"messages":[{},{}]}"#), None);
+    assert_eq!(batch(ApiKind::Chat, r#"{"n":3}"#), Some(3));
+    assert_eq!(batch(ApiKind::Chat, r#"{"n":null}"#), None);
+    assert_eq!(batch(ApiKind::Completions, r#"{"prompt":"a"}"#), None);
+    assert_eq!(batch(ApiKind::Completions, r#"{"prompt":[1,2,3]}"#), None);
+    assert_eq!(batch(ApiKind::Completions, r#"{"prompt":["a"]}"#), Some(1));
+    assert_eq!(batch(ApiKind::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#), Some(4));
+    assert_eq!(batch(ApiKind::Generate, r#"{"text":["a","b"]}"#), Some(2));
+    assert_eq!(batch(ApiKind::Generate, r#"{"input_ids":[1,2]}"#), None);
+    assert_eq!(batch(ApiKind::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#), Some(2));
+    let err = BodyIndex::of(br#"{"n":99999999999}"#, ApiKind::Chat).unwrap_err();
+    assert_eq!(err.code(), "invalid_value");
+}
+
+#[test]
+fn routing_text_is_the_raw_prompt() {
+    let body = r#"{"messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
+    let scan = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap();
+    assert!(scan.stream);
+    assert_eq!(scan.routing_text(body.as_bytes()), r#"[{"role":"user","content":"hé\n"}]"#);
+}
+
+#[test]
+fn routing_text_of_a_long_prompt_is_its_beginning_in_whole_characters() {
+    let body = format!("{{\"prompt\":\"{}\"}}", "é".repeat(MAX_ROUTING_TEXT));
+    let scan = BodyIndex::of(body.as_bytes(), ApiKind::Completions).unwrap();
+    let text = scan.routing_text(body.as_bytes());
+    // The quotation mark, then characters of two bytes.
+    assert_eq!(text.len(), MAX_ROUTING_TEXT - 1);
+    assert!(text.starts_with("\"é") && text.ends_with('é'));
+}
+
+#[test]
+fn what_is_not_a_json_object_is_refused() {
+    for body in
+        ["", " ", "[]", "1", "{", "{} x", r#"{"a":tru}"#, r#"{"a":1,}"#, "{\"a\":\"\u{1}\"}"]
+    {
+        let err = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap_err();
+        assert_eq!(err.code(), "invalid_json", "{body:?}");
+    }
+    assert!(BodyIndex::of(b"{\"a\":\"\xff\"}", ApiKind::Chat).is_err());
+    let deep = format!(r#"{{"a":{}{}}}"#, "[".repeat(300), "]".repeat(300));
+    assert!(BodyIndex::of(deep.as_bytes(), ApiKind::Chat).is_ok());
+}
+
+#[test]
+fn members_that_change_the_kv_keep_equal_texts_apart() {
+    let first = |members: &str| {
+        let text = "x".repeat(600);
+        let body = format!("{{\"messages\":[{{\"content\":\"{text}\"}}]{members}}}");
+        let scan = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap();
+        let hash = scan.text_blocks(body.as_bytes()).prompt().hashes[0];
+        (hash, scan.routing_text(body.as_bytes()).chars().next())
+    };
+    let plain = first("");
+    assert_eq!(plain.1, Some('['));
+    let mut all = vec![plain];
+    for members in [
+        r#","model":"a""#,
+        r#","model":"b""#,
+        r#","cache_salt":"a""#,
+        r#","extra_key":"a""#,
+        r#","tools":[{"type":"function"}]"#,
+        r#","chat_template_kwargs":{"enable_thinking":false}"#,
+        r#","model":"a","lora_path":"b""#,
+    ] {
+        let (hash, marker) = first(members);
+        let is_new = all.iter().all(|known| known.0 != hash && known.1 != marker);
+        assert!(is_new, "{members}");
+        all.push((hash, marker));
+    }
+    assert_eq!(first(r#","temperature":1,"cache_salt":null"#), plain);
+    assert_eq!(
+        first(r#","cache_salt":"b","model":"a""#),
+        first(r#","model":"a","cache_salt":"b""#)
+    );
+}
