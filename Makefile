@@ -1,6 +1,8 @@
 # Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
 .PHONY: help setup run smoke test test-all test-deploy test-kube bench lint lock
 py := .venv/bin/
+# Tests and nodes are hundreds of processes that import the same modules: their bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:      ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
