@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.browser import Browser, Page, chromium
-from tests.support.cluster import Cluster, eventually, get, metric
+from tests.support.cluster import Cluster, eventually, family, get, metric
 from tests.support.router import Router
 
 pytestmark = [
@@ -38,6 +38,19 @@ def cluster() -> Iterator[Cluster]:
 
 def in_browser(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scene, 240))
+
+
+@contextlib.contextmanager
+def suspended(pid: int) -> Iterator[None]:
+    """The process and its children stand still meanwhile."""
+    processes = family(pid)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 async def ask(page: Page, text: str, max_tokens: int = 24, *, ignore_eos: bool = False) -> None:
@@ -195,11 +208,13 @@ def test_everything_is_reached_by_keyboard(cluster: Cluster) -> None:
             await page.press("Enter")
             await page.until(ANSWERED)
             # Stop ends an answer.
-            await ask(page, QUESTION, LONG, ignore_eos=True)
-            await page.until("document.querySelector('#stop:not([hidden])')")
-            await page.tab_to("#stop")
-            await page.press("Enter")
-            await page.until("[...document.querySelectorAll('.outcome')].at(-1).textContent === 'Stopped.'")
+            with suspended(cluster.node("prefill")["pid"]):  # no answer ends by itself
+                await ask(page, QUESTION, LONG, ignore_eos=True)
+                await page.until("document.querySelector('#stop:not([hidden])')")
+                await page.tab_to("#stop")
+                await page.press("Enter")
+                await page.until("[...document.querySelectorAll('.outcome')].at(-1).textContent === 'Stopped.'")
+            await asyncio.to_thread(eventually, "all workers are ready", lambda: len(cluster.ready()) == 3)
 
             await page.go(f"{cluster.url}/ui/")
             await page.until("document.querySelectorAll('.node').length === 3")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.layers.cuda.device_pages import CudaQueue, DevicePages, Pages, PeerPages
+from baton.layers.cuda.device_pages import CudaQueue, DevicePages, PageAccess, PeerPages
 from baton.layers.cuda.ipc import CudaIpc, allocate
 from tests.support.pages import bytes_of, ids, naive_sum
 
@@ -99,7 +99,7 @@ def test_memory_of_torchs_allocator_is_refused_or_whole(gpu: torch.device) -> No
 
 def test_pages_are_a_view(gpu: torch.device) -> None:
     rows, _ = pool(4, gpu)
-    assert Pages(rows, CudaQueue(gpu)).rows.data_ptr() == rows.data_ptr()
+    assert PageAccess(rows, CudaQueue(gpu)).rows.data_ptr() == rows.data_ptr()
 
 
 OWNER = """

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.cuda_runner import DeviceRunner
-from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, ForwardMode, Row, StepPlan, Stop
-from baton.sched.types.request import SamplingParams, Validated
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, ForwardMode, Row, StepPlan, StopReason
+from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support import shapes
 from tests.support.engine_run import make_engine
 
@@ -53,7 +53,7 @@ Answer = list[tuple[int, float]]
 """Tokens, each with how far the second likeliest was behind."""
 
 
-def answers(engine: Engine, count: int, **params: object) -> list[Answer]:
+def answers(engine: EngineLoop, count: int, **params: object) -> list[Answer]:
     """One request more every other turn, so that batches of every size come and go."""
     wanted = SamplingParams(max_new_tokens=STEPS, logprobs=2, **params)  # type: ignore[arg-type]
     got: dict[int, Answer] = {i: [] for i in range(1, count + 1)}
@@ -61,7 +61,7 @@ def answers(engine: Engine, count: int, **params: object) -> list[Answer]:
     while True:
         if todo and turn % 2 == 0:
             handle, prompt = todo.pop(0)
-            engine.submit(Validated(handle, f"r{handle}", array("i", prompt), wanted, arrival=time.monotonic()))
+            engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), wanted, arrival=time.monotonic()))
         outputs, busy = engine.advance(time.monotonic())
         turn += 1
         for out in outputs:
@@ -142,8 +142,8 @@ def decode_plan(rows: int, *, first: bool, step: int = 0, params: SamplingParams
         token = 10 + slot if first else UNKNOWN_TOKEN
         at = (0, pages) if first else (count, array("i"))
         made.append(Row(slot, slot, start + step, 1, True, array("i", [token]), *at))
-        admitted.append(Admitted(slot, slot, params, start + 1, array("i", [7]) * (start + 1)))
-    return StepPlan(step, tuple(made), rows, tuple(admitted) if first else (), array("i"), Stop.QUEUE_EMPTY)
+        admitted.append(AdmittedSeq(slot, slot, params, start + 1, array("i", [7]) * (start + 1)))
+    return StepPlan(step, tuple(made), rows, tuple(admitted) if first else (), array("i"), StopReason.QUEUE_EMPTY)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def test_idle_time_between_decode_steps(tmp_path: Path, batch: int) -> None:
         asked = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
         for handle in range(1, batch + 1):
             prompt = array("i", [handle % 300 + 3] * 64)
-            engine.submit(Validated(handle, f"r{handle}", prompt, asked, arrival=time.monotonic()))
+            engine.submit(ValidatedRequest(handle, f"r{handle}", prompt, asked, arrival=time.monotonic()))
         for _ in range(60):
             engine.advance(time.monotonic())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

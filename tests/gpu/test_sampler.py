@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.layers.cuda.stream import CudaStream
-from baton.runtime.sampling.cuda_sampler import Draw
+from baton.runtime.sampling.cuda_sampler import SamplingLaunch
 from baton.runtime.sampling.sampler import SampleRow, sample
 from baton.sched.types.plan import INVALID_TOKEN
 from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 
 def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    made = Draw(rows, logits.shape[1], CudaStream(CUDA).put)
+    made = SamplingLaunch(rows, logits.shape[1], CudaStream(CUDA).put)
     with torch.inference_mode():
         return list(made.read(made.run(logits.to(CUDA, copy=True))).tokens)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from baton.models.decoder import Decoder
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.step_inputs import decode
-from baton.sched.types.request import SamplingParams, Validated
+from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB
 from tests.support.device_engine import Device
@@ -115,13 +115,13 @@ def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
 
 
 def until_idle(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams
+    engine: EngineLoop, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[list[list[int]], dict[int, tuple[str, str]]]:
     """Tokens of each prompt, and the errors of those that ended with one."""
     got: list[list[int]] = [[] for _ in prompts]
     errors = {}
     for i, prompt in enumerate(prompts):
-        engine.submit(Validated(i, f"r{i}", array("i", prompt), params))
+        engine.submit(ValidatedRequest(i, f"r{i}", array("i", prompt), params))
     busy = True
     while busy:
         outputs, busy = engine.advance(time.monotonic())
@@ -149,7 +149,7 @@ def test_other_ranks_are_told_tokens_that_are_known(reference: Callable[[str], R
     assert torch.equal(follower._kv.data, told._kv.data)
 
 
-def mixed(engine: Engine) -> tuple[dict[int, list[int]], list[list[float]]]:
+def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:
     kinds = [
         {}, {"temperature": 0.0}, {"presence_penalty": 0.9}, {"top_k": 5}, {"temperature": 0.0, "logprobs": 3},
         {"min_p": 0.1, "temperature": 2.0}, {"temperature": 0.0, "repetition_penalty": 1.4}, {"logprobs": 0},
@@ -158,7 +158,7 @@ def mixed(engine: Engine) -> tuple[dict[int, list[int]], list[list[float]]]:
     logprobs = []
     for handle, kind in enumerate(kinds, 1):
         params = SamplingParams(**{**PLAIN, **kind})  # type: ignore[arg-type]
-        engine.submit(Validated(handle, f"r{handle}", array("i", prompts()[handle % 6]), params))
+        engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompts()[handle % 6]), params))
         got[handle] = []
     while True:
         outputs, busy = engine.advance(time.monotonic())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import WrongState
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
@@ -20,7 +20,7 @@ LENGTHS = [1, 4, 15, 16, 17, 33, 64, 70]
 SEEDED = SamplingParams(max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
 
 
-def storm(engine: Engine, rng: random.Random) -> Callable[[list[int]], None]:
+def storm(engine: EngineLoop, rng: random.Random) -> Callable[[list[int]], None]:
     """Suspends a request in every second turn, whatever its state, and resumes others."""
 
     def disturb(handles: list[int]) -> None:

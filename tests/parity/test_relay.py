@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import baton.models
-from baton.sched.types.request import Rendezvous, SamplingParams, Validated
+from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import VARIANTS, reference_greedy, reference_model
@@ -118,7 +118,7 @@ def test_a_prompt_for_which_nobody_comes_is_let_go_on_request(reference: Callabl
     try:
         p = pair.p.engine
         meet = Rendezvous("127.0.0.1", pair.bootstrap.port, 77)
-        p.submit(Validated(1, "orphan", array("i", range(1, 20)), greedy(4), rendezvous=meet))
+        p.submit(ValidatedRequest(1, "orphan", array("i", range(1, 20)), greedy(4), rendezvous=meet))
         while not p.sched.counts()["leased"]:
             pair.p.turn()
         assert p.abort_where([], "another", all_leases=False) == 0

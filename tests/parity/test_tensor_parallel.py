@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.runtime.build import Loaded
+from baton.runtime.build import LoadedModel
 from baton.runtime.runner import step_inputs
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
@@ -46,7 +46,7 @@ class Logits:
     def __init__(self) -> None:
         self.steps: list[torch.Tensor] = []
 
-    def watch(self, loaded: Loaded) -> None:
+    def watch(self, loaded: LoadedModel) -> None:
         model = loaded.runner._model
         forward = model.forward
 
@@ -190,7 +190,7 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
     """One page of one slot differs in one message: the follower refuses before it computes, and everybody hears."""
     encode, told = step_inputs.encode, []
 
-    def altered(step: step_inputs.Step, check: int) -> bytes:
+    def altered(step: step_inputs.StepInputs, check: int) -> bytes:
         told.append(step)
         if len(told) == 4:
             step.slots = step.slots + 1

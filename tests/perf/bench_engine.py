@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from tests.support.engine_run import answer, greedy, make_engine
 
 DECODE_TOKENS = 33
@@ -59,7 +59,7 @@ class Transformers:
 
 class Baton:
     def __init__(self, path: Path, dtype: str, threads: int) -> None:
-        self.engine: Engine = make_engine(
+        self.engine: EngineLoop = make_engine(
             path, dtype=dtype, cpu_threads=threads, page_size=16, max_total_tokens=16384, disable_radix_cache=True,
             chunked_prefill_size=2048,
         )  # fmt: skip

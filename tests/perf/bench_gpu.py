@@ -43,9 +43,9 @@ import torch
 from baton.config import build
 from baton.models.checkpoint import weight_bytes
 from baton.runtime import build as runtime
-from baton.runtime.build import Loaded
-from baton.runtime.engine_loop import Engine
-from baton.sched.types.request import SamplingParams, Validated
+from baton.runtime.build import LoadedModel
+from baton.runtime.engine_loop import EngineLoop
+from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support import shapes
 
 _handles = itertools.count(1)
@@ -132,14 +132,14 @@ def about(device: torch.device) -> dict[str, Any]:
 class Driver:
     """A real engine, turned by hand."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.engine: Engine = loaded.engine()
+        self.engine: EngineLoop = loaded.engine()
         self.vocab = int(loaded.runner._model.spec.vocab_size)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         handle = next(_handles)
-        self.engine.submit(Validated(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+        self.engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
         return handle
 
     def turn(self) -> dict[int, int]:

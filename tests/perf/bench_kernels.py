@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from baton import _native
 from baton.layers import ops_cpu
-from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.layers.model_spec import KVSpec
@@ -80,7 +80,7 @@ def _attention_case(
     )
     backend = CpuAttention(spec, kv)
     tables = [order[r * each : (r + 1) * each] for r in range(rows)]
-    backend.plan(build_batch([Row(range(new), kv_len - new, t) for t in tables], size))
+    backend.plan(build_batch([AttentionRow(range(new), kv_len - new, t) for t in tables], size))
     q = torch.randn(rows * new, heads, dim).to(dtype)
     k, v = torch.randn(2, rows * new, kv_heads, dim).to(dtype)
     backend.forward(0, q, k, v)

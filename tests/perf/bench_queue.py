@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.sched.policies import POLICIES, PolicyParams, View
+from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.queue.priority import PriorityRule, ordered
 from baton.sched.queue.waiting_queue import WaitingQueue
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 
 ROUNDS = 7
@@ -39,15 +39,15 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
     heads = [array("i", rng.choices(range(32000), k=tokens // 2)) for _ in range(64)]
     step = 0
 
-    def view() -> View:
-        return View(0.0, step, cache, 1e4, step, 0.5)
+    def view() -> PolicyContext:
+        return PolicyContext(0.0, step, cache, 1e4, step, 0.5)
 
     params = PolicyParams(lpm_degrade_threshold=0)
     queue = WaitingQueue(POLICIES[name](params), PriorityRule(), view)
     seqs = []
     for handle in range(requests):
         prompt = heads[handle % 64] + array("i", rng.choices(range(32000), k=tokens - tokens // 2))
-        seqs.append(Seq(Validated(handle, "", prompt, arrival=float(handle)), prompt, 16))
+        seqs.append(Seq(ValidatedRequest(handle, "", prompt, arrival=float(handle)), prompt, 16))
         queue.add(seqs[-1])
     for seq in seqs[::16]:
         pages = allocator.alloc(tokens // page_size)

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.sched.policies import POLICIES, PolicyParams, View
+from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.queue.priority import PriorityRule, ordered
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
-from baton.sched.types.plan import Row, StepPlan, StepResult, Stop
-from baton.sched.types.request import Rendezvous, SamplingParams, Validated
+from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
+from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
 
 MIN_ROUNDS = 20
@@ -90,10 +90,10 @@ def tokens_of(rng: random.Random, length: int) -> array[int]:
     return array("i", rng.randbytes(4 * length))
 
 
-def request(handle: int, prompt: array[int], max_new: int, room: int | None = None) -> Validated:
+def request(handle: int, prompt: array[int], max_new: int, room: int | None = None) -> ValidatedRequest:
     meet = None if room is None else Rendezvous("p", 1, room)
     params = SamplingParams(max_new_tokens=max_new)
-    return Validated(handle, f"r{handle}", prompt, params, arrival=float(handle), rendezvous=meet)
+    return ValidatedRequest(handle, f"r{handle}", prompt, params, arrival=float(handle), rendezvous=meet)
 
 
 # ---------------------------------------------------------------------- planning
@@ -127,7 +127,7 @@ def short_of_memory(policy: str) -> Scheduler:
         _turn(sched)
     for handle in range(ROWS, 4 * ROWS):
         sched.add(request(handle, tokens_of(rng, 2048), 1, room=handle))
-    while _turn(sched).stopped_by is not Stop.NO_PAGES:
+    while _turn(sched).stopped_by is not StopReason.NO_PAGES:
         pass
     for handle in range(4 * ROWS, 4 * ROWS + 1000 - sched.counts()["waiting"]):
         sched.add(request(handle, tokens_of(rng, 2048), 1, room=handle))
@@ -147,7 +147,7 @@ def _rows_alone() -> list[Row]:
     return [Row(i, i, 100, 1, True, array("i", [-1]), 7, array("i")) for i in range(ROWS)]
 
 
-def time_steps(name: str, sched: Scheduler, seconds: float, stop: Stop, steps: int = 8000) -> None:
+def time_steps(name: str, sched: Scheduler, seconds: float, stop: StopReason, steps: int = 8000) -> None:
     planning, committing, plain = Times(), Times(), Times()
     gc.collect()
     end = time.perf_counter() + seconds
@@ -164,13 +164,13 @@ def time_steps(name: str, sched: Scheduler, seconds: float, stop: Stop, steps: i
 
 
 def bench_plan(seconds: float) -> None:
-    time_steps(f"{ROWS} decoding rows", decoding(0), seconds, Stop.QUEUE_EMPTY)
+    time_steps(f"{ROWS} decoding rows", decoding(0), seconds, StopReason.QUEUE_EMPTY)
     for policy in ("fcfs", "lpm", "srpt-aging"):
         name = f"{ROWS} rows, 1000 queued, no slot, {policy}"
-        time_steps(name, decoding(1000, policy=policy), seconds, Stop.NO_SLOT)
+        time_steps(name, decoding(1000, policy=policy), seconds, StopReason.NO_SLOT)
     for policy in ("fcfs", "lpm", "srpt-aging"):
         name = f"{ROWS} rows, 1000 queued, no pages, {policy}"
-        time_steps(name, short_of_memory(policy), seconds, Stop.NO_PAGES, steps=200)
+        time_steps(name, short_of_memory(policy), seconds, StopReason.NO_PAGES, steps=200)
     for policy in ("fcfs", "srpt-aging"):
         _time_admission(Limits(1 << 16, 16, 64, 100_000, step_tokens=8192, role="prefill", policy=policy), seconds)
 
@@ -222,7 +222,7 @@ def waiting_line() -> tuple[list[Seq], RadixCache, PageAllocator]:
 
 def bench_order(seconds: float) -> None:
     queue, cache, allocator = waiting_line()
-    view = View(5000.0, 1, cache, 2000.0, 0, 0.5)
+    view = PolicyContext(5000.0, 1, cache, 2000.0, 0, 0.5)
     rng = random.Random(7)
 
     def forget() -> None:
@@ -368,14 +368,14 @@ def bench_host(_seconds: float) -> None:
     import torch
 
     import baton.models
-    from baton.runtime.engine_loop import Engine
+    from baton.runtime.engine_loop import EngineLoop
     from tests.support.engine_run import make_engine
 
     torch.set_num_threads(1)
     demo = Path(baton.models.__file__).parent / "demo"
     budget = 400e-6
 
-    def engine(**flags: object) -> Engine:
+    def engine(**flags: object) -> EngineLoop:
         return make_engine(demo, dtype="bfloat16", page_size=16, max_total_tokens=4096, **flags)
 
     arms = {"overlap on": engine(), "overlap off": engine(disable_overlap_schedule=True)}
@@ -386,7 +386,9 @@ def bench_host(_seconds: float) -> None:
     for turn in range(2 + HOST_STEPS // 200):  # the first two rounds warm up
         for name, made in arms.items():
             handle += 1
-            req = Validated(handle, f"r{handle}", array("i", range(10 * turn, 10 * turn + 20)), params, arrival=0.0)
+            req = ValidatedRequest(
+                handle, f"r{handle}", array("i", range(10 * turn, 10 * turn + 20)), params, arrival=0.0
+            )
             tokens, steps = _decode_alone(made, req)
             answers[name].append(tokens)
             if turn >= 2:
@@ -400,11 +402,11 @@ def bench_host(_seconds: float) -> None:
         arms[name].close()
 
 
-def _decode_alone(engine: object, req: Validated) -> tuple[list[int], list[tuple[float, float, float]]]:
+def _decode_alone(engine: object, req: ValidatedRequest) -> tuple[list[int], list[tuple[float, float, float]]]:
     """Tokens, and per decode step (wall, wall - forward, wall - device job)."""
-    from baton.runtime.engine_loop import Engine
+    from baton.runtime.engine_loop import EngineLoop
 
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, EngineLoop)
     runner = engine._runner
     forward, execute = runner._model.forward, runner.execute
     in_forward, in_job = Times(), Times()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.server.launch.supervisor import Child
+from baton.server.launch.supervisor import ChildProcess
 
 REPO = Path(__file__).parents[2]
 READY_SECS = 120.0
@@ -141,9 +141,9 @@ class Fleet:
             await child.stop(STOP_SECS)
 
 
-def _child(name: str, argv: Sequence[str], log_dir: Path) -> Child:
+def _child(name: str, argv: Sequence[str], log_dir: Path) -> ChildProcess:
     path = os.pathsep.join([str(REPO / "engine"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Child(name, lambda: argv, log_dir / f"{name}.log", {**os.environ, "PYTHONPATH": path})
+    return ChildProcess(name, lambda: argv, log_dir / f"{name}.log", {**os.environ, "PYTHONPATH": path})
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str, arm: Arm, nodes: int) -> None:

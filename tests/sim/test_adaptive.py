@@ -11,39 +11,39 @@ from array import array
 import pytest
 
 from baton.config.simulated import StepModel
-from baton.sched.policies import Adaptive, PolicyParams, View, adaptive
+from baton.sched.policies import AdaptivePolicy, PolicyContext, PolicyParams, adaptive
 from baton.sched.policies.adaptive import (
     CANDIDATES,
-    Choice,
-    Forecast,
-    Snapshot,
-    Waiting,
+    OrderChoice,
+    OrderForecast,
+    QueueSnapshot,
+    WaitingRequest,
     decide,
     finish,
     forecast,
     forecasts,
 )
-from baton.sched.state import State
+from baton.sched.state import SchedulerState
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.limits import Limits
 from baton.sched.types.sequence import Seq
-from baton.sim.node import Setting, SimNode
+from baton.sim.node import NodeSetting, SimNode
 from baton.sim.trace import TraceRequest
 from tests.support.sched_sim import VOCAB, Node, request
 
 
-def snapshot(*requests: Waiting, cache_blocks: int = 100, rate: float = 100.0) -> Snapshot:
-    return Snapshot(rate, 10, cache_blocks, 0.0, 0.0, requests)
+def snapshot(*requests: WaitingRequest, cache_blocks: int = 100, rate: float = 100.0) -> QueueSnapshot:
+    return QueueSnapshot(rate, 10, cache_blocks, 0.0, 0.0, requests)
 
 
-def waiting(tokens: int, *blocks: int, wait: float = 0.0, cached: int = 0, waited_tokens: int = 0) -> Waiting:
-    return Waiting(wait, tokens, 0.0, waited_tokens, blocks, cached)
+def waiting(tokens: int, *blocks: int, wait: float = 0.0, cached: int = 0, waited_tokens: int = 0) -> WaitingRequest:
+    return WaitingRequest(wait, tokens, 0.0, waited_tokens, blocks, cached)
 
 
 def test_forecast_serves_one_after_the_other_at_the_measured_rate() -> None:
     queue = snapshot(waiting(800, wait=3.0), waiting(100, wait=2.0), waiting(100, wait=1.0))
-    assert forecast(queue, "fcfs") == Forecast(pytest.approx((11 + 11 + 11) / 3), pytest.approx(11.0))
-    assert forecast(queue, "short-first") == Forecast(pytest.approx((3 + 3 + 13) / 3), pytest.approx(13.0))
+    assert forecast(queue, "fcfs") == OrderForecast(pytest.approx((11 + 11 + 11) / 3), pytest.approx(11.0))
+    assert forecast(queue, "short-first") == OrderForecast(pytest.approx((3 + 3 + 13) / 3), pytest.approx(13.0))
 
 
 def test_forecast_knows_what_the_cache_holds_and_what_it_forgets() -> None:
@@ -64,24 +64,24 @@ def test_forecast_by_response_ratio() -> None:
 def test_equal_requests_have_equal_forecasts_and_keep_fcfs() -> None:
     found = forecasts(snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)]))
     assert len(set(found.values())) == 1
-    assert decide(Choice("fcfs"), found, 0.1) == Choice("fcfs")
+    assert decide(OrderChoice("fcfs"), found, 0.1) == OrderChoice("fcfs")
 
 
-def costs(**mean: float) -> dict[str, Forecast]:
-    return {name: Forecast(mean.get(name.replace("-", "_"), 10.0), 0.0) for name in CANDIDATES}
+def costs(**mean: float) -> dict[str, OrderForecast]:
+    return {name: OrderForecast(mean.get(name.replace("-", "_"), 10.0), 0.0) for name in CANDIDATES}
 
 
 def test_a_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
-    choice = Choice("fcfs")
+    choice = OrderChoice("fcfs")
     story = [
-        (costs(lpm=9.5), Choice("fcfs")),
-        (costs(lpm=8.9), Choice("fcfs", "lpm")),
-        (costs(lpm=9.1), Choice("fcfs")),
-        (costs(lpm=8.9), Choice("fcfs", "lpm")),
-        (costs(hrrn=1.0), Choice("fcfs", "hrrn")),
-        (costs(hrrn=1.0), Choice("hrrn")),
-        (costs(short_first=1.0), Choice("hrrn", "short-first")),
-        (costs(short_first=1.0), Choice("short-first")),
+        (costs(lpm=9.5), OrderChoice("fcfs")),
+        (costs(lpm=8.9), OrderChoice("fcfs", "lpm")),
+        (costs(lpm=9.1), OrderChoice("fcfs")),
+        (costs(lpm=8.9), OrderChoice("fcfs", "lpm")),
+        (costs(hrrn=1.0), OrderChoice("fcfs", "hrrn")),
+        (costs(hrrn=1.0), OrderChoice("hrrn")),
+        (costs(short_first=1.0), OrderChoice("hrrn", "short-first")),
+        (costs(short_first=1.0), OrderChoice("short-first")),
     ]
     for expected, after in story:
         choice = decide(choice, expected, 0.1)
@@ -91,22 +91,25 @@ def test_a_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_never_two_switches_within_two_windows(seed: int) -> None:
     rng = random.Random(seed)
-    choice, switched = Choice("fcfs"), []
+    choice, switched = OrderChoice("fcfs"), []
     for _ in range(300):
-        before, choice = choice.active, decide(choice, {n: Forecast(rng.random(), rng.random()) for n in CANDIDATES}, 1)
+        before, choice = (
+            choice.active,
+            decide(choice, {n: OrderForecast(rng.random(), rng.random()) for n in CANDIDATES}, 1),
+        )
         switched.append(before != choice.active)
     assert any(switched)
     assert not any(a and b for a, b in itertools.pairwise(switched))
 
 
 def test_the_tail_weight_decides_between_mean_and_p99() -> None:
-    found = {name: Forecast(10.0, 10.0) for name in CANDIDATES} | {"lpm": Forecast(8.0, 30.0)}
-    assert decide(Choice("fcfs", "lpm"), found, 0.0).active == "lpm"
-    assert decide(Choice("fcfs", "lpm"), found, 0.5).active == "fcfs"
+    found = {name: OrderForecast(10.0, 10.0) for name in CANDIDATES} | {"lpm": OrderForecast(8.0, 30.0)}
+    assert decide(OrderChoice("fcfs", "lpm"), found, 0.0).active == "lpm"
+    assert decide(OrderChoice("fcfs", "lpm"), found, 0.5).active == "fcfs"
 
 
 def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
-    state = State(Limits(400, 4, 4, 100, 64))
+    state = SchedulerState(Limits(400, 4, 4, 100, 64))
     shared, other = [1] * 40, [2] * 40
     prompts = [(shared + [3] * 10, b""), (shared + [4] * 10, b""), (other, b""), (shared, b"t")]
     seqs = []
@@ -129,7 +132,7 @@ def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
 
 
 def test_snapshot_and_review_are_bounded() -> None:
-    state = State(Limits(100_000, 16, 4, 10_000, 64))
+    state = SchedulerState(Limits(100_000, 16, 4, 10_000, 64))
     queue = []
     for handle in range(2000):
         prompt = array("i", [handle]) * 5000
@@ -150,7 +153,7 @@ def run(trace: list[TraceRequest], arrivals: list[float], pool_tokens: int) -> t
         policy_params=PolicyParams(adaptive_window_secs=5.0, short_first_aging_tokens_per_s=10.0),
     )  # fmt: skip
     model = StepModel(step_ms=0.1, token_us=1000.0, weights_ms=0.1, attention_ns=0.0)  # 1000 tokens/s
-    node = SimNode(Setting(trace, arrivals, model), lim)
+    node = SimNode(NodeSetting(trace, arrivals, model), lim)
     active: list[str] = []
     drain = node.sched.drain_events
 
@@ -234,12 +237,12 @@ def test_a_decision_is_replayed_from_its_line() -> None:
 
 
 def test_an_empty_queue_breaks_the_row() -> None:
-    policy = Adaptive(PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0))
-    state = State(Limits(100, 4, 4, 100, 64))
+    policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0))
+    state = SchedulerState(Limits(100, 4, 4, 100, 64))
     at = state.view()
 
-    def view(now: float) -> View:
-        return View(now, 0, at.index, 100.0, 0, at.answer_share, 400)
+    def view(now: float) -> PolicyContext:
+        return PolicyContext(now, 0, at.index, 100.0, 0, at.answer_share, 400)
 
     queue = []
     for handle, length in enumerate([200, 4, 4, 4]):
@@ -248,25 +251,25 @@ def test_an_empty_queue_breaks_the_row() -> None:
     policy.review(queue, view(0.0))
     first = policy.review(queue, view(1.0))
     assert first is not None
-    assert policy.choice == Choice("fcfs", "short-first")
+    assert policy.choice == OrderChoice("fcfs", "short-first")
     assert policy.review(queue[:1], view(2.0)) is None
-    assert policy.choice == Choice("fcfs")
+    assert policy.choice == OrderChoice("fcfs")
     assert policy.review(queue, view(2.5)) is None, "the window is not over"
 
 
 def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> None:
-    state = State(Limits(100_000, 16, 4, 10_000, 64))
+    state = SchedulerState(Limits(100_000, 16, 4, 10_000, 64))
     rng = random.Random(4)
     queue = []
     for handle in range(600):
         plain = request(handle, [rng.randrange(VOCAB) for _ in range(rng.choice([40, 900]))], 4)
         queue.append(Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4))
-    policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
+    policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
     at = state.view()
     now = dataclasses.replace(at, now=1.0)
     once = finish(policy._review_in_parts(queue, now))
     assert once is not None
-    policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
+    policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
     assert policy.review(queue, at) is None
     assert policy.review(queue, dataclasses.replace(at, now=0.99)) is None, "the window is not over"
     plans = 0

@@ -10,7 +10,7 @@ import pytest
 from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
 from baton.sched.types.limits import Limits
-from baton.sim.node import Setting, SimNode
+from baton.sim.node import NodeSetting, SimNode
 from baton.sim.report import percentile, ttfts
 from baton.sim.trace import TraceRequest
 
@@ -41,7 +41,7 @@ def run(policy: str, seed: int) -> list[float]:
         policy_params=PolicyParams(short_first_aging_tokens_per_s=AGING, short_first_output_weight=0.0),
     )  # fmt: skip
     model = StepModel(step_ms=0.01, token_us=1e6 / TOKENS_PER_SEC, weights_ms=0.01, attention_ns=0.0)
-    node = SimNode(Setting(trace, arrivals, model), lim)
+    node = SimNode(NodeSetting(trace, arrivals, model), lim)
     node.run()
     return sorted(ttfts(node.records))
 

@@ -8,7 +8,7 @@ import json
 from baton.sched.metrics import step_log
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.plan import ForwardMode, Stop
+from baton.sched.types.plan import ForwardMode, StopReason
 from tests.sim.test_stats import Clocked
 
 LIMITS = Limits(20, 4, 2, 100, 16)
@@ -16,7 +16,7 @@ LIMITS = Limits(20, 4, 2, 100, 16)
 
 def test_records_follow_the_plans() -> None:
     node = Clocked(LIMITS)
-    heard: list[step_log.Decision] = []
+    heard: list[step_log.StepDecision] = []
     node.sched.decisions.sink = heard.append
     node.add(0, 0.0, 20, max_new=3)
     for now in (1.0, 2.0):
@@ -80,4 +80,4 @@ def test_the_ring_keeps_the_last_ones() -> None:
     records = node.sched.decisions.recent()
     assert len(records) == step_log.RING
     assert records[-1]["step"] == step_log.RING + 40
-    assert node.sched.decisions.steps[ForwardMode.DECODE, Stop.QUEUE_EMPTY] == step_log.RING + 39
+    assert node.sched.decisions.steps[ForwardMode.DECODE, StopReason.QUEUE_EMPTY] == step_log.RING + 39

@@ -18,7 +18,7 @@ from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 STEP = 16
@@ -40,7 +40,7 @@ def limits(rules: FairnessRules, **more: Any) -> Limits:
 def ask(
     handle: int, size: int, *, of: str = "", by: str = "", max_new: int = 1, priority: int | None = None,
     first: int | None = None,
-) -> Validated:  # fmt: skip
+) -> ValidatedRequest:  # fmt: skip
     """A request whose prompt shares no page with others."""
     prompt = [1000 + handle if first is None else first] * size
     plain = request(handle, prompt, max_new, ignore_eos=True)
@@ -56,7 +56,7 @@ class Books:
         self.steps: list[StepPlan] = []
         self.ended: list[int] = []
 
-    def add(self, req: Validated, owner: str) -> None:
+    def add(self, req: ValidatedRequest, owner: str) -> None:
         self.owner[req.handle] = owner
         self.sched.add(req)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from baton.cache.eviction import EVICTION_POLICIES
-from baton.cache.kv_events import Batch
+from baton.cache.kv_events import EventBatch
 from baton.sched.types.limits import Limits
 from tests.support.kv_replay import Consumer, settled_prefixes
 from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
@@ -39,7 +39,7 @@ def in_memory(node: Node) -> set[bytes]:
     return found
 
 
-def drain(node: Node, consumer: Consumer) -> Batch | None:
+def drain(node: Node, consumer: Consumer) -> EventBatch | None:
     log = node.sched.kv_events
     assert log is not None
     batch = log.take(0.0)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.sched.metrics.load_report import Load, Waiting, tokens_ahead
+from baton.sched.metrics.load_report import LoadReport, WaitingLoad, tokens_ahead
 from baton.sched.queue.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, EDGES, band
 from baton.sched.types.limits import Limits
@@ -42,7 +42,7 @@ def test_the_numbers_of_a_scripted_state() -> None:
     assert load.running_tokens == (8 + 2) + 40
     assert load.started_tokens == 40 - 12, "15 after the decode row, cut to whole pages"
     assert (load.queued_requests, load.queued_prompt_tokens, load.queued_tokens) == (2, 21, 21)
-    assert load.bands == {DEFAULT: Waiting(2, 21)}
+    assert load.bands == {DEFAULT: WaitingLoad(2, 21)}
     assert load.pages_free + load.pages_evictable + 3 + 3 == load.pages == 100
     assert json.loads(json.dumps(dataclasses.asdict(load)))["bands"] == {DEFAULT: {"requests": 2, "tokens": 21}}
 
@@ -120,7 +120,7 @@ class Cluster:
         self.rate = rate
         self.choose = choose
         self.nodes = [Clocked(limits) for _ in range(WORKERS)]
-        self.published: list[Load] = [node.sched.load() for node in self.nodes]
+        self.published: list[LoadReport] = [node.sched.load() for node in self.nodes]
         self.sent: list[list[Job]] = [[] for _ in self.nodes]
         """Since the last publication."""
         self.held: list[tuple[float, int, Job]] = []

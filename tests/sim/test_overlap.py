@@ -14,12 +14,12 @@ import threading
 import pytest
 
 from baton.errors import EngineDead
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
 
 
@@ -127,7 +127,7 @@ class RandomDevice:
 
 def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(30, 2, 4, 1000, 8)
-    engine = Engine(Scheduler(limits), RandomDevice(limits, 0), None, overlap=True)  # type: ignore[arg-type]
+    engine = EngineLoop(Scheduler(limits), RandomDevice(limits, 0), None, overlap=True)  # type: ignore[arg-type]
     try:
         engine.submit(request(1, [1, 2, 3], 5, ignore_eos=True))
         engine.advance(0.0)
@@ -163,9 +163,9 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
         conservativeness=rng.choice([0.05, 1.0]),
         priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=0),
     )  # fmt: skip
-    engine = Engine(Scheduler(limits), RandomDevice(limits, seed), None, overlap=overlap)  # type: ignore[arg-type]
+    engine = EngineLoop(Scheduler(limits), RandomDevice(limits, seed), None, overlap=overlap)  # type: ignore[arg-type]
     heads = [[rng.randrange(VOCAB) for _ in range(9)] for _ in range(2)]
-    crowd: list[Validated] = []
+    crowd: list[ValidatedRequest] = []
     for handle in range(25):
         prompt = random_prompt(rng, heads, min(20, limits.capacity_tokens - 1))
         req = request(handle, prompt, rng.randint(1, 12), ignore_eos=rng.random() < 0.5)
@@ -214,7 +214,7 @@ class GoesOn:
 
     def __init__(self, limits: Limits, fails_at: int = -1) -> None:
         self.device = Device(limits)
-        self.engine: Engine | None = None
+        self.engine: EngineLoop | None = None
         self.launched = -1
         self.ahead = 0
         self.fails_at = fails_at
@@ -246,10 +246,10 @@ class Going:
         return self.result, 0.25
 
 
-def going_on(overlap: bool, fails_at: int = -1) -> tuple[Engine, GoesOn]:
+def going_on(overlap: bool, fails_at: int = -1) -> tuple[EngineLoop, GoesOn]:
     limits = Limits(60, 2, 4, 100, 16)
     device = GoesOn(limits, fails_at)
-    device.engine = Engine(Scheduler(limits), device, None, overlap=overlap)
+    device.engine = EngineLoop(Scheduler(limits), device, None, overlap=overlap)
     return device.engine, device
 
 

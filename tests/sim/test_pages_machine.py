@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.cache.radix import Node as TreeNode
+from baton.cache.radix import RadixNode as TreeNode
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
 from baton.sched.types.request import FinishReason

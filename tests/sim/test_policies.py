@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cache.radix import Node as TreeNode
-from baton.cache.radix import Probe, ProbeWatch
+from baton.cache.radix import PrefixProbe, ProbeWatch
+from baton.cache.radix import RadixNode as TreeNode
 from baton.config import build
 from baton.sched import setup
-from baton.sched.policies import POLICIES, PolicyParams, View
-from baton.sched.policies.dfs_weight import ROOT, Path, Weights
+from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
+from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
 from baton.sched.queue.priority import PriorityRule, ordered
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.limits import Limits
@@ -31,23 +31,23 @@ class FixedIndex:
         self.cached = cached
         self.version = 0
 
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
         found = self.cached.get(tokens[0], 0)
         node = TreeNode(None, tokens[:1] if found else b"", array("i"), 0, tokens[0])
-        return Probe(node, 0, min(found, max_tokens), 0, b"")
+        return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
 
-    def outdated(self, probes: Sequence[Probe | None]) -> range:
+    def outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
         return range(len(probes))
 
     def watch(self) -> ProbeWatch:
         return ProbeWatch()
 
-    def path_of(self, probe: Probe) -> list[int]:
+    def path_of(self, probe: PrefixProbe) -> list[int]:
         return [probe.node.serial] if probe.node.key else []
 
 
-def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> View:
-    return View(now, step, FixedIndex(cached or {}), 1000.0, computed, 0.5)
+def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> PolicyContext:
+    return PolicyContext(now, step, FixedIndex(cached or {}), 1000.0, computed, 0.5)
 
 
 def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: float = 0.0, born: int = 0) -> Seq:
@@ -55,7 +55,9 @@ def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: 
     return Seq(req, array("i", req.prompt), max_new, born_tokens=born)
 
 
-def order(policy: str, queue: list[Seq], at: View, rule: PriorityRule | None = None, **params: float) -> list[int]:
+def order(
+    policy: str, queue: list[Seq], at: PolicyContext, rule: PriorityRule | None = None, **params: float
+) -> list[int]:
     made = POLICIES[policy](PolicyParams(**params))  # type: ignore[arg-type]
     return [s.handle for s in ordered(queue, made, rule or PriorityRule(), at)]
 
@@ -149,8 +151,8 @@ def test_lpm_ageing_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
 
 
 def walk_order(paths: Sequence[Path]) -> list[int]:
-    """Who ends where `Weights` says, in its order; those at one node in the order given."""
-    weights = Weights()
+    """Who ends where `BranchWeights` says, in its order; those at one node in the order given."""
+    weights = BranchWeights()
     for path in paths:
         weights.add(path)
     places = weights.places()
@@ -186,7 +188,7 @@ class Plain:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 2), max_size=4)), max_size=40))
 def test_dfs_weight_equals_the_recursive_definition(ends: list[tuple[int, list[int]]]) -> None:
-    weights = Weights()
+    weights = BranchWeights()
     present: list[tuple[int, ...]] = []
     for count, turns in ends:
         path: list[int] = []

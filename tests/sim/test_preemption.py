@@ -17,7 +17,7 @@ from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepResult
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
@@ -25,7 +25,7 @@ from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, reque
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
 
 
-def asked(handle: int, prompt: list[int], max_new: int, priority: int | None) -> Validated:
+def asked(handle: int, prompt: list[int], max_new: int, priority: int | None) -> ValidatedRequest:
     return dataclasses.replace(request(handle, prompt, max_new, ignore_eos=True), priority=priority)
 
 

@@ -9,10 +9,10 @@ from array import array
 import pytest
 
 from baton.errors import DuplicateRoom, QueueFull
-from baton.sched.queue.admission import Door, MovingRate
+from baton.sched.queue.admission import AdmissionController, MovingRate
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import Node, request
 
@@ -27,7 +27,7 @@ def limits(**over: object) -> Limits:
     return Limits(**(values | over))  # type: ignore[arg-type]
 
 
-def ask(handle: int, priority: int | None = None, length: int = 5, **over: object) -> Validated:
+def ask(handle: int, priority: int | None = None, length: int = 5, **over: object) -> ValidatedRequest:
     req = request(handle, [handle % 5] * length, 40, ignore_eos=True)
     return dataclasses.replace(req, priority=priority, **over)  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def full_node(*priorities: int | None, **over: object) -> Node:
 def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse(seed: int) -> None:
     rng = random.Random(seed)
     lim = limits(max_queued_requests=rng.randint(1, 12), max_queued_tokens=rng.choice([None, 40, 60]), priority=RULE)
-    door = Door(lim)
+    door = AdmissionController(lim)
     inside: dict[int, Seq] = {}
     for handle in range(300):
         now = handle / 4
@@ -54,7 +54,7 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
             request(handle, [1] * rng.randint(1, 25), 1), arrival=now, priority=rng.choice([None, 0, 1, 2])
         )
 
-        def excess(gone: list[Seq], req: Validated = req) -> bool:
+        def excess(gone: list[Seq], req: ValidatedRequest = req) -> bool:
             tokens = sum(s.prompt_len for s in inside.values() if s not in gone)
             too_many = len(inside) - len(gone) + 1 > lim.max_queued_requests
             most = lim.max_queued_tokens or 10**9
@@ -140,7 +140,7 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
 
 def test_who_came_in_twice_is_turned_away_once() -> None:
     """An admission that is undone, or a new priority, puts a request in again."""
-    door = Door(limits(queue_timeout_secs=10.0))
+    door = AdmissionController(limits(queue_timeout_secs=10.0))
     req = ask(1)
     seq = Seq(req, req.prompt, 40)
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_no_timeout_by_default() -> None:
 
 
 def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
-    door = Door(limits(max_queued_requests=100, max_queued_tokens=None))
+    door = AdmissionController(limits(max_queued_requests=100, max_queued_tokens=None))
     seqs = []
     for handle in range(40):
         req = ask(handle, length=20)
@@ -221,7 +221,7 @@ def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
     assert 18 < door.retry_after(120.0, 10.0, requests=5) < 22
     assert 37 < door.retry_after(120.0, 10.0, tokens=200) < 43
     assert door.retry_after(120.0, 10.0, requests=1000) == 60, "bounded"
-    assert Door(limits()).retry_after(0.0, 1e6) == 1, "bounded"
+    assert AdmissionController(limits()).retry_after(0.0, 1e6) == 1, "bounded"
 
 
 def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time() -> None:
@@ -314,7 +314,7 @@ def test_a_deadline_passes_in_the_opening_queue_too() -> None:
 
 
 def test_the_door_keeps_no_books_of_those_who_left() -> None:
-    door = Door(limits(max_queued_requests=10, queue_timeout_secs=1e6))
+    door = AdmissionController(limits(max_queued_requests=10, queue_timeout_secs=1e6))
     for handle in range(20_000):
         req = dataclasses.replace(request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1]))
         seq = Seq(req, req.prompt, 1)
@@ -325,7 +325,7 @@ def test_the_door_keeps_no_books_of_those_who_left() -> None:
 
 def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
     """A request that was given a slot but found no page goes back to the queue."""
-    door = Door(limits(max_queued_requests=2, queue_timeout_secs=5.0))
+    door = AdmissionController(limits(max_queued_requests=2, queue_timeout_secs=5.0))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1]), 1) for handle in range(2)]
     for seq in seqs:
         door.enter(seq, 1, 0.0)
@@ -333,7 +333,7 @@ def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
     door.enter(seqs[0], 1, 1.0)
     assert door.make_room(ask(7, 99), 2.0, 1000.0) == [seqs[0]]
 
-    again = Door(limits(queue_timeout_secs=5.0))
+    again = AdmissionController(limits(queue_timeout_secs=5.0))
     for _ in range(3):
         again.enter(seqs[1], 1, 0.0)
         again.leave(seqs[1], 0.0)
@@ -343,7 +343,7 @@ def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
 
 
 def test_two_victims_are_two_requests() -> None:
-    door = Door(limits(max_queued_requests=2, max_queued_tokens=10))
+    door = AdmissionController(limits(max_queued_requests=2, max_queued_tokens=10))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1] * 5), 1) for handle in range(2)]
     for seq in (*seqs, seqs[0]):
         if seq is seqs[0]:

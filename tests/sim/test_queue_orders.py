@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.sched.policies import POLICIES, Policy, PolicyParams, View
+from baton.sched.policies import POLICIES, Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT
 from baton.sched.queue import waiting_queue
 from baton.sched.queue.priority import PriorityRule, ordered, ranks
@@ -38,8 +38,8 @@ class World:
         self.members: list[Seq] = []
         self.made = 0
 
-    def view(self) -> View:
-        return View(self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120)
+    def view(self) -> PolicyContext:
+        return PolicyContext(self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120)
 
     def prompt(self) -> list[int]:
         return [self.rng.randrange(2) for _ in range(self.rng.randint(1, 14))]
@@ -164,7 +164,7 @@ def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
     calls = 0
     keys = world.queue.policy.keys
 
-    def counted(queue: list[Seq], view: View, inputs: object) -> object:
+    def counted(queue: list[Seq], view: PolicyContext, inputs: object) -> object:
         nonlocal calls
         calls += 1
         return keys(queue, view, inputs)
@@ -275,7 +275,7 @@ def crowd(policy: str, rule: PriorityRule, count: int) -> tuple[World, list[int]
     made: list[int] = []
     keys = world.queue.policy.keys
 
-    def counted(queue: list[Seq], view: View, inputs: object) -> object:
+    def counted(queue: list[Seq], view: PolicyContext, inputs: object) -> object:
         made.append(len(queue))
         return keys(queue, view, inputs)
 

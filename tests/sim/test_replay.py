@@ -18,7 +18,7 @@ from baton.sched.recording import RecordingScheduler, from_plain, plan_bytes, to
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
 from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
-from baton.sched.types.request import Rendezvous, SamplingParams, Validated
+from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sim import main as sim
 
 LOOKS = {
@@ -75,12 +75,12 @@ class Storm:
         self.leased: list[int] = []
         self.handles = 0
 
-    def request(self) -> Validated:
+    def request(self) -> ValidatedRequest:
         rng, handle = self.rng, self.handles
         self.handles += 1
         prompt = array("i", [rng.randrange(3) for _ in range(rng.randint(1, 30))])
         meet = Rendezvous("p", 1, handle) if self.role != "null" and rng.random() < 0.9 else None
-        return Validated(
+        return ValidatedRequest(
             handle,
             f"r{handle}",
             prompt,
@@ -205,7 +205,7 @@ def test_bad_files_are_named_with_their_line() -> None:
 
 
 def test_values_survive_the_lines() -> None:
-    req = Validated(
+    req = ValidatedRequest(
         1, "r", array("i", [3, -1]), SamplingParams(stop_token_ids=(1, 2)), namespace=b"\x00\xff",
         rendezvous=Rendezvous("h", 2, 2**62), deadline=1 / 3,
     )  # fmt: skip

@@ -11,10 +11,10 @@ import pytest
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import Emitted
+from baton.sched.types.events import EmittedTokens
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import FAIR
 
@@ -25,7 +25,7 @@ def limits(**changes: object) -> Limits:
     return dataclasses.replace(Limits(400, 4, 8, 100, 64, priority=PRIORITY), **changes)  # type: ignore[arg-type]
 
 
-def important(handle: int, priority: int | None, prompt_tokens: int = 4, max_new: int = 50) -> Validated:
+def important(handle: int, priority: int | None, prompt_tokens: int = 4, max_new: int = 50) -> ValidatedRequest:
     prompt = [handle % VOCAB, *[1] * (prompt_tokens - 1)]
     req = request(handle, prompt, max_new, ignore_eos=True, is_length_known=False)
     return dataclasses.replace(req, priority=priority)
@@ -49,7 +49,7 @@ def test_decode_rows_and_their_tokens_stand_by_priority_then_arrival() -> None:
         turn(sched)  # admitted one by one
     sched.drain_events()
     assert rows(turn(sched)) == [4, 1, 3, 2, 0]
-    assert [e.handle for e in sched.drain_events() if isinstance(e, Emitted)] == [4, 1, 3, 2, 0]
+    assert [e.handle for e in sched.drain_events() if isinstance(e, EmittedTokens)] == [4, 1, 3, 2, 0]
     sched.abort(1)
     sched.suspend([4])
     assert rows(turn(sched)) == [3, 2, 0]

@@ -27,8 +27,8 @@ from baton.sched.types.limits import Limits
 from baton.sim import main as command
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
-from baton.sim.node import Outcome, Setting, SimNode
-from baton.sim.report import Stat, summarise
+from baton.sim.node import NodeSetting, RequestOutcome, SimNode
+from baton.sim.report import SummaryStat, summarise
 from baton.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
@@ -50,7 +50,7 @@ def budgets(**changes: Any) -> Limits:
 def node(
     trace: list[TraceRequest], *, budget: Limits | None = None, model: StepModel = MS_PER_TOKEN, **more: Any
 ) -> SimNode:
-    setting = Setting(trace=trace, arrivals=[r.timestamp_ms / 1e3 for r in trace], model=model, **more)
+    setting = NodeSetting(trace=trace, arrivals=[r.timestamp_ms / 1e3 for r in trace], model=model, **more)
     return SimNode(setting, budget or budgets())
 
 
@@ -132,7 +132,7 @@ def test_clock_runs_forward_pages_balance_and_everyone_is_answered(policy: str, 
     assert seen == sorted(seen)
     assert made.sched.is_idle
     for record, asked in zip(made.records, made.setting.trace, strict=True):
-        assert record.outcome is Outcome.COMPLETED
+        assert record.outcome is RequestOutcome.COMPLETED
         assert record.started is not None
         assert record.first_token is not None
         assert record.finished is not None
@@ -154,7 +154,11 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     """A never ends in time, B waits behind it too long, C finds the queue full."""
     trace = [request(0, 2000, blocks=(0, 1, 2, 3)), request(1, 600, blocks=(4, 5)), request(2, 10, blocks=(6,))]
     made = ran(trace, depth=1, timeout_secs=1.0, budget=budgets(max_queued_requests=1, prefill_max_requests=1))
-    assert [r.outcome for r in made.records] == [Outcome.TIMED_OUT, Outcome.TIMED_OUT, Outcome.REFUSED]
+    assert [r.outcome for r in made.records] == [
+        RequestOutcome.TIMED_OUT,
+        RequestOutcome.TIMED_OUT,
+        RequestOutcome.REFUSED,
+    ]
     report = summarise("fcfs", made, 1.0, 0.0)
     assert (report.completed, report.refused, report.timed_out, report.ttft) == (0, 1, 2, None)
 
@@ -418,7 +422,7 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
 
 def test_progress_says_how_far_and_how_long_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter(range(1000))
-    progress = command.Progress("lpm", clock=lambda: next(clock) / 2)
+    progress = command.ProgressLine("lpm", clock=lambda: next(clock) / 2)
     node(random_trace(2)).run(progress)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3
@@ -476,9 +480,9 @@ def test_simulator_loads_nothing_beyond_the_standard_library() -> None:
 
 
 def test_statistics_interpolate_between_ranks() -> None:
-    stat = Stat.of([4.0, 1.0, 3.0, 2.0])
-    assert stat == Stat(mean=2.5, p50=2.5, p95=pytest.approx(3.85), p99=pytest.approx(3.97), max=4.0)
-    assert Stat.of([]) is None
+    stat = SummaryStat.of([4.0, 1.0, 3.0, 2.0])
+    assert stat == SummaryStat(mean=2.5, p50=2.5, p95=pytest.approx(3.85), p99=pytest.approx(3.97), max=4.0)
+    assert SummaryStat.of([]) is None
 
 
 def test_chart_is_drawn_for_any_values() -> None:

@@ -14,7 +14,7 @@ import pytest
 from baton.sched.policies import PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import Node, request
 from tests.support.watched import WatchedScheduler
 
@@ -34,7 +34,9 @@ def one_at_a_time(**over: object) -> Limits:
     return Limits(**(values | over))  # type: ignore[arg-type]
 
 
-def wait_of(unlucky: Validated, lucky: Callable[[int], Validated], limits: Limits, *, warm: list[int]) -> float:
+def wait_of(
+    unlucky: ValidatedRequest, lucky: Callable[[int], ValidatedRequest], limits: Limits, *, warm: list[int]
+) -> float:
     """Seconds until `unlucky`, arriving at 0, is in a step, with never fewer than three lucky ones in the queue."""
     node = Node(limits, depth=1)
     sched = node.sched = WatchedScheduler(limits)
@@ -60,15 +62,15 @@ def wait_of(unlucky: Validated, lucky: Callable[[int], Validated], limits: Limit
     return PATIENCE
 
 
-def hit(handle: int) -> Validated:
+def hit(handle: int) -> ValidatedRequest:
     return request(handle, [*HEAD, handle % 5, handle // 5 % 5], 1, room=handle)
 
 
-def short(handle: int) -> Validated:
+def short(handle: int) -> ValidatedRequest:
     return request(handle, [handle % 5, handle // 5 % 5, handle // 25 % 5], 1, room=handle)
 
 
-def important(handle: int) -> Validated:
+def important(handle: int) -> ValidatedRequest:
     return dataclasses.replace(short(handle), priority=7)
 
 
@@ -116,7 +118,7 @@ def test_a_long_prompt_under_hrrn_waits_until_the_work_done_since_outgrows_its_o
 
 
 def test_a_request_without_a_deadline_under_edf_has_the_default_one() -> None:
-    def urgent(handle: int) -> Validated:
+    def urgent(handle: int) -> ValidatedRequest:
         # Due a second after it was sent: always before one that is due in five seconds, until those have passed.
         return dataclasses.replace(short(handle), ttft_deadline=(handle - 1000) * STEP + 1.0)
 

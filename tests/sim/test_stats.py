@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from baton.sched.metrics import collector
-from baton.sched.metrics.request_timeline import Pulled
+from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.policies import PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
@@ -282,7 +282,11 @@ def test_age_of_the_oldest_lease_follows_leases_that_begin_and_end() -> None:
 
 def test_pull_durations_are_counted_by_transport() -> None:
     node = Clocked(dataclasses.replace(LIMITS, role="decode"))
-    pulls = [Pulled("tcp", 1, 64, 0.25, 0.5), Pulled("tcp", 1, 64, 2.0, 2.5), Pulled("none", 0, 0, 0.0, 0.1)]
+    pulls = [
+        PulledPages("tcp", 1, 64, 0.25, 0.5),
+        PulledPages("tcp", 1, 64, 2.0, 2.5),
+        PulledPages("none", 0, 0, 0.0, 0.1),
+    ]
     for room, pulled in enumerate(pulls, 1):
         node.sched.add(request(room, [room] * 4, 1, room=room))
         node.step(float(room))

@@ -10,17 +10,17 @@ import pytest
 
 from baton.errors import KvTransferFailed, RequestTimeout
 from baton.sched.metrics import request_timeline
-from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled, Story
+from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
 
 
-def traced(handle: int, prompt: int, max_new: int, room: int | None = None) -> Validated:
+def traced(handle: int, prompt: int, max_new: int, room: int | None = None) -> ValidatedRequest:
     tokens = [(handle + i) % VOCAB for i in range(prompt)]
     plain = request(handle, tokens, max_new, ignore_eos=True, room=room)
     return dataclasses.replace(plain, arrival=0.0, trace=b"t%d" % handle)
@@ -33,7 +33,7 @@ class Timed(Node):
         ticks = itertools.count(1)
         super().__init__(limits, 1, lambda: float(next(ticks)))
 
-    def only_story(self) -> Story:
+    def only_story(self) -> RequestTimeline:
         self.absorb()
         (told,) = self.stories
         return told
@@ -140,7 +140,7 @@ def test_a_transfer_tells_how_its_pages_came() -> None:
     node.step()
     node.sched.stats.now = 7.0
     node.sched.transfer_announced(5)
-    pulled = Pulled("tcp", 5, 4096, 0.25, 1.5)
+    pulled = PulledPages("tcp", 5, 4096, 0.25, 1.5)
     node.sched.stats.now = 8.0
     node.sched.transfer_committed(5, 1, 12, None, pulled)
     node.run()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.layers.attention.base import AttentionBackend, Row, build_batch
+from baton.layers.attention.base import AttentionBackend, AttentionRow, build_batch
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import KVSpec
 
@@ -103,7 +103,7 @@ def check(
     got = [torch.full((len(layers), n, spec.q_size), math.nan) for n in case.lengths]
     outputs = []
     for step in chunks(case):
-        batch = build_batch([Row([0] * n, start, tables[i]) for i, start, n in step], case.page_size)
+        batch = build_batch([AttentionRow([0] * n, start, tables[i]) for i, start, n in step], case.page_size)
         backend.plan(replace(batch, slot_mapping=batch.slot_mapping.to(device)))
         for layer in layers:
             fused = torch.cat([inputs[i][layer, start : start + n] for i, start, n in step])

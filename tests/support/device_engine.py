@@ -16,7 +16,7 @@ from baton.layers.attention import flashinfer
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.models.decoder import Decoder
 from baton.runtime import build as runtime
-from baton.runtime.engine_loop import Engine
+from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from tests.support import fake_flashinfer
 from tests.support.engine_run import make_engine
@@ -33,7 +33,7 @@ class Device:
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
     runner: DeviceRunner | None = None
 
-    def late(self, path: Path | str, tell: Callable[[bytes], None] | None = None, **flags: object) -> Engine:
+    def late(self, path: Path | str, tell: Callable[[bytes], None] | None = None, **flags: object) -> EngineLoop:
         """The attention backend of the flags, and the CPU's kernels. `tell`: as of the first of several ranks."""
 
         def make_runner(*args: Any, **more: Any) -> DeviceRunner:
@@ -44,7 +44,7 @@ class Device:
 
     def recorded(
         self, path: Path | str, largest: int, poison: bool = False, head_kernel: bool = False, **flags: object
-    ) -> Engine:
+    ) -> EngineLoop:
         """flashinfer's stand-in and plain torch, which can be recorded; `largest` 0: everything runs eagerly.
 
         Args:
@@ -70,7 +70,7 @@ class Device:
 
         return self._make(path, make_runner, attention_backend="torch", **flags)
 
-    def _make(self, path: Path | str, make_runner: Any, **flags: object) -> Engine:
+    def _make(self, path: Path | str, make_runner: Any, **flags: object) -> EngineLoop:
         with self.monkeypatch.context() as patch:
             patch.setattr(runtime, "make_runner", make_runner)
             return make_engine(path, **flags)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from baton.config import build
 from baton.runtime import build as runtime
-from baton.runtime.engine_loop import Engine
-from baton.sched.types.request import FinishReason, SamplingParams, Validated
+from baton.runtime.engine_loop import EngineLoop
+from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 
 _handles = itertools.count(1)
 
@@ -21,12 +21,12 @@ FLAGS: dict[str, object] = {
 }  # fmt: skip
 
 
-def make_engine(path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object) -> Engine:
+def make_engine(path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object) -> EngineLoop:
     return runtime.load(build({"model_path": str(path), **FLAGS, **flags}), str(path)).engine(trace=trace)
 
 
 def answer(
-    engine: Engine,
+    engine: EngineLoop,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     *,
@@ -48,7 +48,7 @@ def answer(
     while open_handles:
         while todo and (stagger == 0 or turn >= stagger * (len(prompts) - len(todo))):
             handle, prompt = todo.pop(0)
-            engine.submit(Validated(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+            engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
         if disturb is not None:
             disturb(sorted(open_handles))
         outputs, busy = engine.advance(time.monotonic())

@@ -33,27 +33,27 @@ import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer
 
-from baton.sched.metrics.load_report import Load, Waiting
-from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
+from baton.sched.metrics.load_report import LoadReport, WaitingLoad
+from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.request import FinishReason
 from baton.server.worker.messages import (
-    Abort,
-    Control,
-    Fatal,
-    Loading,
-    Logprobs,
-    Ready,
-    Reply,
-    Stats,
-    Submit,
+    AbortMessage,
+    ControlMessage,
+    FatalMessage,
+    LoadingMessage,
+    LogprobsMessage,
+    ReadyMessage,
+    ReplyMessage,
+    StatsMessage,
+    SubmitMessage,
     TokenBatch,
     encoder,
     to_rank_decoder,
 )
 
-BAND = {"4": Waiting(2, 300)}
-LOAD = Load(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
-STAGES = FirstTokenStages(0.0015, Pulled("shm", 3, 12288, 0.00025, 0.001))
+BAND = {"4": WaitingLoad(2, 300)}
+LOAD = LoadReport(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
+STAGES = FirstTokenStages(0.0015, PulledPages("shm", 3, 12288, 0.00025, 0.001))
 
 
 @dataclass
@@ -71,11 +71,11 @@ class FakeRank:
     async def send(self, message: Any) -> None:
         await self.push.send(encoder.encode(message))
 
-    def script_of(self, job: Submit) -> dict[str, Any]:
+    def script_of(self, job: SubmitMessage) -> dict[str, Any]:
         salt = job.namespace.decode().partition("\0")[0]
         return {**self.script, **(json.loads(salt) if salt.startswith("{") else {})}
 
-    async def answer(self, job: Submit) -> None:
+    async def answer(self, job: SubmitMessage) -> None:
         prompt = array("i")
         prompt.frombytes(job.prompt)
         script = self.script_of(job)
@@ -121,7 +121,7 @@ class FakeRank:
 
     async def row(
         self,
-        job: Submit,
+        job: SubmitMessage,
         part: list[int],
         finish: int,
         error: tuple[str, str] | None = None,
@@ -130,7 +130,9 @@ class FakeRank:
         logprobs = {}
         if job.params.logprobs >= 0 and part:
             k = job.params.logprobs
-            logprobs = {0: Logprobs([-0.5] * len(part), [list(range(3, 3 + k))] * len(part), [[-1.0] * k] * len(part))}
+            logprobs = {
+                0: LogprobsMessage([-0.5] * len(part), [list(range(3, 3 + k))] * len(part), [[-1.0] * k] * len(part))
+            }
         await self.send(
             TokenBatch(
                 handles=[job.handle],
@@ -154,7 +156,7 @@ class FakeRank:
             looks.seek(0)
             return len(looks.readlines()) <= most
 
-    async def control(self, message: Control) -> None:
+    async def control(self, message: ControlMessage) -> None:
         result: dict[str, Any] = {}
         if message.op == "abort":
             result = {"aborted": len(message.args["rooms"])}
@@ -170,20 +172,20 @@ class FakeRank:
             return
         if message.op == "steps":
             result = {"steps": [{"asked": message.args["n"]}]}
-        await self.send(Reply(message.id, message.op != "flush_cache" or not self.running, result))
+        await self.send(ReplyMessage(message.id, message.op != "flush_cache" or not self.running, result))
 
-    def change(self, message: Control) -> Reply:
+    def change(self, message: ControlMessage) -> ReplyMessage:
         if message.op == "suspend" and "unsuspendable" in self.script:
-            return Reply(message.id, False, {"message": self.script["unsuspendable"]})
+            return ReplyMessage(message.id, False, {"message": self.script["unsuspendable"]})
         found = [h for h in message.args["handles"] if h in self.running]
         for handle in found:
             if message.op == "suspend":
                 self.suspended.setdefault(handle, asyncio.Event())
             elif resumed := self.suspended.pop(handle, None):
                 resumed.set()
-        return Reply(message.id, True, {"found": len(found)})
+        return ReplyMessage(message.id, True, {"found": len(found)})
 
-    def start(self, job: Submit) -> None:
+    def start(self, job: SubmitMessage) -> None:
         prompt = array("i")
         prompt.frombytes(job.prompt)
         seen = msgspec.to_builtins(job.params)
@@ -205,10 +207,10 @@ class FakeRank:
 
     async def serve(self, pull: zmq.asyncio.Socket) -> None:
         if "fail_start" in self.script:
-            await self.send(Fatal(self.order["dp_rank"], self.script["fail_start"]))
+            await self.send(FatalMessage(self.order["dp_rank"], self.script["fail_start"]))
             return
         if (loaded := self.script.get("loading")) is not None:
-            await self.send(Loading(self.order["dp_rank"], 0, *loaded))
+            await self.send(LoadingMessage(self.order["dp_rank"], 0, *loaded))
         if (sign := self.script.get("ready_when")) is not None:
             while not Path(sign).exists():
                 await asyncio.sleep(0.01)
@@ -218,16 +220,16 @@ class FakeRank:
         }  # fmt: skip
         info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": layout}
         rank = self.order["dp_rank"]
-        await self.send(Ready(rank, info))
+        await self.send(ReadyMessage(rank, info))
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
         counters = {"engine_steps_total": 5.0, "prompt_tokens_computed_total": 80.0, "generated_tokens_total": 7.0}
-        await self.send(Stats(rank, gauges, counters, load=asdict(LOAD)))
+        await self.send(StatsMessage(rank, gauges, counters, load=asdict(LOAD)))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
-            if isinstance(message, Submit):
+            if isinstance(message, SubmitMessage):
                 self.start(message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortMessage):
                 self.aborts += message.handles
                 for handle in message.handles:
                     if task := self.running.get(handle):

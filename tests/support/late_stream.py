@@ -27,7 +27,7 @@ class LateMark:
 
 
 class LateStream:
-    """stream.Stream. `held_up`: how often the thread that launches asked to wait for the device."""
+    """stream.ComputeStream. `held_up`: how often the thread that launches asked to wait for the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from baton.errors import WrongState
-from baton.runtime.engine_loop import Engine
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.runtime.engine_loop import EngineLoop
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engine_run import greedy, make_engine
 
 _handles = itertools.count(10**6)
@@ -30,7 +30,7 @@ class Cluster:
     def __init__(self, path: Path | str, route: str = "one", **flags: object) -> None:
         self._pair: Any = None
         if route == "one":
-            self.engines: list[Engine] = [make_engine(path, **flags)]
+            self.engines: list[EngineLoop] = [make_engine(path, **flags)]
         else:
             pair = pytest.importorskip(
                 "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -46,7 +46,7 @@ class Cluster:
     def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         handle = next(_handles)
         meet = None if self._pair is None else Rendezvous("127.0.0.1", self._pair.bootstrap.port, handle)
-        req = Validated(
+        req = ValidatedRequest(
             handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet,
             priority=priority,
         )  # fmt: skip

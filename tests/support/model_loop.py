@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.layers.attention import make_backend
-from baton.layers.attention.base import ForwardBatch, Row, build_batch
+from baton.layers.attention.base import AttentionRow, ForwardBatch, build_batch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 
@@ -45,9 +45,9 @@ class ModelLoop:
     def batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
         """`work`: sequences and how many tokens of each to compute, single tokens first."""
 
-        def row(seq: Sequence, n: int) -> Row:
+        def row(seq: Sequence, n: int) -> AttentionRow:
             end = seq.computed + n
-            return Row(seq.tokens[seq.computed : end], seq.computed, seq.pages, samples=end == len(seq.tokens))
+            return AttentionRow(seq.tokens[seq.computed : end], seq.computed, seq.pages, samples=end == len(seq.tokens))
 
         return build_batch([row(seq, n) for seq, n in work], self.page_size)
 

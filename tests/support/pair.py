@@ -18,8 +18,8 @@ from baton.config import build
 from baton.disagg.relay import DecodeRelay, PrefillRelay
 from baton.runtime import build as runtime
 from baton.runtime.communicators import make_backend
-from baton.runtime.engine_loop import Engine
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.runtime.engine_loop import EngineLoop
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.stand_in import StandIn
 
 _rooms = itertools.count(1000)
@@ -60,7 +60,7 @@ class Half:
         self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
         told = self.node if stand_in is None else stand_in.watched(self.node)
         if role == "prefill":
-            self.engine: Engine = loaded.engine(PrefillRelay(told, PATIENCE_SECS))
+            self.engine: EngineLoop = loaded.engine(PrefillRelay(told, PATIENCE_SECS))
         else:
             self.engine = loaded.engine(DecodeRelay(told, PATIENCE_SECS, loaded.vocab_size))
         self.got: dict[int, list[int]] = {}
@@ -119,7 +119,9 @@ class Pair:
         rooms = [next(_rooms) for _ in prompts]
         for room, prompt in zip(rooms, prompts, strict=True):
             meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
-            req = Validated(room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet)
+            req = ValidatedRequest(
+                room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet
+            )
             self.p.engine.submit(req)
             self.d.engine.submit(req)
         return rooms

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
-from baton.sched.metrics.request_timeline import FirstTokenStages, Story
+from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import (
     AbortTransfer,
-    Emitted,
+    EmittedTokens,
     GrantPages,
     OpenTransfer,
     PagesFinal,
@@ -26,7 +26,7 @@ from baton.sched.types.events import (
 )
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 
 VOCAB = 5
 EOS = 0
@@ -65,12 +65,12 @@ def request(
     ignore_eos: bool = False,
     is_length_known: bool = True,
     room: int | None = None,
-) -> Validated:
+) -> ValidatedRequest:
     """`ignore_eos` fixes the answer's length; with `is_length_known` False the scheduler is not told and estimates."""
     stop = () if ignore_eos else (EOS,)
     params = SamplingParams(max_new_tokens=max_new, stop_token_ids=stop, ignore_eos=ignore_eos and is_length_known)
     meet = None if room is None else Rendezvous("p", 1, room)
-    return Validated(handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet)
+    return ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet)
 
 
 @dataclass
@@ -162,14 +162,14 @@ class Node:
         self.grants: dict[int, GrantPages] = {}
         self.revokes: list[RevokeGrant] = []
         self.aborts: list[AbortTransfer] = []
-        self.stories: list[Story] = []
+        self.stories: list[RequestTimeline] = []
         self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
 
     def absorb(self) -> None:
         for event in self.sched.drain_events():
-            if isinstance(event, Emitted):
+            if isinstance(event, EmittedTokens):
                 assert event.handle not in self.finished, "output after the end"
                 self.outputs.setdefault(event.handle, []).extend(event.tokens)
                 self.cached[event.handle] = event.cached_tokens
@@ -199,7 +199,7 @@ class Node:
                 self.revokes.append(event)
             elif isinstance(event, AbortTransfer):
                 self.aborts.append(event)
-            elif isinstance(event, Story):
+            elif isinstance(event, RequestTimeline):
                 self.stories.append(event)
 
     def step(self) -> bool:

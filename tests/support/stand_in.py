@@ -28,7 +28,7 @@ from baton.layers.model_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
 from baton.runtime import build
 from baton.runtime.runner.cuda_runner import DeviceRunner, InFlight
-from baton.runtime.runner.model_runner import Runner
+from baton.runtime.runner.model_runner import ModelRunner
 from baton.sched.types.plan import StepPlan
 from tests.support.late_stream import LateMark, LateStream
 
@@ -85,10 +85,10 @@ class StandIn:
         data = self.allocate(num_pages * page_bytes).view(TORCH_DTYPES[spec.dtype]).view(shape)
         return KvTensors(spec, page_size, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self)))
 
-    def make_runner(self, *args: Any, **more: Any) -> Runner:
+    def make_runner(self, *args: Any, **more: Any) -> ModelRunner:
         """In place of gpu.runner.make_runner."""
         if self.stream is None:
-            return Runner(*args, **more)
+            return ModelRunner(*args, **more)
         stand_in = self
 
         class Watched(DeviceRunner):

@@ -21,7 +21,7 @@ from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies import POLICIES, PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.watched import WatchedScheduler
@@ -229,7 +229,7 @@ class Ride:
             self.may_fail.add(handle)
         self._send(req)
 
-    def _send(self, req: Validated) -> None:
+    def _send(self, req: ValidatedRequest) -> None:
         """To all nodes, in any order; one refusal ends the request everywhere, as the router would."""
         nodes = self.rng.sample(self.nodes, len(self.nodes))
         for node in nodes:

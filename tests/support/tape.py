@@ -67,7 +67,7 @@ class _Recording(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """graphs.Recorder. `replays` counts by the number of operations, which no one should rely on beyond being > 0."""
+    """graphs.GraphRecorder. `replays` counts by the number of operations, of which only > 0 is to be relied on."""
 
     def __init__(self) -> None:
         self.replays = 0

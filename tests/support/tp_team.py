@@ -22,8 +22,8 @@ import zmq
 
 from baton.config import EngineConfig, build
 from baton.layers import collectives
-from baton.runtime.build import Loaded
-from baton.runtime.engine_loop import Engine
+from baton.runtime.build import LoadedModel
+from baton.runtime.engine_loop import EngineLoop
 from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.process import follow, lead
 from tests.support.engine_run import FLAGS
@@ -50,8 +50,8 @@ class Helpers:
 
     @contextlib.contextmanager
     def engine(
-        self, path: Path | str, tp_size: int, *, touch: Callable[[Loaded], None] = lambda _: None, **flags: object
-    ) -> Iterator[Engine]:
+        self, path: Path | str, tp_size: int, *, touch: Callable[[LoadedModel], None] = lambda _: None, **flags: object
+    ) -> Iterator[EngineLoop]:
         """An engine of `tp_size` ranks. `touch` sees the first rank's part before the engine is made of it."""
         config = build({"model_path": str(path), "tp_size": tp_size, **FLAGS, **flags})
         with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ class Helpers:
                 process.stdin.flush()
             context: zmq.Context[Any] = zmq.Context()
             try:
-                team = channel.Team(0, tp_size, Path(folder), 0)
+                team = channel.TpGroup(0, tp_size, Path(folder), 0)
                 loaded, orders = lead(config, team, context, show_nothing)
                 touch(loaded)
                 engine = loaded.engine()
@@ -89,7 +89,7 @@ def main() -> None:
         job = json.loads(line)
         config = EngineConfig(**job["config"])
         try:
-            team = channel.Team(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
+            team = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
             follow(config, team, context, None, show_nothing)
             said = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it

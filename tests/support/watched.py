@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.cache.radix import Node
-from baton.sched.planner import Reservation
-from baton.sched.policies import Adaptive, ShortFirst
+from baton.cache.radix import RadixNode
+from baton.sched.planner import PageReservation
+from baton.sched.policies import AdaptivePolicy, ShortFirst
 from baton.sched.queue.priority import LOWEST_PRIORITY
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.hashing import uniform
@@ -57,7 +57,7 @@ class Before:
     parked: set[int]
     decoding: set[int]
     evictions: int
-    reservation: Reservation | None
+    reservation: PageReservation | None
 
 
 def _values(value: object) -> object:
@@ -89,7 +89,7 @@ class WatchedScheduler(Scheduler):
             self._evictions += 1
             return evict(pages, for_good)
 
-        def counting_branch(node: Node) -> int:
+        def counting_branch(node: RadixNode) -> int:
             self._evictions += 1
             return evict_branch(node)
 
@@ -180,7 +180,7 @@ class WatchedScheduler(Scheduler):
         params = self.limits.policy_params
         policy, inputs, work = self._state.policy, self._state.waiting.inputs, f.total - f.cached
         name = policy.name
-        if isinstance(policy, Adaptive):
+        if isinstance(policy, AdaptivePolicy):
             name, inputs = inputs  # type: ignore[misc]
         arrival = f.seq.req.arrival
         match name:
@@ -481,7 +481,7 @@ class WatchedScheduler(Scheduler):
         own = sum(len(node.pages) for node in self._path(seq) if node.locks == 0)
         return self._state.memory.available - own
 
-    def _path(self, seq: Seq) -> list[Node]:
+    def _path(self, seq: Seq) -> list[RadixNode]:
         """The tree's nodes along a waiting sequence's cached prefix."""
         node = self._state.memory.cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).node
         path = []

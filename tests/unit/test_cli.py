@@ -89,7 +89,7 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
     flags = ["--page-size", "8", "--disable-radix-cache", "--dp-size", "2", "--transport", "tcp"]
     flags += ["--cluster-key", "s3cret", "--decode-args", "--log-level debug --cpu-threads 3", "--policy", "random"]
     plan = local_cluster.parse(flags)
-    cluster = local_cluster.Cluster(plan, tmp_path, print)
+    cluster = local_cluster.LocalCluster(plan, tmp_path, print)
     prefill, decode = (node.argv() for node in cluster.nodes)
     for argv in (prefill, decode):
         joined = " ".join(argv)
@@ -108,7 +108,7 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
 
 def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(*flags: str) -> str:
-        cluster = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)
+        cluster = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)
         keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
         assert all(key not in " ".join(node.argv()) for key in keys for node in cluster.nodes)
         return keys.pop() if len(keys) == 1 else ""
@@ -124,7 +124,7 @@ def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytes
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
         monkeypatch.setattr(local_cluster, "_cores", lambda: cores)
-        argv = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
+        argv = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
         return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
 
     assert threads(2) == ["1"]
@@ -136,7 +136,7 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
-        return local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)._router_argv()
+        return local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)._router_argv()
 
     assert "--dp-aware" not in router()
     assert "--dp-aware" in router("--decode-args", "--dp-size 2")
@@ -145,11 +145,11 @@ def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
 
 def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
-    cluster = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)
+    cluster = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
-    assert "--enable-trace" not in local_cluster.Cluster(local_cluster.parse([]), tmp_path, print)._router_argv()
+    assert "--enable-trace" not in local_cluster.LocalCluster(local_cluster.parse([]), tmp_path, print)._router_argv()
 
 
 def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
@@ -166,7 +166,7 @@ def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
 
 def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    cluster = local_cluster.Cluster(local_cluster.parse(["--state-file", str(path)]), tmp_path, print)
+    cluster = local_cluster.LocalCluster(local_cluster.parse(["--state-file", str(path)]), tmp_path, print)
     cluster.port = 8123
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
     cluster.write_state()
@@ -247,7 +247,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
-        words = local_cluster.Node("prefill", "p0", local_cluster.parse(list(argv))).argv()
+        words = local_cluster.ClusterNode("prefill", "p0", local_cluster.parse(list(argv))).argv()
         return words[words.index("--mem-fraction-static") + 1] if "--mem-fraction-static" in words else ""
 
     assert share() == "", "it is refused with --device cpu"

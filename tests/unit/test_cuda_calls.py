@@ -17,7 +17,7 @@ from baton.layers.cuda.device_pages import CudaQueue
 from baton.layers.cuda.ipc import CudaIpc
 from baton.runtime.communicators.nccl import NcclCommunicator
 from baton.runtime.runner.cuda_runner import DeviceRunner
-from baton.runtime.runner.model_runner import Runner
+from baton.runtime.runner.model_runner import ModelRunner
 from tests.support.late_stream import LateStream
 
 GPU = torch.device("cuda", 0)
@@ -110,7 +110,7 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
 
 def test_a_followers_step_has_ended_before_it_hears_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next order may be to announce the pages of that step."""
-    monkeypatch.setattr(Runner, "follow", lambda self, order: None)
+    monkeypatch.setattr(ModelRunner, "follow", lambda self, order: None)
     for native, reached in ((object(), 1), (None, 0)):
         runner = object.__new__(DeviceRunner)
         runner._kv = SimpleNamespace(native=native)  # type: ignore[assignment]
@@ -154,7 +154,7 @@ def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
 def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
     told = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
     assert told == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
-    assert ctypes.sizeof(ipc.Handle) == 64
+    assert ctypes.sizeof(ipc.IpcHandle) == 64
 
 
 def test_memory_of_another_gpu_is_refused_before_cuda_is_asked(lib: FakeRuntime) -> None:

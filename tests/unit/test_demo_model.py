@@ -11,45 +11,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.models import demo_corpus, make_demo
-from baton.models.demo_corpus import OffTopic, Questions, Sampler, Turn, render
+from tools.demo_model import corpus, train
+from tools.demo_model.corpus import OffTopic, Questions, Sampler, Turn, render
 
 MAX_BYTES = 8_000_000
 
 
 @pytest.fixture(scope="module")
 def questions() -> Questions:
-    return demo_corpus.load_topics(make_demo.QUESTIONS_FILE)
+    return corpus.load_topics(train.QUESTIONS_FILE)
 
 
 @pytest.fixture(scope="module")
 def off_topic() -> OffTopic:
-    return demo_corpus.load_off_topic(make_demo.OFF_TOPIC_FILE)
+    return corpus.load_off_topic(train.OFF_TOPIC_FILE)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(make_demo.DEMO_DIR)
+    return AutoTokenizer.from_pretrained(train.DEMO_DIR)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(make_demo.DEMO_DIR)
+    return AutoModelForCausalLM.from_pretrained(train.DEMO_DIR)
 
 
 def test_files_are_small_enough_to_commit() -> None:
-    assert sum(path.stat().st_size for path in make_demo.DEMO_DIR.iterdir()) <= MAX_BYTES
+    assert sum(path.stat().st_size for path in train.DEMO_DIR.iterdir()) <= MAX_BYTES
 
 
 def test_weights_are_stored_as_bfloat16_and_loaded_as_float32(model: Any) -> None:
     import torch
     from safetensors import safe_open
 
-    with safe_open(make_demo.DEMO_DIR / "model.safetensors", framework="pt") as stored:
+    with safe_open(train.DEMO_DIR / "model.safetensors", framework="pt") as stored:
         names = set(stored.keys())
         assert {stored.get_tensor(name).dtype for name in names} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -86,9 +86,9 @@ def test_training_code_and_transformers_compute_the_same(model: Any, tokenizer: 
     import torch
     from safetensors.torch import load_file
 
-    ours = make_demo.Llama(make_demo.Shape())
+    ours = train.Llama(train.Shape())
     ours.load_state_dict(
-        {name: tensor.float() for name, tensor in load_file(make_demo.DEMO_DIR / "model.safetensors").items()}
+        {name: tensor.float() for name, tensor in load_file(train.DEMO_DIR / "model.safetensors").items()}
     )
     ids = torch.tensor([tokenizer("Prefill computes the keys and values of the whole prompt at once.").input_ids])
     with torch.inference_mode():
@@ -100,7 +100,7 @@ def test_training_code_and_transformers_compute_the_same(model: Any, tokenizer: 
 def test_tokenizer_returns_any_text_unchanged(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id
-    if not any(special in text for special in demo_corpus.SPECIAL_TOKENS):
+    if not any(special in text for special in corpus.SPECIAL_TOKENS):
         assert tokenizer.decode(ids[1:]) == text
 
 
@@ -131,7 +131,7 @@ def test_a_question_with_two_answers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "qa.txt"
     path.write_text("Q: What is P?\nA: A node.\n\nQ: what is p?\nA: A letter.\n")
     with pytest.raises(ValueError, match="stands in line 1 too"):
-        demo_corpus.load_topics(path)
+        corpus.load_topics(path)
 
 
 def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
@@ -161,13 +161,13 @@ def test_no_question_is_varied_into_nothing(questions: Questions, off_topic: Off
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     for question in [q for topic in questions.all_topics for q in topic.questions] + ["???"] * 200:
-        assert demo_corpus.vary(question, rng).strip(), f"seed {seed}: {question}"
+        assert corpus.vary(question, rng).strip(), f"seed {seed}: {question}"
     sampler = Sampler(questions, off_topic, [["a paragraph"]], seed)
     assert all(turn.text.strip() for _ in range(2000) for turn in sampler.conversation()), f"seed {seed}"
 
 
 def test_config_says_what_the_engine_needs() -> None:
-    config = json.loads((make_demo.DEMO_DIR / "config.json").read_text())
+    config = json.loads((train.DEMO_DIR / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == config["torch_dtype"] == "float32"
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

@@ -27,7 +27,7 @@ from baton.models.load import load_model
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import cuda_sampler
-from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
 
@@ -145,16 +145,16 @@ def plan_of(tokens: int) -> StepPlan:
     """One decode row and one prompt chunk."""
     ids = array("i", range(tokens))
     params = (SamplingParams(top_p=0.5, logprobs=2), SamplingParams(frequency_penalty=1.0))
-    admitted = tuple(Admitted(slot, slot, params[slot], 1, array("i", [1])) for slot in (0, 1))
+    admitted = tuple(AdmittedSeq(slot, slot, params[slot], 1, array("i", [1])) for slot in (0, 1))
     rows = (
         Row(0, 0, 4, 1, True, array("i", [UNKNOWN_TOKEN]), 0, array("i", [3, 1])),
         Row(1, 1, 0, tokens, True, ids, 0, array("i", [2])),
     )
-    return StepPlan(0, rows, 1, admitted, array("i", [1, 2, 3]), Stop.QUEUE_EMPTY)
+    return StepPlan(0, rows, 1, admitted, array("i", [1, 2, 3]), StopReason.QUEUE_EMPTY)
 
 
 class FakeStream:
-    """stream.Stream for tensors without data."""
+    """stream.ComputeStream for tensors without data."""
 
     def put(self, x: np.ndarray) -> Tensor:
         return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=CUDA)

@@ -11,7 +11,7 @@ import pytest
 from baton import config, errors
 from baton.cli import drain
 from baton.cli.bench import serving
-from baton.sched.metrics.load_report import Load
+from baton.sched.metrics.load_report import LoadReport
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,7 +41,7 @@ def test_error_table_lists_exactly_the_codes_of_engine_and_router() -> None:
 
 def test_load_table_is_what_a_rank_reports() -> None:
     rows = [names for names, _ in table_rows(PROTOCOL, "| field of `load` |")]
-    assert {name.strip("` ") for names in rows for name in names.split(",")} == set(Load.__dataclass_fields__)
+    assert {name.strip("` ") for names in rows for name in names.split(",")} == set(LoadReport.__dataclass_fields__)
 
 
 def test_reason_code_table_is_the_transfer_crates() -> None:

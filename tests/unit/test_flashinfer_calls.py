@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.layers import attention
-from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
 from tests.support import fake_flashinfer
@@ -90,7 +90,7 @@ def test_the_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_take
     for new_tokens in (2, 5, 9, 12, 17, 32, 64, 128, 300):
         for context in (2048, 8192, 32768):
             pages = list(range(context // case.page_size))
-            backend.plan(build_batch([Row([0] * new_tokens, context - new_tokens, pages)], case.page_size))
+            backend.plan(build_batch([AttentionRow([0] * new_tokens, context - new_tokens, pages)], case.page_size))
 
 
 def test_tensor_cores_decode_from_groups_of_three() -> None:

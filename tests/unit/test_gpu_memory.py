@@ -20,9 +20,9 @@ from baton.layers.shard import Shard
 from baton.models.load import load_model
 from baton.runtime.graphs import warmup
 from baton.runtime.graphs.capture import BYTES_EACH
-from baton.runtime.graphs.warmup import Limits, pages_needed, steps
+from baton.runtime.graphs.warmup import WarmupLimits, pages_needed, steps
 from baton.runtime.memory import profile as fitting
-from baton.runtime.memory.device_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
+from baton.runtime.memory.device_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, MemoryNeeds, size_pool
 from baton.runtime.memory.profile import check_weights, fit
 from baton.sched.types.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
@@ -40,7 +40,7 @@ def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
     total: int, free_share: float, weights: int, workspace: int, activations: int, graphs: int, page_bytes: int,
     fraction: float,
 ) -> None:  # fmt: skip
-    needs = Needs(total, int(total * free_share), weights, workspace, activations, graphs)
+    needs = MemoryNeeds(total, int(total * free_share), weights, workspace, activations, graphs)
 
     def fits(pages: int) -> bool:
         static = weights + workspace + pages * page_bytes
@@ -59,7 +59,7 @@ def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
 
 @given(free=st.integers(0, 80 * GIB), wanted=st.integers(2, 100_000), page_bytes=st.integers(1, 4 * MIB))
 def test_a_wanted_pool_is_taken_as_it_is_or_refused(free: int, wanted: int, page_bytes: int) -> None:
-    needs = Needs(80 * GIB, free, 10 * GIB, 128 * MIB, GIB, 0)
+    needs = MemoryNeeds(80 * GIB, free, 10 * GIB, 128 * MIB, GIB, 0)
     if wanted * page_bytes <= needs.room:
         assert size_pool(needs, page_bytes, 0.01, wanted) == (wanted, "as asked for"), "whatever the fraction"
     else:
@@ -69,19 +69,19 @@ def test_a_wanted_pool_is_taken_as_it_is_or_refused(free: int, wanted: int, page
 
 def test_two_engines_share_a_device_by_its_whole_memory() -> None:
     """P takes 0.4 of 80 GiB; D, which starts when P's are gone, gets as much."""
-    page, needs = MIB, Needs(80 * GIB, 62 * GIB, 16 * GIB, 0, 2 * GIB, GIB)
+    page, needs = MIB, MemoryNeeds(80 * GIB, 62 * GIB, 16 * GIB, 0, 2 * GIB, GIB)
     prefill = size_pool(needs, page, 0.4)
-    beside = Needs(80 * GIB, needs.free - 16 * GIB - prefill.pages * page, 16 * GIB, 0, 2 * GIB, GIB)
+    beside = MemoryNeeds(80 * GIB, needs.free - 16 * GIB - prefill.pages * page, 16 * GIB, 0, 2 * GIB, GIB)
     assert size_pool(beside, page, 0.4).pages == prefill.pages == 16 * 1024
     assert size_pool(beside, page, 0.6).why == "all that is free"
 
 
 def test_what_does_not_fit_is_said_with_numbers_and_what_to_lower() -> None:
-    full = Needs(80 * GIB, 3 * GIB, 70 * GIB, 128 * MIB, 4 * GIB, 0)
+    full = MemoryNeeds(80 * GIB, 3 * GIB, 70 * GIB, 128 * MIB, 4 * GIB, 0)
     said = r"no room for 2 KV pages of 2\.00 MiB .*free 3\.00 GiB beside weights of 70.*a step takes 4\.00 GiB.*lower "
     with pytest.raises(ConfigError, match=said + "--chunked-prefill-size"):
         size_pool(full, 2 * MIB, 0.95)
-    small = Needs(80 * GIB, 63 * GIB, 16 * GIB, 128 * MIB, GIB, 0)
+    small = MemoryNeeds(80 * GIB, 63 * GIB, 16 * GIB, 128 * MIB, GIB, 0)
     with pytest.raises(ConfigError, match=r"--mem-fraction-static 0\.2 leaves no room .*weights of 16.*; raise it"):
         size_pool(small, 2 * MIB, 0.2)
 
@@ -90,14 +90,14 @@ def test_what_does_not_fit_is_said_with_numbers_and_what_to_lower() -> None:
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn) -> WarmupLimits:
     tokens = draw(st.integers(1, 300))
     prompt_tokens, running, context = draw(st.tuples(st.integers(1, tokens), st.integers(1, 80), st.integers(1, 200)))
-    return Limits(tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64])))
+    return WarmupLimits(tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64])))
 
 
 @given(limits())
-def test_rehearsed_steps_are_steps_a_scheduler_could_plan(at: Limits) -> None:
+def test_rehearsed_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None:
     most = pages_needed(at)
     for _, plan in steps(at):
         pages = [page for row in plan.rows for page in row.pages]
@@ -114,7 +114,7 @@ def test_rehearsed_steps_are_steps_a_scheduler_could_plan(at: Limits) -> None:
 
 
 @given(limits())
-def test_the_largest_step_cannot_be_exceeded(at: Limits) -> None:
+def test_the_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
     *_, (_, decode), (_, largest) = steps(at)
     assert decode.mode is ForwardMode.DECODE
     assert len(decode.rows) == at.running, "every sequence decodes"
@@ -125,13 +125,13 @@ def test_the_largest_step_cannot_be_exceeded(at: Limits) -> None:
 
 
 def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_rehearsed() -> None:
-    plans = [plan for _, plan in steps(Limits(8192, 8192, running=256, context=40960, page_size=16))]
+    plans = [plan for _, plan in steps(WarmupLimits(8192, 8192, running=256, context=40960, page_size=16))]
     assert any(not any(row.sample for row in plan.rows) for plan in plans), "a chunk that is not a prompt's last"
     assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), "attention splits its KV"
 
 
 def test_the_largest_step_fills_the_budget() -> None:
-    *_, (_, largest) = steps(Limits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16))
+    *_, (_, largest) = steps(WarmupLimits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16))
     assert largest.num_tokens == 8192
     assert len(largest.rows) == 256
 
@@ -175,7 +175,7 @@ def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         pages = fit(made, asked, 512, None, CPU, memory)
     page_bytes = made.spec.kv.page_bytes(16)
-    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
+    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
     lines = [line for line in caplog.messages if line.startswith("rehearsal")]
     assert len(lines) == memory.steps == 8
@@ -196,7 +196,7 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)
     for flags, rungs, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
-        needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, rungs, 8 * GIB // 4, graphs)
+        needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, rungs, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
         assert fit(made, asked, 512, None, CPU, Counted()) == size_pool(needs, page_bytes, 0.99).pages
 
@@ -269,7 +269,7 @@ def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
 
 
 def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def execute(limits: Limits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
+    def execute(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(warmup, "rehearse", execute)

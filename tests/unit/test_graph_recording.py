@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from baton import config
 from baton.errors import ConfigError
-from baton.layers.attention.base import GraphInputs, Row, build_batch
+from baton.layers.attention.base import AttentionRow, GraphInputs, build_batch
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
 from baton.layers.kv_pool import KvTensors, make_pool
@@ -100,7 +100,7 @@ def test_a_recorded_forward_attends_as_the_eager_one(
             load(backend, static, size, PagedRows(*(np.zeros(n, np.int32) for n in (1, 0, 0))), np.zeros(0, int), kv)
             replays[size] = TapeRecorder().record(lambda size=size: layers(size))  # type: ignore[misc]
         free = rng.permutation(pages).tolist()
-        rows = [Row([0], n - 1, [free.pop() for _ in range(-(-n // page_size))]) for n in lengths]
+        rows = [AttentionRow([0], n - 1, [free.pop() for _ in range(-(-n // page_size))]) for n in lengths]
         for some in (rows, rows[::2], rows[:1], rows):
             batch = build_batch(some, page_size)
             q.copy_(torch.randn(q.shape))

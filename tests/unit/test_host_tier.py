@@ -13,7 +13,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.host import HostPage, HostTier
 from baton.cache.ledger import HostLedger, LedgerError
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import Node, RadixCache
+from baton.cache.radix import RadixCache, RadixNode
 
 
 def key(tokens: list[int]) -> bytes:
@@ -31,7 +31,7 @@ class Machine:
         self.cache.on_remove = self.host.on_remove
         self.device: list[object] = [None] * pages
         self.memory: list[object] = [None] * slots
-        self.locked: list[Node] = []
+        self.locked: list[RadixNode] = []
         self.copied = {True: 0, False: 0}
 
     def allocate(self, n: int) -> array[int] | None:
@@ -96,7 +96,7 @@ class Machine:
         self.carry_out()
         self.host.ledger()
         assert self.allocator.free_count + self.cache.evictable_pages + self.cache.locked_pages == len(self.device)
-        todo: list[tuple[Node, bytes, bytes]] = [(r, b"", ns) for ns, r in self.cache._roots.items()]
+        todo: list[tuple[RadixNode, bytes, bytes]] = [(r, b"", ns) for ns, r in self.cache._roots.items()]
         while todo:
             node, before, namespace = todo.pop()
             path = before + node.key if node.parent is not None else b""

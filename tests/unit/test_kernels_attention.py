@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("baton._native", reason="the native module is not built")
 
 from baton.errors import ConfigError
-from baton.layers.attention.base import ForwardBatch, Row, build_batch
+from baton.layers.attention.base import AttentionRow, ForwardBatch, build_batch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
@@ -53,8 +53,8 @@ class Sequence:
         dtype = torch.float32 if spec.kv.dtype == "float32" else torch.bfloat16
         self.qkv = torch.randn(LAYERS, length, width, spec.head_dim, generator=rng).to(dtype)
 
-    def row(self, start: int, n: int) -> Row:
-        return Row(range(n), start, self.pages)
+    def row(self, start: int, n: int) -> AttentionRow:
+        return AttentionRow(range(n), start, self.pages)
 
 
 def run(backend: Any, spec: Any, parts: list[tuple[Sequence, int, int]], page_size: int) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def test_chunks_neighbours_and_phase_do_not_change_a_bit(dtype: str) -> None:
 def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
     spec = make_spec(4, 2, 16)
     backend = CpuAttention(spec, make_kv(spec, 16, 4))
-    good = build_batch([Row([1, 2], 0, [3])], 16)
+    good = build_batch([AttentionRow([1, 2], 0, [3])], 16)
     backend.plan(good)
     q, kv = torch.zeros(2, 4, 16), torch.zeros(2, 2, 16)
     with pytest.raises(ValueError, match=r"k is torch.bfloat16 .* not torch.float32 \[2, 2, 16\]"):
@@ -133,7 +133,7 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
     with pytest.raises(ValueError, match="q is"):
         backend.forward(0, q.transpose(1, 2).contiguous().transpose(1, 2), kv, kv)
     with pytest.raises(ValueError, match=r"page_indices\[0\] is 4; the pool has pages 0 to 3"):
-        backend.plan(build_batch([Row([1, 2], 0, [4])], 16))
+        backend.plan(build_batch([AttentionRow([1, 2], 0, [4])], 16))
     wrong = ForwardBatch(**{**{f: getattr(good, f) for f in good.__slots__}, "kv_lens": good.kv_lens.long()})
     with pytest.raises(ValueError, match=r"kv_lens is torch.int64"):
         backend.plan(wrong)

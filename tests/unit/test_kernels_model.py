@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("baton._native", reason="the native module is not built")
 
-from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
@@ -53,9 +53,9 @@ def last_logits(model: Decoder, prompt: list[int], cuts: list[int], company: lis
     mine, theirs = pages[:20], pages[20:40]
     start, logits = 0, torch.empty(0)
     for end in [*cuts, len(prompt)]:
-        rows = [Row(prompt[start:end], start, mine)]
+        rows = [AttentionRow(prompt[start:end], start, mine)]
         if company:
-            rows.append(Row(company, 0, theirs))
+            rows.append(AttentionRow(company, 0, theirs))
         logits = model.forward(build_batch(rows, PAGE_SIZE), attn)[0]
         start = end
     return logits

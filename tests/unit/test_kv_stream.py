@@ -17,8 +17,8 @@ from baton.errors import EngineError
 from baton.server.http.http_utils import error_response
 from baton.server.kv_events import codec, http_stream
 from baton.server.kv_events.http_stream import KvStreams
-from baton.server.worker.client import Rank
-from baton.server.worker.messages import KvEvents, Reply
+from baton.server.worker.client import RankClient
+from baton.server.worker.messages import KvEvents, ReplyMessage
 
 BLOCK = Stored((2**64 - 1,), None, b"\1\0\0\0\2\0\0\0", b"salt\0")
 
@@ -27,19 +27,19 @@ class ScriptedRanks:
     """The part of Ranks that streams use; a snapshot holds BLOCK and stands for what was sent so far."""
 
     def __init__(self, size: int) -> None:
-        self.ranks = [Rank(i, None, ready=True, info={"kv_events": {"epoch": "e1"}}) for i in range(size)]  # type: ignore[arg-type]
+        self.ranks = [RankClient(i, None, ready=True, info={"kv_events": {"epoch": "e1"}}) for i in range(size)]  # type: ignore[arg-type]
         self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
         self.sent = 0
         self.snapshots = 0
 
-    def choose(self, wanted: int | None) -> Rank:
+    def choose(self, wanted: int | None) -> RankClient:
         assert wanted is not None
         return self.ranks[wanted]
 
-    async def control(self, rank: Rank, op: str, timeout_secs: float, **args: Any) -> Reply:
+    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> ReplyMessage:
         assert op == "kv_snapshot"
         self.snapshots += 1
-        return Reply(1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)})
+        return ReplyMessage(1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)})
 
     def send(self, dp_rank: int = 0) -> None:
         payload = codec.encode([Removed((self.sent,))], 2, 2.0, dp_rank)

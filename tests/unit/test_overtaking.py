@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.sched.metrics import bypass_counter
-from baton.sched.metrics.bypass_counter import Overtaking
+from baton.sched.metrics.bypass_counter import BypassCounter
 
 
 class Naive:
@@ -43,7 +43,7 @@ def test_counts_equal_the_naive_ones_also_for_late_arrivals(script: list[tuple[s
     old = bypass_counter.SPARE, bypass_counter.LEAST
     bypass_counter.SPARE, bypass_counter.LEAST = spare, 8  # small: renumbering happens in the test
     try:
-        real, naive = Overtaking(), Naive()
+        real, naive = BypassCounter(), Naive()
         for number, (what, arrival, pick) in enumerate(script):
             handles = sorted(naive.waiting)
             if what == "enter":
@@ -63,7 +63,7 @@ def test_counts_equal_the_naive_ones_also_for_late_arrivals(script: list[tuple[s
 
 
 def test_first_come_first_served_overtakes_nobody_and_last_come_everybody() -> None:
-    queue = Overtaking()
+    queue = BypassCounter()
     for handle in range(5000):
         queue.enter(handle, handle * 0.1)
     assert [queue.admit(handle) for handle in range(1000)] == [0] * 1000

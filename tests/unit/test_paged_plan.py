@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.paged_indices import (
     PagedRows,
     StepIndices,
@@ -25,7 +25,7 @@ from baton.layers.attention.paged_indices import (
 
 @dataclass(frozen=True)
 class Step:
-    rows: list[Row]
+    rows: list[AttentionRow]
     page_size: int
     num_pages: int
 
@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn, *, only_decode: bool = False) -> Step:
     num_pages = max(counts, default=0) + draw(st.integers(0, 20))
     rng = random.Random(draw(st.integers(0, 2**20)))
     tables = [rng.sample(range(num_pages), count) for count in counts]
-    rows = [Row([7] * n, start, table) for (start, n), table in zip(shapes, tables, strict=True)]
+    rows = [AttentionRow([7] * n, start, table) for (start, n), table in zip(shapes, tables, strict=True)]
     return Step(rows, page_size, num_pages)
 
 
@@ -62,7 +62,7 @@ def slots_read(rows: PagedRows, page_size: int) -> list[list[int]]:
     return found
 
 
-def slots_held(row: Row, page_size: int) -> list[int]:
+def slots_held(row: AttentionRow, page_size: int) -> list[int]:
     length = row.start + len(row.token_ids)
     return [row.pages[p // page_size] * page_size + p % page_size for p in range(length)]
 

@@ -20,14 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, Inserted, Probe, RadixCache
+from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, InsertResult, PrefixProbe, RadixCache
 
 
 def encode(tokens: list[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b"") -> Inserted:
+def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b"") -> InsertResult:
     """What a request without a prefix hit does: compute all full pages, publish them, free the duplicates."""
     pages = allocator.alloc(len(tokens) // cache.page_size)
     assert pages is not None
@@ -67,7 +67,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.priority: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.clock = 0
         self.held: list[Held] = []
-        self.probes: list[tuple[bytes, list[int], Probe]] = []
+        self.probes: list[tuple[bytes, list[int], PrefixProbe]] = []
         self.private: list[int] = []
 
     def prefixes(self, namespace: bytes, tokens: list[int]) -> list[tuple[bytes, tuple[int, ...]]]:

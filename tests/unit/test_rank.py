@@ -12,25 +12,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
-from baton.sched.types.events import Emitted
+from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
+from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason
 from baton.server.worker import process
 from baton.server.worker.messages import encoder, to_front_decoder
 from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
 
-STAGES = FirstTokenStages(0.25, Pulled("shm", 3, 12288, 0.002, 0.01))
+STAGES = FirstTokenStages(0.25, PulledPages("shm", 3, 12288, 0.002, 0.01))
 
 
-def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
-    return Emitted(handle, (token,), finish, 0)
+def one(handle: int, token: int, finish: FinishReason | None = None) -> EmittedTokens:
+    return EmittedTokens(handle, (token,), finish, 0)
 
 
 def test_token_batch_round_trips_as_columns() -> None:
     outputs = [
-        Emitted(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0)), stages=STAGES),
-        Emitted(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
+        EmittedTokens(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0)), stages=STAGES),
+        EmittedTokens(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
     ]
     batch = to_front_decoder.decode(encoder.encode(token_batch(outputs)))
     assert batch.handles == [7, 9]
@@ -85,7 +85,7 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: p
     monkeypatch.setattr(process, "RankProcess", lambda *_: made)
     monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(process.channel.Team, "of", lambda *_: None)
+    monkeypatch.setattr(process.channel.TpGroup, "of", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
     before = gc.get_freeze_count()

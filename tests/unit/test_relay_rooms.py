@@ -10,7 +10,7 @@ import pytest
 from baton.disagg.relay import DecodeRelay, PrefillRelay
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import Emitted
+from baton.sched.types.events import EmittedTokens
 from baton.sched.types.limits import Limits
 from tests.support.sched_sim import Node, request
 
@@ -47,11 +47,11 @@ def decode(node: Runtime) -> tuple[Scheduler, DecodeRelay]:
     return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeRelay(node, 60.0, VOCAB)
 
 
-def carry_out(sched: Scheduler, relay: DecodeRelay | PrefillRelay) -> list[Emitted]:
+def carry_out(sched: Scheduler, relay: DecodeRelay | PrefillRelay) -> list[EmittedTokens]:
     said = []
     while events := sched.drain_events():
         for event in events:
-            if isinstance(event, Emitted):
+            if isinstance(event, EmittedTokens):
                 said.append(event)
             relay.carry_out(event, sched)
     return said

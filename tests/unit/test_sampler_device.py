@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 from baton.runtime.sampling import cuda_sampler as gpu_sampler
 from baton.runtime.sampling import sampler
-from baton.runtime.sampling.cuda_sampler import Draw
+from baton.runtime.sampling.cuda_sampler import SamplingLaunch
 from baton.runtime.sampling.sampler import SampleRow, sample
 from baton.sched.types.plan import INVALID_TOKEN, StepResult
 from baton.sched.types.request import SamplingParams
@@ -32,7 +32,7 @@ def _one_thread() -> None:
 
 
 def draw(logits: Tensor, rows: list[SampleRow]) -> StepResult:
-    made = Draw(rows, logits.shape[1], torch.from_numpy)
+    made = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
     with torch.inference_mode():
         return made.read(made.run(logits))
 
@@ -124,7 +124,7 @@ class TestIndependent:
     def test_a_draw_is_fixed_when_it_is_made(self):
         """The rows go on to the next step while the device still works on this one."""
         logits, r = noise(1, 500), row(seed=4, temperature=2.0, frequency_penalty=1.0, out=(5, 6))
-        made = Draw([r], 500, torch.from_numpy)
+        made = SamplingLaunch([r], 500, torch.from_numpy)
         want = sample(logits.clone(), [r]).tokens
         for token in (5, 5, 5):
             r.append(token)
@@ -145,7 +145,7 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
     monkeypatch.setattr(gpu_sampler, "launch", launch)
     rows = [row(seed=i, **p) for i, p in enumerate([*MIX, {"top_k": 300}, *FILTERS])]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        made = Draw(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))
+        made = SamplingLaunch(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))
         drawn = made.run(torch.empty(len(rows), 600, device="cuda"))
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
         assert all(x is not None and x.device.type == "cuda" for x in parts)

@@ -9,12 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.sched.metrics.collector import HISTOGRAMS
 from baton.sched.metrics.histogram import Histogram
 from baton.server.observability import metric_aliases
-from baton.server.observability.metrics import FRONT, RANK, Metrics
+from baton.server.observability.metrics import FRONT, RANK, EngineMetrics
 from baton.server.worker.messages import HistogramColumns
 
 
 def families(which: str) -> dict[str, Metric]:
-    made = Metrics("v", "null", "tiny", page_size=4, compat_names=which)
+    made = EngineMetrics("v", "null", "tiny", page_size=4, compat_names=which)
     waited = Histogram(HISTOGRAMS["priority_waiting_time_seconds"])
     waited.observe(0.01)
     waited.observe(3.0)
@@ -110,7 +110,7 @@ def test_histograms_add_up_over_the_labels_that_are_left_out() -> None:
 
 
 def test_a_dead_rank_leaves_nothing() -> None:
-    made = Metrics(compat_names="all")
+    made = EngineMetrics(compat_names="all")
     made.report(0, {'kv_pages{state="free"}': 1.0, 'requests{state="waiting"}': 1.0}, {})
     made.report(0, {}, {})
     assert 'dp_rank="0"' not in made.text().decode()

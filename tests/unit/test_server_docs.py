@@ -16,7 +16,7 @@ from baton.sched.metrics import histogram
 from baton.sched.metrics.collector import HISTOGRAMS, SchedStats
 from baton.server.launch import local_cluster
 from baton.server.observability import metric_aliases, metrics
-from baton.server.worker.messages import HistogramColumns, Stats, encoder, to_front_decoder
+from baton.server.worker.messages import HistogramColumns, StatsMessage, encoder, to_front_decoder
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -58,7 +58,7 @@ def test_metrics_tables_are_current() -> None:
 
 
 def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> None:
-    made = metrics.Metrics("v", "null", "m")
+    made = metrics.EngineMetrics("v", "null", "m")
     made.report(0, {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5}, {})
     exported = {f"# TYPE {name} " for name in map(metrics.exported_name, metrics.FRONT)}
     exported |= {f"# TYPE {alias.name} " for alias in metric_aliases.ALWAYS}
@@ -68,7 +68,7 @@ def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> No
 
 
 def test_what_ranks_report_passes_through_with_the_rank_as_label() -> None:
-    made = metrics.Metrics()
+    made = metrics.EngineMetrics()
     for rank in (0, 1):
         made.report(rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9})
     text = made.text().decode()
@@ -92,9 +92,9 @@ def test_histograms_of_ranks_are_rendered_with_the_bounds_of_their_name() -> Non
     kept = histogram.Histogram(HISTOGRAMS["decode_stall_seconds"])
     for value in (0.0005, 0.0006, 0.0006, 99.0):
         kept.observe(value)
-    sent = Stats(1, {}, {}, {"decode_stall_seconds": HistogramColumns(kept.counts, kept.sum)})
+    sent = StatsMessage(1, {}, {}, {"decode_stall_seconds": HistogramColumns(kept.counts, kept.sum)})
     heard = to_front_decoder.decode(encoder.encode(sent))
-    made = metrics.Metrics()
+    made = metrics.EngineMetrics()
     made.report(heard.dp_rank, heard.gauges, heard.counters, heard.histograms)
     families = {f.name: f for f in text_string_to_metric_families(made.text().decode())}
     samples = families["baton_decode_stall_seconds"].samples

@@ -18,14 +18,14 @@ from baton.errors import EngineError, KvTransferFailed, RequestTimeout
 from baton.sched.types.request import FinishReason, SamplingParams
 from baton.server.api.openai import ChatFormat, CompletionFormat
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import Accepted, Item, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
 from baton.server.http.generation import Generation
-from baton.server.observability.metrics import Metrics
+from baton.server.observability.metrics import EngineMetrics
 from baton.server.text.tokenizer import Tokenizer
-from baton.server.worker.messages import Logprobs
+from baton.server.worker.messages import LogprobsMessage
 from tests.support import tiny_model
 
-METRICS = Metrics()
+METRICS = EngineMetrics()
 EOS = 1
 
 
@@ -53,13 +53,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(tiny_model.make(tmp_path_factory.mktemp("model")))
 
 
-def accept(n: int, rules: TextRules, logprobs: int) -> Accepted:
+def accept(n: int, rules: TextRules, logprobs: int) -> AcceptedRequest:
     params = SamplingParams(max_new_tokens=64, stop_token_ids=(EOS,), logprobs=logprobs)
-    items = tuple(Item(0, i, array("i", [5, 6]), params) for i in range(n))
-    return Accepted(rid="r", items=items, n=n, text=rules, include_usage=True, logprobs=logprobs)
+    items = tuple(PromptItem(0, i, array("i", [5, 6]), params) for i in range(n))
+    return AcceptedRequest(rid="r", items=items, n=n, text=rules, include_usage=True, logprobs=logprobs)
 
 
-def begin(accepted: Accepted, tokenizer: Tokenizer, timeout_secs: float = 60.0) -> tuple[Generation, StubRanks]:
+def begin(accepted: AcceptedRequest, tokenizer: Tokenizer, timeout_secs: float = 60.0) -> tuple[Generation, StubRanks]:
     ranks: Any = StubRanks()
     g = Generation("r", accepted, ranks, tokenizer, METRICS, "test", time.monotonic(), timeout_secs)
     g.start()
@@ -96,7 +96,7 @@ def rows(script: Script) -> list[tuple[list[int], FinishReason | None]]:
 def send(ranks: StubRanks, handle: int, tokens: list[int], finish: FinishReason | None, logprobs: int) -> None:
     given = None
     if logprobs >= 0 and tokens:
-        given = Logprobs([-0.5] * len(tokens), [[3] * logprobs] * len(tokens), [[-1.0] * logprobs] * len(tokens))
+        given = LogprobsMessage([-0.5] * len(tokens), [[3] * logprobs] * len(tokens), [[-1.0] * logprobs] * len(tokens))
     ranks.sinks[handle].on_tokens(tokens, 1, given, finish)
 
 
@@ -263,8 +263,8 @@ def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer) -> None:
 def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
     """No row is needed when nothing is to be generated."""
     tokenizer = Tokenizer(tiny_model.make(tmp_path))
-    item = Item(0, 0, array("i", [5]), SamplingParams())
-    accepted = Accepted(rid=None, items=(item,), n=1, text=TextRules(), echo=("x",), max_tokens_zero=True)
+    item = PromptItem(0, 0, array("i", [5]), SamplingParams())
+    accepted = AcceptedRequest(rid=None, items=(item,), n=1, text=TextRules(), echo=("x",), max_tokens_zero=True)
 
     async def run() -> Any:
         g, ranks = begin(accepted, tokenizer)

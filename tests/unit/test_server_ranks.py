@@ -14,19 +14,19 @@ import zmq
 import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
-from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
+from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.request import FinishReason, SamplingParams
-from baton.server.http.lifecycle import Lifecycle, NodeState
-from baton.server.worker.client import Ranks
+from baton.server.http.lifecycle import NodeState, ServerLifecycle
+from baton.server.worker.client import RankSet
 from baton.server.worker.messages import (
-    Abort,
-    Control,
-    Fatal,
-    Logprobs,
-    Ready,
-    Reply,
-    Stats,
-    Submit,
+    AbortMessage,
+    ControlMessage,
+    FatalMessage,
+    LogprobsMessage,
+    ReadyMessage,
+    ReplyMessage,
+    StatsMessage,
+    SubmitMessage,
     ToFront,
     TokenBatch,
     ToRank,
@@ -50,7 +50,7 @@ class Recorder:
         self.stages.append(stages)
 
     def on_tokens(
-        self, tokens: Sequence[int], cached: int, logprobs: Logprobs | None, finish: FinishReason | None
+        self, tokens: Sequence[int], cached: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
     ) -> None:
         if self.breaks:
             raise ValueError("this request's text is broken")
@@ -64,7 +64,7 @@ class Recorder:
 class Stage:
     """Two ranks, played by the test."""
 
-    ranks: Ranks
+    ranks: RankSet
     push: zmq.asyncio.Socket
     pulls: list[zmq.asyncio.Socket]
 
@@ -76,11 +76,11 @@ class Stage:
 
     async def ready(self) -> None:
         for rank in (0, 1):
-            await self.say(Ready(rank, {}))
+            await self.say(ReadyMessage(rank, {}))
         await until(lambda: self.ranks.all_ready)
 
     def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
-        message = Submit(0, "r", array("i", range(prompt)).tobytes(), SamplingParams(max_new_tokens=4))
+        message = SubmitMessage(0, "r", array("i", range(prompt)).tobytes(), SamplingParams(max_new_tokens=4))
         return self.ranks.submit(self.ranks.choose(rank), message, sink)
 
 
@@ -119,7 +119,7 @@ def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], li
             socket.connect(f"ipc://{tmp_path}/rank{i}")
         for push_to_rank in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
-        ranks = Ranks(context, pull, pushes, limit)
+        ranks = RankSet(context, pull, pushes, limit)
         try:
             await scene(Stage(ranks, push, pulls))
         finally:
@@ -136,10 +136,10 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
         a, b = Recorder(), Recorder()
         ha, hb = stage.submit(a, 0), stage.submit(b, 1)
         first = await stage.hear(0)
-        assert isinstance(first, Submit)
+        assert isinstance(first, SubmitMessage)
         assert (first.handle, ha != hb) == (ha, True)
         rows = [(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]
-        stages = FirstTokenStages(0.5, Pulled("tcp", 1, 64, 0.1, 0.2))
+        stages = FirstTokenStages(0.5, PulledPages("tcp", 1, 64, 0.1, 0.2))
         await stage.say(batch(rows, stages={0: stages, 3: stages}))
         await until(lambda: stage.ranks.in_flight == 0)
         assert (a.stages, b.stages) == ([stages], [])
@@ -191,7 +191,7 @@ def test_a_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
         await until(lambda: bool(fine.rows))
         assert broken.errors[0].code == "internal_error"
         heard = [await stage.hear() for _ in range(3)]
-        assert heard[-1] == Abort([rows[0][0]])
+        assert heard[-1] == AbortMessage([rows[0][0]])
 
     play(tmp_path, scene)
 
@@ -206,7 +206,7 @@ def test_aborted_handles_hear_nothing_more(tmp_path: Path) -> None:
         await stage.hear()
         await stage.hear()
         heard = await stage.hear()
-        assert isinstance(heard, Abort)
+        assert isinstance(heard, AbortMessage)
         assert heard.handles == [handle]
         await stage.say(batch([(handle, [1], 2), (second, [1], 2)]))
         await until(lambda: bool(other.rows))
@@ -251,7 +251,7 @@ def test_a_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path
         stage.submit(other, 0)
         asked = asyncio.create_task(stage.ranks.control(stage.ranks.ranks[1], "ledger", DEADLINE_SECS))
         await asyncio.sleep(0)
-        await stage.say(Fatal(1, "out of memory"))
+        await stage.say(FatalMessage(1, "out of memory"))
         with pytest.raises(EngineDead, match="out of memory"):
             await asked
         assert [e.code for e in mine.errors] == ["engine_dead"]
@@ -267,10 +267,10 @@ def test_controls_are_answered_by_id_or_time_out(tmp_path: Path) -> None:
         rank = stage.ranks.ranks[0]
         tasks = [asyncio.create_task(stage.ranks.control(rank, op, DEADLINE_SECS, x=1)) for op in ("info", "ledger")]
         heard = [await stage.hear(), await stage.hear()]
-        assert all(isinstance(h, Control) and h.args == {"x": 1} for h in heard)
+        assert all(isinstance(h, ControlMessage) and h.args == {"x": 1} for h in heard)
         for message in reversed(heard):
-            assert isinstance(message, Control)
-            await stage.say(Reply(message.id, True, {"op": message.op}))
+            assert isinstance(message, ControlMessage)
+            await stage.say(ReplyMessage(message.id, True, {"op": message.op}))
         assert [(await t).result["op"] for t in tasks] == ["info", "ledger"]
         with pytest.raises(RequestTimeout, match="did not answer 'slow'"):
             await stage.ranks.control(rank, "slow", 0.01)
@@ -282,13 +282,13 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         seen: list[int] = []
         stage.ranks.on_stats = lambda rank: seen.append(rank.dp_rank)
-        await stage.say(Stats(1, {"g": 1.0}, {"c": 2.0}))
+        await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}))
         await until(lambda: seen == [1])
         assert stage.ranks.ranks[1].gauges == {"g": 1.0}
         assert stage.ranks.ranks[1].trouble is None
-        await stage.say(Stats(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
+        await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
         await until(lambda: seen == [1, 1])
-        now = Lifecycle(stage.ranks).condition()
+        now = ServerLifecycle(stage.ranks).condition()
         assert (now.state, now.reason) == (NodeState.DEAD, "rank_failed")
         assert isinstance(now.refusal, EngineDead)
         assert "rank 1 of this engine takes no new requests: its KV transfer runtime" in now.refusal.message

@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.metrics.request_timeline import Pulled, Story
-from baton.server.observability.spans import Answered, Parent, Span, continue_trace, request_span, story_spans
+from baton.sched.metrics.request_timeline import PulledPages, RequestTimeline
+from baton.server.observability.spans import (
+    AnsweredRequest,
+    ParentSpan,
+    Span,
+    continue_trace,
+    request_span,
+    story_spans,
+)
 
 W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-PARENT = Parent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 11, 0x00F067AA0BA902B7)
-ANSWERED = Answered(
+PARENT = ParentSpan(0x4BF92F3577B34DA6A3CE929D0E0E4736, 11, 0x00F067AA0BA902B7)
+ANSWERED = AnsweredRequest(
     method="POST", route="/generate", request_id="r", status=200, outcome="ok", arrived=1.0, ended=9.0, submitted=1.5
 )
 
@@ -28,8 +35,8 @@ def of(spans: list[Span]) -> dict[str, tuple[float, float]]:
     return {span.name: (span.start / 1e9, span.end / 1e9) for span in spans}
 
 
-def told(**fields: Any) -> Story:
-    return Story(handle=3, trace=PARENT.packed(2.0), prompt_tokens=40, **fields)
+def told(**fields: Any) -> RequestTimeline:
+    return RequestTimeline(handle=3, trace=PARENT.packed(2.0), prompt_tokens=40, **fields)
 
 
 # ---------------------------------------------------------------------- traceparent
@@ -120,7 +127,7 @@ def test_a_prefill_node_holds_a_lease() -> None:
 
 
 def test_a_decode_node_waits_for_pages() -> None:
-    pulled = Pulled("shm", 7, 7 << 14, 0.000_25, 1.0)
+    pulled = PulledPages("shm", 7, 7 << 14, 0.000_25, 1.0)
     spans = story_spans(
         told(
             is_transfer=True, admitted_at=3.0, announced_at=2.5, first_token_at=4.0, ended_at=6.0, pulled=pulled,

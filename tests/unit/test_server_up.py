@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, Cluster, greeting
+from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster, greeting
 from baton.server.launch.supervisor import ChildFailed
 
 URL = "http://127.0.0.1:8000"
@@ -61,8 +61,8 @@ class StubRouter:
         return self.error
 
 
-def started(router: StubRouter, port: int | None) -> Cluster:
-    cluster = Cluster.__new__(Cluster)
+def started(router: StubRouter, port: int | None) -> LocalCluster:
+    cluster = LocalCluster.__new__(LocalCluster)
     cluster.plan = SimpleNamespace(up=SimpleNamespace(port=port), start_timeout_secs=1.0)  # type: ignore[assignment]
     cluster.router = router  # type: ignore[assignment]
     cluster.host, cluster.port = "127.0.0.1", port or 1

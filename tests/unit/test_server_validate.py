@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from baton.config import build
 from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
 from baton.server.api import validation
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 from baton.server.api.placement import seed_of_room
-from baton.server.api.validation import Accepted, Validator, with_deadline_headers
+from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
 from baton.server.text.chat_template import read_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 CONTEXT = 128
-Make = Callable[..., Validator]
+Make = Callable[..., RequestValidator]
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +42,22 @@ def tokenizer(path: Path) -> Tokenizer:
 
 @pytest.fixture
 def make(path: Path, tokenizer: Tokenizer) -> Make:
-    def validator(**flags: Any) -> Validator:
+    def validator(**flags: Any) -> RequestValidator:
         config = build({"model_path": str(path), "served_model_name": "tiny", **flags})
-        return Validator(config, model_info.load(config), tokenizer)
+        return RequestValidator(config, model_info.load(config), tokenizer)
 
     return validator
 
 
-def chat(v: Validator, **body: Any) -> Accepted:
+def chat(v: RequestValidator, **body: Any) -> AcceptedRequest:
     return asyncio.run(v.chat({"messages": [{"role": "user", "content": "hello"}], **body}))
 
 
-def completion(v: Validator, **body: Any) -> Accepted:
+def completion(v: RequestValidator, **body: Any) -> AcceptedRequest:
     return asyncio.run(v.completion({"prompt": "hello", **body}))
 
 
-def generate(v: Validator, **body: Any) -> Accepted:
+def generate(v: RequestValidator, **body: Any) -> AcceptedRequest:
     if "input_ids" not in body:
         body.setdefault("text", "hello")
     return asyncio.run(v.generate(body))
@@ -66,7 +66,7 @@ def generate(v: Validator, **body: Any) -> Accepted:
 # ---- work that is bounded before it begins -----------------------------------------------------------------------
 
 
-def tokenize(v: Validator, **body: Any) -> Any:
+def tokenize(v: RequestValidator, **body: Any) -> Any:
     return asyncio.run(v.tokenize(body))
 
 
@@ -103,7 +103,7 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    def recorded(f: Fields) -> list[dict[str, Any]]:
+    def recorded(f: JsonObjectReader) -> list[dict[str, Any]]:
         threads.append(threading.current_thread() is threading.main_thread())
         return read_messages(f)
 
@@ -142,7 +142,7 @@ def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
     path: Path, tokenizer: Tokenizer, excess: int, character: str, escaped: bool, form: Any, in_list: bool
 ) -> None:
     config = build({"model_path": str(path), "served_model_name": "tiny"})
-    validator = Validator(config, model_info.load(config), tokenizer)
+    validator = RequestValidator(config, model_info.load(config), tokenizer)
     text = character * (validator.max_prompt_chars + excess)
     url, field, parsed = form
     prompt = ["a", text] if in_list else text
@@ -385,7 +385,7 @@ def test_any_json_is_accepted_or_refused_on_purpose(
     path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str
 ) -> None:
     config = build({"model_path": str(path), "disaggregation_mode": mode})
-    validator = Validator(config, model_info.load(config), tokenizer)
+    validator = RequestValidator(config, model_info.load(config), tokenizer)
     status, items = 200, ()
     try:
         items = form(validator, **body).items

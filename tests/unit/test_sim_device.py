@@ -13,13 +13,13 @@ from baton.config.simulated import read
 from baton.errors import ConfigError
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 from baton.runtime.simulated.engine import PacedTransfer
-from baton.sched.types.plan import Admitted, Row, StepPlan, Stop
+from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 
 
-def plan(step: int, *rows: Row, admitted: tuple[Admitted, ...] = ()) -> StepPlan:
-    return StepPlan(step, rows, 0, admitted, array("i"), Stop.QUEUE_EMPTY)
+def plan(step: int, *rows: Row, admitted: tuple[AdmittedSeq, ...] = ()) -> StepPlan:
+    return StepPlan(step, rows, 0, admitted, array("i"), StopReason.QUEUE_EMPTY)
 
 
 def chunk(slot: int, start: int, n: int, *, sample: bool) -> Row:
@@ -64,8 +64,8 @@ def test_a_step_that_waited_begins_where_the_last_one_ended() -> None:
 def test_answers_depend_on_the_position_and_logprobs_come_when_asked_for() -> None:
     answer = answer_tokens(build({"simulate": "reference"}))
     runner = SimRunner(read("reference,speed=1000"), answer)
-    asks = Admitted(0, 0, SamplingParams(max_new_tokens=2, logprobs=1), 3, array("i"))
-    silent = Admitted(1, 1, SamplingParams(max_new_tokens=2), 3, array("i"))
+    asks = AdmittedSeq(0, 0, SamplingParams(max_new_tokens=2, logprobs=1), 3, array("i"))
+    silent = AdmittedSeq(1, 1, SamplingParams(max_new_tokens=2), 3, array("i"))
     rows = (chunk(0, 0, 3, sample=True), chunk(1, 2, 1, sample=True))
     result = runner.execute(plan(0, *rows, admitted=(asks, silent)))
     assert list(result.tokens) == [answer[3], answer[3]]

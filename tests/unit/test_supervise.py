@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.server.launch.supervisor import Backoff, Child, ChildFailed, describe_exit
+from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff, describe_exit
 
 READY_THEN_SLEEP = "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP
@@ -28,8 +28,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-def child(tmp_path: Path, script: str) -> Child:
-    return Child("node 0", lambda: [sys.executable, "-c", script], tmp_path / "node.log", os.environ)
+def child(tmp_path: Path, script: str) -> ChildProcess:
+    return ChildProcess("node 0", lambda: [sys.executable, "-c", script], tmp_path / "node.log", os.environ)
 
 
 def gone(pid: int) -> bool:
@@ -50,7 +50,7 @@ def wait_gone(pid: int) -> bool:
 
 
 def test_backoff_doubles_to_the_limit_and_forgives_a_long_life() -> None:
-    backoff = Backoff()
+    backoff = RestartBackoff()
     assert [backoff.pause(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert backoff.pause(60.0) == 0.5
     assert backoff.pause(0.0) == 1.0
@@ -156,10 +156,10 @@ def test_restarted_child_announces_itself_again(tmp_path: Path) -> None:
 SUPERVISOR = f"""
 import asyncio, os, sys
 from pathlib import Path
-from baton.server.launch.supervisor import Child
+from baton.server.launch.supervisor import ChildProcess
 
 async def work():
-    node = Child("node", lambda: [sys.executable, "-c", {READY_THEN_SLEEP!r}], Path(sys.argv[1]), os.environ)
+    node = ChildProcess("node", lambda: [sys.executable, "-c", {READY_THEN_SLEEP!r}], Path(sys.argv[1]), os.environ)
     await node.start()
     await node.until_ready(20)
     print(node.pid, flush=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.channel import FollowerStuck
-from baton.server.tensor_parallel.transfer_node import Merger, TeamNode, obey
+from baton.server.tensor_parallel.transfer_node import EventMerger, TeamNode, obey
 
 ROOM = 7
 
@@ -68,7 +68,7 @@ class Team:
     def __init__(self, size: int, rng: random.Random) -> None:
         self.ranks = [Rank() for _ in range(size)]
         self.rng = rng
-        self.merger = Merger(size, self.tell)
+        self.merger = EventMerger(size, self.tell)
         self.merger.begin(ROOM)
         self.heard: list[tuple[Any, ...]] = []
         self.granted = self.revoking = self.aborted = False
@@ -165,7 +165,7 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
 
 def test_a_failure_of_one_rank_ends_the_others_and_is_what_is_heard() -> None:
     told: list[tuple[Any, ...]] = []
-    merger = Merger(3, lambda *call: told.append(call))
+    merger = EventMerger(3, lambda *call: told.append(call))
     merger.begin(ROOM)
     assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
     assert told == [("abort", ROOM, "STALE_PAGE")]
@@ -175,7 +175,7 @@ def test_a_failure_of_one_rank_ends_the_others_and_is_what_is_heard() -> None:
 
 
 def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
-    merger = Merger(2, lambda *_: pytest.fail("nothing to tell"))
+    merger = EventMerger(2, lambda *_: pytest.fail("nothing to tell"))
     merger.begin(ROOM)
     assert merger.take(0, [("committed", ROOM, b"token", 3, 9)], 0.0) == []
     assert merger.take(1, [("committed", ROOM)], 0.0) == [("committed", ROOM, b"token", 3, 9)]
@@ -183,7 +183,7 @@ def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
 
 def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     told: list[tuple[Any, ...]] = []
-    merger = Merger(2, lambda *call: told.append(call))
+    merger = EventMerger(2, lambda *call: told.append(call))
     merger.begin(ROOM)
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
@@ -217,22 +217,22 @@ class FakeNode:
 class Following:
     """Followers (server.tensor_parallel.channel) that obey at once."""
 
-    def __init__(self, teams: list[channel.Team], nodes: list[FakeNode]) -> None:
+    def __init__(self, teams: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
         self.teams, self.nodes = teams, nodes
-        self.reports: list[channel.Heard] = []
+        self.reports: list[channel.TransferEvents] = []
 
     def tell_node(self, call: str, *args: Any) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
             if refused := obey(node, team, call, args):
-                self.reports.append(channel.Heard(team.tp_rank, [refused]))
+                self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
 
-    def heard(self) -> list[channel.Heard]:
+    def heard(self) -> list[channel.TransferEvents]:
         reports, self.reports = self.reports, []
         return reports
 
 
 def team_of(nodes: list[FakeNode]) -> tuple[TeamNode, Following]:
-    teams = [channel.Team(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
+    teams = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
     followers = Following(teams[1:], nodes[1:])
     return TeamNode(nodes[0], followers, teams[0], late_secs=60.0), followers
 
@@ -295,7 +295,7 @@ def test_a_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> Non
 
     team, followers = team_of([Healthy(), FakeNode()])
     assert json.loads(team.stats_json())["healthy"]
-    followers.reports.append(channel.Heard(1, [], "data thread: gone"))
+    followers.reports.append(channel.TransferEvents(1, [], "data thread: gone"))
     assert team.poll(10) == []
     health = {"healthy": False, "unhealthy_reason": "tensor-parallel rank 1: data thread: gone"}
     assert json.loads(team.stats_json()) == health
@@ -312,7 +312,7 @@ def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:
 
 
 def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
-    merger = Merger(3, lambda *_: None)
+    merger = EventMerger(3, lambda *_: None)
     merger.begin(ROOM)
     merger.begin(ROOM + 1)
     merger.take(0, [("committed", ROOM, b"token")], 10.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 from baton.server.text.chat_template import ChatTemplate, read_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import token_goldens
@@ -40,7 +40,7 @@ def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
         continues = body.get("continue_final_message", False)
         try:
             text = template.render(
-                read_messages(Fields(body)),
+                read_messages(JsonObjectReader(body)),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
                 kwargs=kwargs,

@@ -35,7 +35,7 @@ from hashlib import blake2b
 from baton.cache.eviction import Key, eviction_policy
 from baton.cache.ledger import HostLedger
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import TOKEN_BYTES, Node
+from baton.cache.radix import TOKEN_BYTES, RadixNode
 
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
@@ -116,14 +116,14 @@ class HostTier:
 
     # ------------------------------------------------------------------ eviction from the device
 
-    def on_remove(self, node: Node, for_good: bool) -> None:
+    def on_remove(self, node: RadixNode, for_good: bool) -> None:
         """The tree is about to free a leaf's pages (RadixCache.on_remove)."""
         if not for_good:
             self.demote(node)
         for page in node.pages:
             self._keys.pop(page, None)
 
-    def demote(self, node: Node) -> None:
+    def demote(self, node: RadixNode) -> None:
         """Keep what a leaf holds, as far as there is room; the pages closest to the root first.
 
         In a full pool only what was reused, or continues what was, takes the place of something: most pages are never
@@ -172,7 +172,7 @@ class HostTier:
 
     # ------------------------------------------------------------------ back to the device
 
-    def find(self, node: Node, tokens: bytes, namespace: bytes, first: int, last: int) -> list[HostPage]:
+    def find(self, node: RadixNode, tokens: bytes, namespace: bytes, first: int, last: int) -> list[HostPage]:
         """Pages [first, …) of these tokens that the host has without a gap, at most up to `last`.
 
         Args:
@@ -221,7 +221,7 @@ class HostTier:
             self._pinned -= page.pins == 0
             self._settle(page)
 
-    def path_keys(self, node: Node) -> list[bytes]:
+    def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
         path = []
         while node.parent is not None:
@@ -326,7 +326,7 @@ class HostTier:
 
     # ------------------------------------------------------------------ keys
 
-    def _keys_of(self, node: Node) -> list[bytes]:
+    def _keys_of(self, node: RadixNode) -> list[bytes]:
         """Keys of a node's pages. Hashed once while the tree holds them: all pages of a node have one, or none."""
         path = []
         at = node
@@ -340,7 +340,7 @@ class HostTier:
                 key = self._keys[page] = _next_key(key, part.key[i * width : (i + 1) * width])
         return [self._keys[page] for page in node.pages]
 
-    def _first_key(self, node: Node) -> bytes:
+    def _first_key(self, node: RadixNode) -> bytes:
         """Key of the first page on the way to a node."""
         while node.parent is not None and node.parent.parent is not None:
             node = node.parent
@@ -348,7 +348,7 @@ class HostTier:
         return _next_key(_root_key(node.parent.key), node.key[: self._page_bytes])
 
     @staticmethod
-    def _depth(node: Node) -> int:
+    def _depth(node: RadixNode) -> int:
         """Pages from the root to the end of a node."""
         pages = 0
         while node.parent is not None:
@@ -357,7 +357,7 @@ class HostTier:
         return pages
 
 
-def _may_come_back(node: Node) -> bool:
+def _may_come_back(node: RadixNode) -> bool:
     """Did a request start with these pages, or with those right before them, as a conversation's next turn does?"""
     return node.reuses > 0 or (node.parent is not None and node.parent.reuses > 0)
 

@@ -56,7 +56,7 @@ KvEvent = Stored | Removed | Cleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     seq: int
     ts: float
     events: tuple[KvEvent, ...]
@@ -99,7 +99,7 @@ class KvEventLog:
         self.next_seq = 0
         self._page_bytes = page_bytes
         self._open: list[KvEvent] = [Cleared()]
-        self._batches: deque[Batch] = deque(maxlen=keep)
+        self._batches: deque[EventBatch] = deque(maxlen=keep)
         self._hashes: dict[int, int] = {}
         """Announced pages."""
         self._queue: deque[_Pending] = deque()
@@ -150,17 +150,17 @@ class KvEventLog:
 
     # ------------------------------------------------------------------ to the shell
 
-    def take(self, ts: float) -> Batch | None:
+    def take(self, ts: float) -> EventBatch | None:
         """What happened since the last call, numbered and kept for replay; None: nothing."""
         if not self._open:
             return None
-        batch = Batch(self.next_seq, ts, tuple(self._open))
+        batch = EventBatch(self.next_seq, ts, tuple(self._open))
         self.next_seq += 1
         self._open = []
         self._batches.append(batch)
         return batch
 
-    def since(self, seq: int) -> Iterator[Batch]:
+    def since(self, seq: int) -> Iterator[EventBatch]:
         """Batches from this number on, as far back as they are kept: the first may have a larger number."""
         return (batch for batch in self._batches if batch.seq >= seq)
 

@@ -47,7 +47,7 @@ class PageLedger:
             raise LedgerError(f"no request is alive, yet pages are still in use: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.Stats: one gauge per state."""
+        """For messages.StatsMessage: one gauge per state."""
         states = ("free", "cached", "held", "in_transfer")
         return {f'kv_pages{{state="{state}"}}': float(getattr(self, state)) for state in states}
 
@@ -73,5 +73,5 @@ class HostLedger:
             raise LedgerError(f"no request is alive, yet host pages are pinned: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.Stats: one gauge per state."""
+        """For messages.StatsMessage: one gauge per state."""
         return {f'kv_host_pages{{state="{s}"}}': float(getattr(self, s)) for s in ("free", "cached", "pinned")}

@@ -43,7 +43,7 @@ DEAD_ENTRIES = 64
 """Superseded heap entries that are tolerated beside one per live entry."""
 
 
-class Node:
+class RadixNode:
     """One edge and what hangs below it; a root (parent None) has its namespace as key and no pages.
 
     A handle for lock/unlock; its fields belong to the tree.
@@ -64,7 +64,7 @@ class Node:
         "stamp",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
+    def __init__(self, parent: RadixNode | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
@@ -73,25 +73,25 @@ class Node:
         self.created = stamp
         self.reuses = 0
         self.priority = LOWEST_PRIORITY
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, RadixNode] = {}
         self.locks = 0
         self.queued: Key | None = None
         self.is_evicted = False
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """The longest cached prefix. Valid until the next `evict`, unless `node` is locked before."""
 
-    node: Node
+    node: RadixNode
     pages: array[int]
     num_tokens: int
 
 
-class Probe(NamedTuple):
+class PrefixProbe(NamedTuple):
     """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing the prompt."""
 
-    node: Node
+    node: RadixNode
     node_bytes: int
     """Length of the node's key then: a split shortens it."""
     num_tokens: int
@@ -111,10 +111,10 @@ class ProbeWatch:
     def __init__(self) -> None:
         self.stale: dict[int, None] = {}
         """Owners whose probes may give another answer now, in order of the changes."""
-        self._owners: dict[Node | bytes, dict[bytes, dict[int, None]]] = {}
-        self._filed: dict[int, tuple[Node | bytes, bytes, Probe]] = {}
+        self._owners: dict[RadixNode | bytes, dict[bytes, dict[int, None]]] = {}
+        self._filed: dict[int, tuple[RadixNode | bytes, bytes, PrefixProbe]] = {}
 
-    def watch(self, owner: int, probe: Probe, namespace: bytes) -> None:
+    def watch(self, owner: int, probe: PrefixProbe, namespace: bytes) -> None:
         """From now on this is the owner's probe."""
         filed = self._filed.get(owner)
         if filed is None or filed[2] is not probe:
@@ -140,22 +140,22 @@ class ProbeWatch:
             if not by_page:
                 del self._owners[place]
 
-    def on_child(self, parent: Node, page: bytes) -> None:
+    def on_child(self, parent: RadixNode, page: bytes) -> None:
         """A child that begins with `page` was attached."""
         place = parent if parent.parent is not None else parent.key
         self.stale.update(self._owners.get(place, {}).get(page, {}))
 
-    def on_changed(self, node: Node) -> None:
+    def on_changed(self, node: RadixNode) -> None:
         """The node was cut, or left the tree."""
         for owners in self._owners.get(node, {}).values():
             self.stale.update(owners)
 
 
 @dataclass(frozen=True, slots=True)
-class Inserted:
+class InsertResult:
     """What `insert` did with the caller's pages [from_page, …)."""
 
-    node: Node
+    node: RadixNode
     """The end of the inserted path: lock it to keep the pages."""
     existing_pages: array[int]
     """The tree's own pages for the first part of the range: use these instead of the caller's."""
@@ -187,15 +187,15 @@ class RadixCache:
         self.locked_pages = 0
         self.version = 0
         """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
-        self.on_remove: Callable[[Node, bool], None] | None = None
+        self.on_remove: Callable[[RadixNode, bool], None] | None = None
         """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
         good. The pages' content is intact until somebody else has written to them."""
         self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
         self._log = log
-        self._roots: dict[bytes, Node] = {}
-        self._nowhere = Node(None, b"", array("i"), 0, 0)
+        self._roots: dict[bytes, RadixNode] = {}
+        self._nowhere = RadixNode(None, b"", array("i"), 0, 0)
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
         self.clock = 0
         """Ticks with every use; what was published later has a larger `created`."""
@@ -203,13 +203,13 @@ class RadixCache:
         """Pages created up to this moment have been computed."""
         self._serial = 0
         self._policy = eviction_policy(eviction)
-        self._heap: list[tuple[Key, int, Node]] = []
+        self._heap: list[tuple[Key, int, RadixNode]] = []
         self._queued = 0
         """Live heap entries."""
-        self._quarantine: set[Node] = set()
+        self._quarantine: set[RadixNode] = set()
         """Roots of branches that no prompt may match any more."""
 
-    def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> Match:
+    def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
         """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
 
         Args:
@@ -221,14 +221,14 @@ class RadixCache:
         if inside:
             node = self._split(node, inside)
         self._touch(node)
-        return Match(node, self._path_pages(node), matched * self.page_size)
+        return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
     def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
         """Length in tokens of what `match` would find; changes neither tree nor LRU order (for sorting queues)."""
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
         return self._walk(tokens, namespace, limit)[1] * self.page_size
 
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None = None) -> Probe:
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None) -> PrefixProbe:
         """As `peek`; `last` is the answer of an earlier call for these tokens or a part of them, None the first time.
 
         Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
@@ -239,9 +239,9 @@ class RadixCache:
             return last
         node, matched, inside = self._walk(tokens, namespace, limit)
         beyond = b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
-        return Probe(node, len(node.key), matched * self.page_size, limit, beyond)
+        return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
-    def outdated(self, probes: Iterable[Probe | None]) -> list[int]:
+    def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
         """Places of the probes (of unchanged tokens) that would give another answer now, and of those not made yet.
 
         One loop without calls: a queue asks for all its requests whenever the tree has changed.
@@ -262,7 +262,7 @@ class RadixCache:
         self._watches.append(ProbeWatch())
         return self._watches[-1]
 
-    def path_of(self, probe: Probe) -> list[int]:
+    def path_of(self, probe: PrefixProbe) -> list[int]:
         """Serial numbers of the nodes along a probe of the present version, from the root's child on.
 
         The last node may be matched in part only (`match` would split it).
@@ -283,7 +283,7 @@ class RadixCache:
         from_page: int = 0,
         priority: int = LOWEST_PRIORITY,
         like: Memory | None = None,
-    ) -> Inserted:
+    ) -> InsertResult:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 
         Args:
@@ -298,7 +298,7 @@ class RadixCache:
         if len(tokens) // self._page_bytes < total:
             raise ValueError(f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}")
         if not self.enabled:
-            return Inserted(self._nowhere, array("i"), pages[:])
+            return InsertResult(self._nowhere, array("i"), pages[:])
         node, matched, inside = self._walk(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
@@ -308,7 +308,7 @@ class RadixCache:
         not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
         if matched < total:
             if node is self._nowhere:
-                node = self._roots[namespace] = Node(None, namespace, array("i"), 0, 0)
+                node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0, 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
             node = self._attach(node, key, pages[matched - from_page :], like)
@@ -316,9 +316,9 @@ class RadixCache:
                 self._log.stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
         self._touch(node)
         self._raise_priority(node, priority)
-        return Inserted(node, existing, not_taken)
+        return InsertResult(node, existing, not_taken)
 
-    def reuse(self, node: Node, priority: int = LOWEST_PRIORITY, beyond: Node | None = None) -> int:
+    def reuse(self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None) -> int:
         """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
 
         Matching alone does not count: the planner may look many times before it admits. O(depth).
@@ -352,7 +352,7 @@ class RadixCache:
                 yield Edge(namespace, node.parent.pages[-1] if node.parent.pages else -1, node.pages, node.key)
                 stack.extend(node.children.values())
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
         if node.is_evicted and not self.is_quarantined(node):
             raise ValueError("cannot lock an evicted node: lock a match before evicting")
@@ -364,7 +364,7 @@ class RadixCache:
             at.locks += 1
             at = at.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: RadixNode) -> None:
         """Undo one `lock`. O(depth)."""
         if node.parent is not None and node.locks == 0:
             raise ValueError("cannot unlock a node that is not locked")
@@ -377,7 +377,7 @@ class RadixCache:
                 self._offer(at)
             at = at.parent
 
-    def pages_locked_once(self, node: Node) -> int:
+    def pages_locked_once(self, node: RadixNode) -> int:
         """Pages on the path to a locked `node` that nobody else has locked: what its `unlock` makes evictable."""
         count = 0
         while node.parent is not None and node.locks == 1:
@@ -385,7 +385,7 @@ class RadixCache:
             node = node.parent
         return count
 
-    def branch_pages(self, node: Node) -> int:
+    def branch_pages(self, node: RadixNode) -> int:
         """Pages that `evict_branch` would free."""
         pages = 0
         below = 0
@@ -394,7 +394,7 @@ class RadixCache:
             node, below = node.parent, 1
         return pages
 
-    def evict_branch(self, node: Node) -> int:
+    def evict_branch(self, node: RadixNode) -> int:
         """Free `node` and what of its ancestors it alone needed: unlocked and without other children. Returns pages."""
         freed = 0
         while node.parent is not None and not (node.locks or node.children):
@@ -449,7 +449,7 @@ class RadixCache:
             del self._roots[namespace]
         self._serial += 1
         self.version += 1
-        away = top.parent = Node(None, namespace, array("i"), self.clock, self._serial)
+        away = top.parent = RadixNode(None, namespace, array("i"), self.clock, self._serial)
         away.children[first] = top
         self._quarantine.add(away)
         branch = [top]
@@ -464,7 +464,7 @@ class RadixCache:
             self._changed(node)
         return pages
 
-    def is_quarantined(self, node: Node) -> bool:
+    def is_quarantined(self, node: RadixNode) -> bool:
         """O(depth), and O(1) while nothing is."""
         if not self._quarantine:
             return False
@@ -472,7 +472,7 @@ class RadixCache:
             node = node.parent
         return node in self._quarantine
 
-    def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[Node, int, int]:
+    def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[RadixNode, int, int]:
         """Follow `tokens` for at most `limit` pages.
 
         Returns:
@@ -495,14 +495,14 @@ class RadixCache:
             return child, at // width + same, same
         return node, at // width, 0
 
-    def _split(self, node: Node, at_page: int) -> Node:
+    def _split(self, node: RadixNode, at_page: int) -> RadixNode:
         """Cut node's edge after `at_page` pages. The new upper part is returned; handles keep meaning the lower end."""
         parent = node.parent
         assert parent is not None, "a root has no edge to cut"
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        upper = Node(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
+        upper = RadixNode(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
         upper.locks = node.locks
         upper.created, upper.reuses, upper.priority = node.created, node.reuses, node.priority
         parent.children[upper.key[: self._page_bytes]] = upper
@@ -513,10 +513,10 @@ class RadixCache:
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(self, parent: Node, key: bytes, pages: array[int], like: Memory | None) -> Node:
+    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: Memory | None) -> RadixNode:
         self._serial += 1
         self.version += 1
-        leaf = Node(parent, key, pages, self.clock + 1, self._serial)
+        leaf = RadixNode(parent, key, pages, self.clock + 1, self._serial)
         if like is not None:
             leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf
@@ -526,7 +526,7 @@ class RadixCache:
         self._offer(leaf)
         return leaf
 
-    def _remove_leaf(self, leaf: Node, for_good: bool = False) -> int:
+    def _remove_leaf(self, leaf: RadixNode, for_good: bool = False) -> int:
         parent = leaf.parent
         assert parent is not None, "a root is not a leaf"
         if self.on_remove is not None:
@@ -548,11 +548,11 @@ class RadixCache:
                 del self._roots[parent.key]
         return len(leaf.pages)
 
-    def _changed(self, node: Node) -> None:
+    def _changed(self, node: RadixNode) -> None:
         for watch in self._watches:
             watch.on_changed(node)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: RadixNode) -> None:
         """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""
         if node.locks or node.children:
             return
@@ -569,7 +569,7 @@ class RadixCache:
         self._heap = [entry for entry in self._heap if entry[2].queued == entry[0]]
         heapq.heapify(self._heap)
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: RadixNode) -> None:
         """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
         self.clock += 1
         leaf = node
@@ -580,14 +580,14 @@ class RadixCache:
             self._offer(leaf)
 
     @staticmethod
-    def _raise_priority(node: Node, priority: int) -> None:
+    def _raise_priority(node: RadixNode, priority: int) -> None:
         """Ancestors are at least as important as what hangs below them, so the walk ends at the first that is."""
         while node.parent is not None and node.priority < priority:
             node.priority = priority
             node = node.parent
 
     @staticmethod
-    def _path_pages(node: Node) -> array[int]:
+    def _path_pages(node: RadixNode) -> array[int]:
         edges = []
         while node.parent is not None:
             edges.append(node.pages)

@@ -38,15 +38,6 @@ def _engine(argv: Sequence[str]) -> int:
     return run_engine(parse(argv))
 
 
-def _model(argv: Sequence[str]) -> int:
-    if argv[:1] != ["make-demo"]:
-        print("usage: baton model make-demo [options]    train the built-in demo model anew", file=sys.stderr)
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    from baton.models.make_demo import main
-
-    return main(argv[1:])
-
-
 def _drain(argv: Sequence[str]) -> int:
     from baton.cli.drain import main
 
@@ -93,7 +84,6 @@ COMMANDS = {
     "top": Command("show nodes, pairs and slow requests of a running fleet", _top),
     "bench": Command("send the same load to several servers and compare them", _bench),
     "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
-    "model": Command("make the demo model", _model),
 }
 
 

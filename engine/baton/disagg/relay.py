@@ -33,7 +33,7 @@ from baton.errors import (
     PromptTooLong,
     QueueFull,
 )
-from baton.sched.metrics.request_timeline import Pulled
+from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import (
     AbortTransfer,
@@ -45,7 +45,7 @@ from baton.sched.types.events import (
     RevokeGrant,
 )
 from baton.sched.types.plan import TokenLogprobs
-from baton.sched.types.request import Rendezvous, Validated
+from baton.sched.types.request import Rendezvous, ValidatedRequest
 
 log = logging.getLogger("baton.relay")
 
@@ -102,15 +102,15 @@ class FirstToken(msgspec.Struct, array_like=True):
 
 _payload_encoder = msgspec.msgpack.Encoder()
 _payload_decoder = msgspec.msgpack.Decoder(FirstToken)
-_pulled_decoder = msgspec.json.Decoder(Pulled)
+_pulled_decoder = msgspec.json.Decoder(PulledPages)
 
 
-def prompt_hash(req: Validated) -> bytes:
+def prompt_hash(req: ValidatedRequest) -> bytes:
     """16 bytes by which P and D recognise that they tokenised the same prompt."""
     return hashlib.blake2b(req.prompt.tobytes(), digest_size=16, key=req.namespace[:64]).digest()
 
 
-def _meeting(req: Validated) -> Rendezvous:
+def _meeting(req: ValidatedRequest) -> Rendezvous:
     assert req.rendezvous is not None, f"request {req.rid} has no rendezvous"
     return req.rendezvous
 
@@ -154,7 +154,7 @@ class RoomCalls:
                 f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
             ) from err
 
-    def _continue(self, sched: Scheduler, req: Validated, call: Callable[[], None]) -> None:
+    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[[], None]) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
         try:
             call()
@@ -166,7 +166,7 @@ class RoomCalls:
             else:
                 sched.abort(req.handle, "TRANSPORT_BROKEN")
 
-    def _abort(self, req: Validated, code: str) -> None:
+    def _abort(self, req: ValidatedRequest, code: str) -> None:
         """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
         room = _meeting(req).room
         try:
@@ -187,13 +187,13 @@ class PrefillRelay(RoomCalls):
         self._offered: dict[int, int] = {}
         """Offers of each room whose end was not polled yet. A number may be offered again before its first end is."""
 
-    def accept(self, req: Validated) -> None:
+    def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""
         meet = _meeting(req)
         self._begin(meet.room, lambda: self._node.offer(meet.room, meet.attempt, prompt_hash(req), self._timeout_ms))
         self._offered[meet.room] = self._offered.get(meet.room, 0) + 1
 
-    def refuse(self, req: Validated, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
         self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, PromptTooLong) else "NO_CAPACITY")
 
@@ -236,10 +236,10 @@ class DecodeRelay(RoomCalls):
         super().__init__(node, timeout_secs)
         self._vocab_size = vocab_size
 
-    def accept(self, req: Validated) -> None:
+    def accept(self, req: ValidatedRequest) -> None:
         """Nothing to do before the scheduler has queued the request."""
 
-    def refuse(self, req: Validated, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
         """Nothing was promised to the peer."""
 
     def carry_out(self, event: Event, sched: Scheduler) -> None:
@@ -254,7 +254,7 @@ class DecodeRelay(RoomCalls):
         elif isinstance(event, AbortTransfer):
             self._abort(event.req, event.code)
 
-    def _open(self, req: Validated, sched: Scheduler) -> None:
+    def _open(self, req: ValidatedRequest, sched: Scheduler) -> None:
         meet = _meeting(req)
         try:
             self._begin(
@@ -285,7 +285,7 @@ class DecodeRelay(RoomCalls):
             elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
                 sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True))
 
-    def _commit(self, sched: Scheduler, room: int, payload: bytes, pulled: Pulled) -> None:
+    def _commit(self, sched: Scheduler, room: int, payload: bytes, pulled: PulledPages) -> None:
         try:
             first = read_first_token(payload, self._vocab_size)
         except ValueError as err:

@@ -2,7 +2,7 @@
 
 1. `ALONE` is the group of one: it returns what it is given;
 2. `join` meets the other processes of the group (a file of this engine's private directory is the meeting point: no
-   port is opened for it) and returns a `Group`: gloo on the CPU, NCCL on CUDA devices;
+   port is opened for it) and returns a `ProcessGroup`: gloo on the CPU, NCCL on CUDA devices;
 3. the model calls `all_reduce` and `gather`; all ranks make the same calls in the same order;
 4. a rank that dies breaks the connections of the others, whose calls raise `PeerLost`; one that hangs does so after a
    deadline.
@@ -45,7 +45,7 @@ class Collectives(Protocol):
         """Shares of columns (Shard.of) side by side: [S, columns] on the first rank, [0, columns] elsewhere."""
 
 
-class Alone:
+class SingleProcess:
     """The group of one."""
 
     size = 1
@@ -57,7 +57,7 @@ class Alone:
         return x
 
 
-ALONE = Alone()
+ALONE = SingleProcess()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Place:
     """Another rank's way to wait for the next one."""
 
 
-class Group:
+class ProcessGroup:
     """torch.distributed's default group, as `join` made it.
 
     `calls` and `seconds` count since the start; CUDA's calls return before they are done, so their time says little.
@@ -138,7 +138,7 @@ class Group:
         self.seconds += time.monotonic() - started
 
 
-def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float) -> Group:
+def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float) -> ProcessGroup:
     """Meet the other ranks. Raises PeerLost when they are not all there in time.
 
     Args:
@@ -163,7 +163,7 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
             f"tensor-parallel rank {shard.rank} did not meet all {shard.size} within {timeout_secs:g} s "
             f"(--dist-timeout); see the log of the others ({err})"
         ) from err
-    return Group(shard, device, timeout_secs)
+    return ProcessGroup(shard, device, timeout_secs)
 
 
 def leave() -> None:

@@ -16,7 +16,7 @@ from baton.disagg.relay import Relay
 from baton.errors import ConfigError
 from baton.layers import ops
 from baton.layers.attention import make_backend
-from baton.layers.collectives import ALONE, Group, Place, join
+from baton.layers.collectives import ALONE, Place, ProcessGroup, join
 from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.layers.model_spec import read_spec
@@ -24,12 +24,12 @@ from baton.layers.shard import WHOLE, share_of
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
 from baton.models.load import OnProgress, load_weights
 from baton.runtime import device
-from baton.runtime.engine_loop import DeviceThread, Engine, PoolSizes, make_engine
+from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.graphs.capture import CudaRecorder, rows_to_record
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, fit, no_room
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
-from baton.runtime.runner.model_runner import Runner
+from baton.runtime.runner.model_runner import ModelRunner
 from baton.sched import setup
 from baton.sched.types.limits import Limits
 
@@ -43,22 +43,22 @@ def device_thread() -> DeviceThread:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model in memory with its pool, before scheduler and transfer are attached."""
 
     config: EngineConfig
-    runner: Runner
+    runner: ModelRunner
     kv: KvTensors
     layout: dict[str, object]
     info: dict[str, object]
     host_pages: int = 0
-    group: Group | None = None
+    group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
     def limits(self) -> Limits:
         return setup.limits(self.config, *self._sizes)
 
-    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
+    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
         return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
 
@@ -86,7 +86,7 @@ def load(
     model_dir: str,
     place: Place | None = None,
     on_progress: OnProgress = lambda done, total: None,
-) -> Loaded:
+) -> LoadedModel:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 
     Raises ConfigError for what this engine cannot run, PeerLost when other ranks do not come.
@@ -166,7 +166,7 @@ def load(
         model_dir, whole.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
         kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    return Loaded(config, runner, kv, layout, info, host_pages, group)
+    return LoadedModel(config, runner, kv, layout, info, host_pages, group)
 
 
 def _record(

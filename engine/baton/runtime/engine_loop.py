@@ -34,11 +34,11 @@ from baton.errors import Aborted, EngineDead, EngineError
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording, setup
-from baton.sched.metrics.request_timeline import Story
+from baton.sched.metrics.request_timeline import RequestTimeline
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import Emitted, Event, OrderReviewed
+from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 
 log = logging.getLogger("baton.engine")
 
@@ -48,11 +48,11 @@ class Device(Protocol):
 
     @property
     def page_bytes(self) -> int: ...
-    def execute(self, plan: StepPlan) -> StepResult | Launched:
+    def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """A step that goes on by itself, after those launched before it."""
 
     def wait(self) -> Done:
@@ -61,7 +61,7 @@ class Launched(Protocol):
 
 Done = tuple[StepResult, float]
 """A step's result and how long it computed [s]."""
-Outcome: TypeAlias = StepResult | Launched
+Outcome: TypeAlias = StepResult | LaunchedStep
 Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
 """Gets what became of one job, and how long the job took [s]."""
 
@@ -100,7 +100,7 @@ class DeviceThread:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     plan: StepPlan
     answer: Answer
 
@@ -116,7 +116,7 @@ class Flight:
             raise RuntimeError(f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}") from err
 
 
-class Engine:
+class EngineLoop:
     """All methods are called from one thread."""
 
     def __init__(
@@ -135,11 +135,11 @@ class Engine:
         self._hook = hook
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
-        self._flight: deque[Flight] = deque()
+        self._flight: deque[InFlightStep] = deque()
         self.trouble: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
-        self._outputs: list[Emitted] = []
-        self._stories: list[Story] = []
+        self._outputs: list[EmittedTokens] = []
+        self._stories: list[RequestTimeline] = []
         self.counters: dict[str, float] = {
             "engine_steps_total": 0,
             "engine_step_seconds_total": 0,
@@ -155,7 +155,7 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, req: Validated) -> None:
+    def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
         disaggregated = self._relay is not None and req.rendezvous is not None
         if disaggregated:
@@ -194,7 +194,7 @@ class Engine:
 
     # ------------------------------------------------------------------ the loop
 
-    def advance(self, now: float) -> tuple[list[Emitted], bool]:
+    def advance(self, now: float) -> tuple[list[EmittedTokens], bool]:
         """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
         self.at(now)
         if self._relay is not None:
@@ -218,13 +218,13 @@ class Engine:
         """It is `now`: for the stories of requests that messages or the transfer peer end before the next plan."""
         self.sched.stats.now = now
 
-    def take_stories(self) -> list[Story]:
+    def take_stories(self) -> list[RequestTimeline]:
         """Of the traced requests that have ended since the last call."""
         stories, self._stories = self._stories, []
         return stories
 
     def _launch(self, plan: StepPlan) -> None:
-        self._flight.append(Flight(plan, self._device.submit(lambda: self._runner.execute(plan))))
+        self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
 
     def _collect(self) -> None:
         flight = self._flight.popleft()
@@ -249,9 +249,9 @@ class Engine:
                 self._carry_out_one(event)
 
     def _carry_out_one(self, event: Event) -> None:
-        if isinstance(event, Emitted):
+        if isinstance(event, EmittedTokens):
             self._outputs.append(event)
-        elif isinstance(event, Story):
+        elif isinstance(event, RequestTimeline):
             self._stories.append(event)
         elif isinstance(event, OrderReviewed):
             if event.after != event.before:
@@ -311,7 +311,7 @@ class Engine:
                 log.error("pages of request %d are not freed: %s", handle, err)
 
     def gauges(self) -> dict[str, float]:
-        """Gauges for messages.Stats. Checks the page ledger on the way."""
+        """Gauges for messages.StatsMessage. Checks the page ledger on the way."""
         counts = self.sched.counts()
         values = self.page_gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
@@ -335,7 +335,7 @@ def make_engine(
     relay: Relay | None,
     trace: Callable[[str], None] | None,
     device: DeviceThread | None = None,
-) -> Engine:
+) -> EngineLoop:
     """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
     limits = setup.limits(config, *sizes)
     if trace is None:
@@ -348,4 +348,4 @@ def make_engine(
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
     overlap = not config.disable_overlap_schedule
-    return Engine(scheduler, runner, relay, overlap=overlap, hook=hook, device=device)
+    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device)

@@ -1,6 +1,6 @@
 """What the next forward pass computes: one token for every decoding sequence, then prompt chunks in policy order.
 
-Works on sched.state.State and advances `computed` there, so that the next plan can be made while this step still runs
+Works on sched.state.SchedulerState and advances `computed` there, so that the next plan can be made while it runs
 (overlap scheduling). Rules:
 
 * Between two tokens of a running sequence at most one step goes by without it.
@@ -22,12 +22,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.cache.radix import Match
-from baton.sched.fairness.fair_queue import Fairness
+from baton.cache.radix import PrefixMatch
+from baton.sched.fairness.fair_queue import FairQueue
 from baton.sched.memory.preemption import priority_victims, retraction_victim
 from baton.sched.policies.base import cached_tokens
-from baton.sched.state import State
-from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
+from baton.sched.state import SchedulerState
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason, new_row
 from baton.sched.types.sequence import Seq, SeqState, is_partial, is_ready_to_decode, partial_of
 
 UNKNOWN = array("i", (UNKNOWN_TOKEN,))
@@ -38,7 +38,7 @@ NO_PAGES = array("i")
 
 
 @dataclass(slots=True)
-class Reservation:
+class PageReservation:
     """Pages kept for a waiting request that did not fit."""
 
     seq: Seq
@@ -51,11 +51,11 @@ class Reservation:
 
 
 class Planner:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._limits = state.limits
         self._memory = state.memory
-        self.stopped_by = Stop.QUEUE_EMPTY
+        self.stopped_by = StopReason.QUEUE_EMPTY
         """Why the last plan took no further prompt tokens."""
         self.seconds_budget: float | None = None
         """What the prompts of the last plan were allowed to take."""
@@ -63,9 +63,9 @@ class Planner:
         """Prompt tokens that this plan may still take."""
         self._skipped = 0
         """Waiting requests that this plan tried and could not start."""
-        self._reservation: Reservation | None = None
+        self._reservation: PageReservation | None = None
         """For one of the waiting queue."""
-        self._transfer_reservation: Reservation | None = None
+        self._transfer_reservation: PageReservation | None = None
         """D: for one of the prompts on their way."""
         self._preemptor: Seq | None = None
         """The waiting request that others were preempted for in this plan."""
@@ -92,14 +92,14 @@ class Planner:
             self._preempt_for_priority()
         retractions = state.retractions
         rows: list[Row] = []
-        admitted: list[Admitted] = []
+        admitted: list[AdmittedSeq] = []
         skip_decode = self._skips_decode()
         others = list(state.running.values()) if skip_decode else self._plan_decode(rows, admitted)
         num_decode = len(rows)
         self.seconds_budget = None
-        stopped_by = Stop.PREEMPTED
+        stopped_by = StopReason.PREEMPTED
         if num_decode and self._limits.prefill_first and not self._limits.mixed_chunk:
-            stopped_by = Stop.DECODE_ONLY
+            stopped_by = StopReason.DECODE_ONLY
         elif state.retractions == retractions:
             stopped_by = self._plan_prefill(rows, admitted, others)
         if skip_decode and not rows:
@@ -137,13 +137,13 @@ class Planner:
         """Expected growth of running requests, if the last plan had to ask."""
         return self._reserved
 
-    def _reclaim(self, stopped_by: Stop) -> bool:
+    def _reclaim(self, stopped_by: StopReason) -> bool:
         """P: prompts wait for pages and nothing runs: have a parked one let go.
 
         Leases come first: D takes them before anything that is still to be computed here (`_openings`).
         """
         state = self._state
-        is_stuck = stopped_by is Stop.NO_PAGES and state.planned_step == state.committed_step and not state.leased
+        is_stuck = stopped_by is StopReason.NO_PAGES and state.planned_step == state.committed_step and not state.leased
         return is_stuck and state.unpark()
 
     def _skips_decode(self) -> bool:
@@ -248,7 +248,7 @@ class Planner:
             return True
         return self._may_pass_reservation(held, seq, without)
 
-    def _transfer_needs(self, seq: Seq) -> tuple[Match, int]:
+    def _transfer_needs(self, seq: Seq) -> tuple[PrefixMatch, int]:
         """Its cached prefix, locked, and how many pages are missing for the rest and for the answers."""
         state, memory = self._state, self._memory
         match = memory.match(seq, seq.prompt_len)
@@ -307,7 +307,7 @@ class Planner:
 
     # ------------------------------------------------------------------ decode
 
-    def _plan_decode(self, rows: list[Row], admitted: list[Admitted]) -> list[Seq]:
+    def _plan_decode(self, rows: list[Row], admitted: list[AdmittedSeq]) -> list[Seq]:
         """Plan one token for every decoding sequence. Returns the running sequences that do not decode now.
 
         Pages that may be short are found before any row is made: one with pages may still fall victim.
@@ -444,7 +444,7 @@ class Planner:
 
     # ------------------------------------------------------------------ prefill
 
-    def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], others: list[Seq]) -> Stop:
+    def _plan_prefill(self, rows: list[Row], admitted: list[AdmittedSeq], others: list[Seq]) -> StopReason:
         """Prompt chunks after the decode rows. `others`: running sequences without one, in the order of running."""
         self._reserved = None  # decode rows have changed it
         num_decode = len(rows)
@@ -452,12 +452,12 @@ class Planner:
         self._budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
         self.seconds_budget = seconds = self._prompt_seconds(num_decode)
         started = 0
-        blocked: Stop | None = None
+        blocked: StopReason | None = None
         for seq in self._prefill_candidates(others):
             if self._budget <= 0:
-                return Stop.TOKEN_BUDGET
+                return StopReason.TOKEN_BUDGET
             if limit is not None and started >= limit:
-                return Stop.MAX_REQUESTS
+                return StopReason.MAX_REQUESTS
             is_new = seq.state is SeqState.WAITING
             if is_new and self._is_too_late(seq):
                 self._state.miss_deadline(seq)
@@ -466,7 +466,7 @@ class Planner:
             before = self._memory.growth(seq) if not is_new or seq.handle in self._state.parked else 0
             if is_new:
                 if not self._has_budget_for(seq, seconds, is_first=not started):
-                    return Stop.TOKEN_BUDGET
+                    return StopReason.TOKEN_BUDGET
                 # Prompts under way go on beside one that cannot be admitted; so may others (_may_pass_reservation).
                 if (stop := self._admit(seq)) is not None:
                     blocked = blocked or stop
@@ -480,11 +480,11 @@ class Planner:
                 elif not rows and self._state.planned_step == self._state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     self._retract_for(seq)
-                return Stop.NO_PAGES
+                return StopReason.NO_PAGES
             if n == 0:
                 if is_new:  # the host tier had more of it than the tree
                     self._state.unadmit(seq)
-                return Stop.TOKEN_BUDGET
+                return StopReason.TOKEN_BUDGET
             if is_new:
                 self._state.stats.on_admitted(seq, self._state.now)
             if seconds is not None:
@@ -498,8 +498,8 @@ class Planner:
             self._budget -= n
             started += 1
         if blocked is None and self._state.waiting and not self._state.slots:
-            return Stop.NO_SLOT
-        return blocked or Stop.QUEUE_EMPTY
+            return StopReason.NO_SLOT
+        return blocked or StopReason.QUEUE_EMPTY
 
     def _prefill_candidates(self, others: list[Seq]) -> Iterator[Seq]:
         """Prompts under way, which are among `others`, then the waiting queue in policy order; or both in policy order
@@ -578,7 +578,7 @@ class Planner:
         """True if a waiting request may not start behind so many unfinished prompts."""
         return ahead >= self._limits.max_partial_prefills and not self._completes(seq)
 
-    def _ahead_in_class(self, fair: Fairness, seq: Seq) -> int:
+    def _ahead_in_class(self, fair: FairQueue, seq: Seq) -> int:
         """Unfinished prompts ahead of one that is tried last; 0 if its class has none (as Fairness.merge counts)."""
         unfinished = partial_of(self._state.running.values())
         own = fair.class_of(seq)
@@ -607,7 +607,7 @@ class Planner:
             return max(limits.step_target_secs - self.times.decode_seconds(num_decode), 0.0)
         return self.times.chunk_seconds(0, limits.step_tokens) if limits.dynamic_chunking else None
 
-    def _fair_candidates(self, fair: Fairness, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
+    def _fair_candidates(self, fair: FairQueue, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
         """The same with classes and tenants: the policy orders the requests of each."""
         state = self._state
 
@@ -660,11 +660,11 @@ class Planner:
         end = start + most
         return max(end - end % page_size - start, 0)
 
-    def _admit(self, seq: Seq) -> Stop | None:
+    def _admit(self, seq: Seq) -> StopReason | None:
         """Give a waiting sequence a slot and its cached prefix, if it is expected to fit."""
         state, memory = self._state, self._memory
         if not state.slots:
-            return Stop.NO_SLOT
+            return StopReason.NO_SLOT
         match = memory.match(seq, len(seq.tokens) - 1)
         need = self._pages_for(seq, max(len(match.pages), len(seq.pages)))
         if need > memory.available or not self._may_pass_reservation(self._reservation, seq):
@@ -674,7 +674,7 @@ class Planner:
                 self._reservation = self._reserve(self._reservation, seq)
                 if memory.available <= memory.watermark + self._reserved_growth():
                     self._skipped = sys.maxsize  # no request would fit
-            return Stop.NO_PAGES
+            return StopReason.NO_PAGES
         self._reservation = self._admitted(self._reservation, seq)
         state.dequeue(seq)
         state.run(seq)
@@ -704,15 +704,15 @@ class Planner:
 
     # ------------------------------------------------------------------ reservation
 
-    def _reserve(self, held: Reservation | None, seq: Seq) -> Reservation | None:
+    def _reserve(self, held: PageReservation | None, seq: Seq) -> PageReservation | None:
         """There were no pages for this request: others that pass it leave it room from now on."""
         if held is not None and held.seq is seq:
             held.was_tried = True
         elif held is None or self._is_more_important(seq, held.seq):
-            return Reservation(seq, since=self._state.planned_step)
+            return PageReservation(seq, since=self._state.planned_step)
         return held
 
-    def _may_pass_reservation(self, held: Reservation | None, seq: Seq, without: Sequence[Seq] = ()) -> bool:
+    def _may_pass_reservation(self, held: PageReservation | None, seq: Seq, without: Sequence[Seq] = ()) -> bool:
         """May a request be admitted, once those of `without` are preempted, although another one waits for pages?
 
         Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
@@ -728,7 +728,7 @@ class Planner:
         set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
         return passed + memory.pages_at_end(seq) <= self._limits.num_pages - set_aside
 
-    def _admitted(self, held: Reservation | None, seq: Seq) -> Reservation | None:
+    def _admitted(self, held: PageReservation | None, seq: Seq) -> PageReservation | None:
         if held is not None and held.seq is seq:
             return None
         if held is not None:
@@ -764,10 +764,10 @@ class Planner:
 
     # ------------------------------------------------------------------ rows
 
-    def _row(self, seq: Seq, n: int, admitted: list[Admitted]) -> Row:
+    def _row(self, seq: Seq, n: int, admitted: list[AdmittedSeq]) -> Row:
         start = seq.computed
         if seq.sent_pages == 0:
-            admitted.append(Admitted(seq.handle, seq.slot, seq.req.params, seq.prompt_len, array("i", seq.tokens)))
+            admitted.append(AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, array("i", seq.tokens)))
         tokens = seq.tokens[start : start + n]
         if len(tokens) < n:
             tokens.append(UNKNOWN_TOKEN)

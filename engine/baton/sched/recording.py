@@ -160,7 +160,7 @@ for _name in INPUTS:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
+class PlanDifference:
     """The first plan that came out differently. `got` is None where nothing was planned."""
 
     line: int
@@ -170,18 +170,18 @@ class Difference:
 
 
 @dataclasses.dataclass(slots=True)
-class Replayed:
+class ReplayResult:
     inputs: int = 0
     plans: int = 0
     requests: int = 0
-    difference: Difference | None = None
+    difference: PlanDifference | None = None
 
 
-def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] = lambda _s, _p: None) -> Replayed:
+def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] = lambda _s, _p: None) -> ReplayResult:
     """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
     numbered = iter(enumerate(lines, 1))
     sched = _scheduler(next(numbered, (1, ""))[1])
-    done = Replayed()
+    done = ReplayResult()
     flight: dict[int, StepPlan] = {}
     pending: tuple[int, float, StepPlan | None] | None = None
     for number, line in numbered:
@@ -199,7 +199,7 @@ def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] 
             at, now, plan = pending
             pending = None
             if (None if plan is None else digest(plan)) != expected:
-                done.difference = Difference(at, now, expected, plan)
+                done.difference = PlanDifference(at, now, expected, plan)
                 return done
         if name == "=":
             continue

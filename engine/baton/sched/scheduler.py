@@ -27,20 +27,20 @@ from baton.errors import (
     RequestTimeout,
     WrongState,
 )
-from baton.sched.fairness.fair_queue import Fairness
+from baton.sched.fairness.fair_queue import FairQueue
 from baton.sched.metrics.collector import SchedStats
-from baton.sched.metrics.load_report import Load, measure
-from baton.sched.metrics.request_timeline import Pulled
-from baton.sched.metrics.step_log import Decision, Decisions
+from baton.sched.metrics.load_report import LoadReport, measure
+from baton.sched.metrics.request_timeline import PulledPages
+from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner
 from baton.sched.policies.base import work
-from baton.sched.queue.deadlines import Deadlines, Kind
+from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
-from baton.sched.state import State
-from baton.sched.types.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone, new_token
+from baton.sched.state import SchedulerState
+from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, PagesFinal, PrefillDone, new_token
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
 
 DUMPED_DECISIONS = 20
@@ -54,15 +54,15 @@ TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._state = State(limits)
+        self._state = SchedulerState(limits)
         self._planner = Planner(self._state)
-        self._deadlines = Deadlines(with_first_token=limits.aborts_missed_deadlines)
-        self.decisions = Decisions()
+        self._deadlines = DeadlineQueue(with_first_token=limits.aborts_missed_deadlines)
+        self.decisions = StepLog()
         """What the last plans were and why."""
 
     # ------------------------------------------------------------------ ingress
 
-    def add(self, req: Validated) -> None:
+    def add(self, req: ValidatedRequest) -> None:
         """Queue a request.
 
         Raises:
@@ -97,7 +97,7 @@ class Scheduler:
         else:
             state.enqueue(seq)
 
-    def _make_room(self, req: Validated) -> None:
+    def _make_room(self, req: ValidatedRequest) -> None:
         state = self._state
         now = max(state.now, req.arrival)
         for seq in state.door.make_room(req, now, state.prefill_rate):
@@ -212,7 +212,7 @@ class Scheduler:
             seq = self._alive(handle)
             if seq is None:
                 continue
-            if kind is Kind.WHOLE:
+            if kind is DeadlineKind.WHOLE:
                 error: EngineError = RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
@@ -266,7 +266,7 @@ class Scheduler:
         token: int,
         cached_tokens: int,
         logprobs: TokenLogprobs | None,
-        pulled: Pulled | None = None,
+        pulled: PulledPages | None = None,
     ) -> None:
         """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
         state = self._state
@@ -297,7 +297,7 @@ class Scheduler:
         state.stats.on_failed(seq, error.code)
         given = (error.code, error.message)
         state.outbox.append(
-            Emitted(seq.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=error.retry_after_secs)
+            EmittedTokens(seq.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=error.retry_after_secs)
         )
         state.forget(seq)
 
@@ -349,7 +349,7 @@ class Scheduler:
         state.stats.sent_back.clear()
         decode_rows = plan.num_decode if plan else 0
         self.decisions.note(
-            Decision(
+            StepDecision(
                 step=state.planned_step,
                 now=now,
                 mode=(plan.mode if plan else ForwardMode.IDLE).value,
@@ -488,7 +488,7 @@ class Scheduler:
         """What it tells operators."""
         return self._state.stats
 
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         """What it has to do and could take."""
         return measure(self._state)
 
@@ -560,7 +560,7 @@ class Scheduler:
         return self._state.memory.ratio.value
 
     @property
-    def fair(self) -> Fairness | None:
+    def fair(self) -> FairQueue | None:
         """The accounts of classes and tenants; None where there is nothing to share out."""
         return self._state.fair
 

@@ -21,40 +21,40 @@ from collections.abc import Callable, Iterator
 
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
-from baton.sched.fairness.fair_queue import Fairness
-from baton.sched.memory.kv_manager import Memory
+from baton.sched.fairness.fair_queue import FairQueue
+from baton.sched.memory.kv_manager import KvManager
 from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.step_time import StepTime
-from baton.sched.policies import POLICIES, Policy, View
-from baton.sched.queue.admission import Door
+from baton.sched.policies import POLICIES, Policy, PolicyContext
+from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
-from baton.sched.types.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, RevokeGrant
+from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, OpenTransfer, RevokeGrant
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
 
 
-class State:
+class SchedulerState:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.memory = Memory(limits)
+        self.memory = KvManager(limits)
         self.policy = POLICIES[limits.policy](limits.policy_params)
         self.now = 0.0
         self.times = StepTime(limits.step_tokens)
         self.computed_tokens = 0
         """Prompt tokens computed since the start."""
-        self.door = Door(limits)
+        self.door = AdmissionController(limits)
         self.planned_step = 0
         self.committed_step = 0
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
-        self.fair: Fairness | None = None
+        self.fair: FairQueue | None = None
         """None: one class, one tenant, nothing to share out."""
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
-            self.fair = Fairness(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
+            self.fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
             label = self.fair.label if limits.fairness.classes.classes else label
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
         self.opening = WaitingQueue(
@@ -84,8 +84,8 @@ class State:
         self.suspensions = 0
         self.deadline_aborts = 0
 
-    def view(self) -> View:
-        return View(
+    def view(self) -> PolicyContext:
+        return PolicyContext(
             self.now,
             self.planned_step,
             self.memory.cache,
@@ -127,7 +127,7 @@ class State:
 
     # ------------------------------------------------------------------ waiting
 
-    def start_priority(self, req: Validated) -> float | None:
+    def start_priority(self, req: ValidatedRequest) -> float | None:
         """Start of the order where the request states no priority and requests age; None: its base.
 
         Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
@@ -354,7 +354,7 @@ class State:
         seq.finish = FinishReason.ERROR
         self.stats.on_failed(seq, error.code)
         self.outbox.append(
-            Emitted(
+            EmittedTokens(
                 seq.handle,
                 (),
                 FinishReason.ERROR,

@@ -33,8 +33,8 @@ from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
-from baton.sim.node import Setting, SimNode
-from baton.sim.report import Summary, as_json, summarise, table, ttfts
+from baton.sim.node import NodeSetting, SimNode
+from baton.sim.report import RunSummary, as_json, summarise, table, ttfts
 from baton.sim.trace import TraceRequest
 
 PROG = "baton simulate"
@@ -83,7 +83,7 @@ class SimConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """Checked flags."""
 
     sim: SimConfig
@@ -115,7 +115,7 @@ def _token_fields() -> list[str]:
     return [f.name for f in fields if f.metadata["help"].endswith(units)]
 
 
-def _shrunk(value: float, name: str, run: Run) -> float:
+def _shrunk(value: float, name: str, run: SimulatedRun) -> float:
     """`value` real tokens in simulated ones; whole pages where the engine wants whole pages."""
     scale, page = run.sim.length_scale, run.engine.page_size
     if isinstance(value, float):
@@ -127,7 +127,7 @@ def _shrunk(value: float, name: str, run: Run) -> float:
     return max(small - small % page, page) if in_pages else small
 
 
-def _coarser(rules: TenantRules, run: Run) -> TenantRules:
+def _coarser(rules: TenantRules, run: SimulatedRun) -> TenantRules:
     """KV limits in simulated tokens; tokens_per_minute is compared with real ones (SimNode)."""
 
     def small(rule: TenantRule) -> TenantRule:
@@ -137,7 +137,7 @@ def _coarser(rules: TenantRules, run: Run) -> TenantRules:
     return TenantRules(small(rules.default), {name: small(rule) for name, rule in rules.named.items()})
 
 
-def check_classes(run: Run, trace: Sequence[TraceRequest]) -> None:
+def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
     """Raises ConfigError for a class of the trace that --priority-classes does not have; without it they only group."""
     names = fairness(run.engine).classes.names
     unknown = {r.priority_class for r in trace if r.priority_class is not None} - set(names)
@@ -146,7 +146,7 @@ def check_classes(run: Run, trace: Sequence[TraceRequest]) -> None:
         raise ConfigError(f"--priority-classes {run.engine.priority_classes}: the trace has requests of class {there}")
 
 
-def parse(argv: Sequence[str]) -> Run:
+def parse(argv: Sequence[str]) -> SimulatedRun:
     """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
     parser = FlagParser(PROG, "Replay a trace through the engine's own scheduler in virtual time.")
     add_flags(parser.add_argument_group("the simulation"), SimConfig)
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str]) -> Run:
         bad.append(err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens"))
     if bad:
         refuse(PROG, bad)
-    return Run(sim, model, engine, policies)
+    return SimulatedRun(sim, model, engine, policies)
 
 
 def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> li
     return bad
 
 
-def setting(run: Run, trace: Sequence[TraceRequest]) -> Setting:
+def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
     """Arrivals rescaled as asked. Raises ConfigError when --load cannot be met."""
     times = traces.arrivals(trace)
     factor = 1.0
@@ -225,7 +225,7 @@ def setting(run: Run, trace: Sequence[TraceRequest]) -> Setting:
         if times[-1] <= 0:
             raise ConfigError("--load: all requests of the trace arrive at once; there is nothing to rescale")
         factor = offered_seconds(run, trace) / times[-1] / run.sim.load
-    return Setting(
+    return NodeSetting(
         trace=trace,
         arrivals=[at * factor for at in times],
         model=run.model,
@@ -237,7 +237,7 @@ def setting(run: Run, trace: Sequence[TraceRequest]) -> Setting:
     )
 
 
-def offered_seconds(run: Run, trace: Sequence[TraceRequest]) -> float:
+def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     """Device time that the trace asks for: what --load divides by the time in which it arrives.
 
     Prompts: full steps, and the hits of an LRU cache of the pool's size in order of arrival. Answers: decoded in
@@ -260,7 +260,7 @@ def offered_seconds(run: Run, trace: Sequence[TraceRequest]) -> float:
     return total
 
 
-class Progress:
+class ProgressLine:
     """A line on stderr every two seconds: how far, and how long it may still take."""
 
     def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -284,14 +284,14 @@ class Progress:
         print(f"{self.policy}: {where}, about {eta}", file=sys.stderr, flush=True)
 
 
-def simulate(run: Run, what: Setting) -> tuple[list[Summary], dict[str, list[float]], bool]:
+def simulate(run: SimulatedRun, what: NodeSetting) -> tuple[list[RunSummary], dict[str, list[float]], bool]:
     """One policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
-    summaries: list[Summary] = []
+    summaries: list[RunSummary] = []
     curves: dict[str, list[float]] = {}
     interrupted = False
     for policy in run.policies:
         node = SimNode(what, run.limits(policy))
-        progress = Progress(policy)
+        progress = ProgressLine(policy)
         try:
             node.run(progress)
         except KeyboardInterrupt:

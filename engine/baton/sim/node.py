@@ -25,15 +25,15 @@ from baton.errors import EngineError, QueueFull, RateLimited, by_code
 from baton.runtime.simulated.device import step_seconds
 from baton.sched.fairness.tenants import RateLimits
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import Emitted, PrefillDone
+from baton.sched.types.events import EmittedTokens, PrefillDone
 from baton.sched.types.hashing import uniform
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from baton.sim.trace import TraceRequest, answer_token, prompt_tokens
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     PENDING = "pending"
     COMPLETED = "completed"
     REFUSED = "refused"
@@ -41,13 +41,13 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What one request of the trace lived through; times in seconds on the virtual clock."""
 
     arrival: float
     prompt_tokens: int
     scale: int
-    outcome: Outcome = Outcome.PENDING
+    outcome: RequestOutcome = RequestOutcome.PENDING
     started: float | None = None
     """When the step with its first chunk was launched."""
     first_token: float | None = None
@@ -71,7 +71,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class SimulatedStep:
     plan: StepPlan
     seconds: float
     ends: float
@@ -79,7 +79,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class NodeSetting:
     """What all compared policies have in common."""
 
     trace: Sequence[TraceRequest]
@@ -96,18 +96,18 @@ class Setting:
     seed: int = 0
 
 
-class Stuck(RuntimeError):
+class StuckSimulation(RuntimeError):
     """The scheduler has requests and does nothing: a bug in the scheduler. The message has its state."""
 
 
 class SimNode:
     """Build one per policy; `run` may be interrupted, `records` are valid at any time."""
 
-    def __init__(self, setting: Setting, limits: Limits) -> None:
+    def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
         self.sched = Scheduler(limits)
         self.records = [
-            Record(arrival, request.input_length, setting.scale)
+            RequestRecord(arrival, request.input_length, setting.scale)
             for arrival, request in zip(setting.arrivals, setting.trace, strict=True)
         ]
         self.now = setting.arrivals[0] if setting.arrivals else 0.0
@@ -117,7 +117,7 @@ class SimNode:
         self._prefill_role = limits.role == "prefill"
         self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.table_size)
         self._next = 0
-        self._flight: deque[Flight] = deque()
+        self._flight: deque[SimulatedStep] = deque()
         self._releases: list[tuple[float, int]] = []
         self._decisions = hashlib.sha256()
 
@@ -154,22 +154,22 @@ class SimNode:
                 self._take_tokens(req)
                 self.sched.add(req)
             except EngineError:
-                self.records[handle].outcome = Outcome.REFUSED
+                self.records[handle].outcome = RequestOutcome.REFUSED
                 self.done += 1
 
-    def _take_tokens(self, req: Validated) -> None:
+    def _take_tokens(self, req: ValidatedRequest) -> None:
         """What the front does before a request reaches the scheduler."""
         wait = self._rates.admit(req.tenant, self.records[req.handle].prompt_tokens, self.now)
         if wait > 0:
             raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
 
-    def _request(self, handle: int) -> Validated:
+    def _request(self, handle: int) -> ValidatedRequest:
         request, arrival = self.setting.trace[handle], self.setting.arrivals[handle]
         answer = scaled(request.output_length, self.setting.scale)
         tenant = request.tenant or DEFAULT_TENANT
         rules = self.sched.limits.fairness
         priority, name = rules.place(tenant, request.priority_class, request.priority)
-        return Validated(
+        return ValidatedRequest(
             handle,
             str(handle),
             prompt_tokens(request, self.setting.scale),
@@ -190,7 +190,7 @@ class SimNode:
         copying = self.setting.model.copy_seconds(pages * self.sched.limits.page_size * self.setting.scale)
         seconds += copying
         begins = max(self.now, self._flight[-1].ends if self._flight else self.now)
-        self._flight.append(Flight(plan, seconds, begins + seconds, copying))
+        self._flight.append(SimulatedStep(plan, seconds, begins + seconds, copying))
         self.steps += 1
         self.busy_seconds += seconds
         decided = array("q", (plan.step, plan.num_decode))
@@ -211,14 +211,14 @@ class SimNode:
 
     def _absorb(self) -> None:
         for event in self.sched.drain_events():
-            if isinstance(event, Emitted):
+            if isinstance(event, EmittedTokens):
                 self._hear(event)
             elif isinstance(event, PrefillDone):
                 real = self.setting.trace[event.req.handle].input_length
                 released = self.now + self.setting.model.transfer_seconds(real)
                 heapq.heappush(self._releases, (released, event.req.handle))
 
-    def _hear(self, event: Emitted) -> None:
+    def _hear(self, event: EmittedTokens) -> None:
         record = self.records[event.handle]
         if event.tokens and record.first_token is None:
             record.first_token = self.now
@@ -240,14 +240,16 @@ class SimNode:
             coming.append(deadline)
         if not coming:
             if not self.sched.is_idle:
-                raise Stuck(f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}")
+                raise StuckSimulation(
+                    f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}"
+                )
             return False
         self.now = max(self.now, min(coming))
         return True
 
 
-def _outcome(event: Emitted) -> Outcome:
+def _outcome(event: EmittedTokens) -> RequestOutcome:
     """Of a request's last event; one that lost its place to a higher priority was refused, only later."""
     if event.finish is not FinishReason.ERROR or event.error is None:
-        return Outcome.COMPLETED
-    return Outcome.REFUSED if issubclass(by_code(event.error[0]), QueueFull) else Outcome.TIMED_OUT
+        return RequestOutcome.COMPLETED
+    return RequestOutcome.REFUSED if issubclass(by_code(event.error[0]), QueueFull) else RequestOutcome.TIMED_OUT

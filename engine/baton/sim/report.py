@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from baton.sim.node import Outcome, Record, SimNode
+from baton.sim.node import RequestOutcome, RequestRecord, SimNode
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -16,7 +16,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Stat:
+class SummaryStat:
     mean: float
     p50: float
     p95: float
@@ -24,7 +24,7 @@ class Stat:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Stat | None:
+    def of(cls, values: Sequence[float]) -> SummaryStat | None:
         if not values:
             return None
         ordered = sorted(values)
@@ -33,18 +33,18 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RecordGroup:
     """The requests of one class or tenant of the trace."""
 
     name: str
     requests: int
     completed: int
     refused: int
-    ttft: Stat | None
+    ttft: SummaryStat | None
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """One policy's outcome. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
 
     policy: str
@@ -52,10 +52,10 @@ class Summary:
     completed: int
     refused: int
     timed_out: int
-    ttft: Stat | None
-    wait: Stat | None
+    ttft: SummaryStat | None
+    wait: SummaryStat | None
     """From arrival to the launch of the step with the first chunk."""
-    tpot: Stat | None
+    tpot: SummaryStat | None
     in_time: float
     """Share of all requests whose TTFT was at most --default-deadline-ms."""
     hit_rate: float
@@ -71,7 +71,7 @@ class Summary:
     decisions: str
     """Digest of all plans: equal digests mean equal decisions."""
     wall_seconds: float
-    groups: tuple[Group, ...] = ()
+    groups: tuple[RecordGroup, ...] = ()
     is_partial: bool = False
 
     @property
@@ -81,20 +81,20 @@ class Summary:
 
 def summarise(
     policy: str, node: SimNode, deadline_secs: float, wall_seconds: float, *, is_partial: bool = False
-) -> Summary:
+) -> RunSummary:
     records = node.records
     begun = [r for r in records if r.first_token is not None]
     prompts = sum(r.prompt_tokens for r in begun)
     span = node.now - (records[0].arrival if records else 0.0)
-    return Summary(
+    return RunSummary(
         policy=policy,
         requests=len(records),
-        completed=_count(records, Outcome.COMPLETED),
-        refused=_count(records, Outcome.REFUSED),
-        timed_out=_count(records, Outcome.TIMED_OUT),
-        ttft=Stat.of(ttfts(records)),
-        wait=Stat.of([r.wait for r in records if r.wait is not None]),
-        tpot=Stat.of([r.tpot for r in records if r.tpot is not None]),
+        completed=_count(records, RequestOutcome.COMPLETED),
+        refused=_count(records, RequestOutcome.REFUSED),
+        timed_out=_count(records, RequestOutcome.TIMED_OUT),
+        ttft=SummaryStat.of(ttfts(records)),
+        wait=SummaryStat.of([r.wait for r in records if r.wait is not None]),
+        tpot=SummaryStat.of([r.tpot for r in records if r.tpot is not None]),
         in_time=sum(ttft <= deadline_secs for ttft in ttfts(records)) / max(len(records), 1),
         hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
         utilisation=node.busy_seconds / span if span > 0 else 0.0,
@@ -110,33 +110,33 @@ def summarise(
     )
 
 
-def _groups(node: SimNode) -> tuple[Group, ...]:
-    found: dict[str, list[Record]] = {}
+def _groups(node: SimNode) -> tuple[RecordGroup, ...]:
+    found: dict[str, list[RequestRecord]] = {}
     for record, request in zip(node.records, node.setting.trace, strict=True):
         for kind, name in (("class", request.priority_class), ("tenant", request.tenant)):
             if name is not None:
                 found.setdefault(f"{kind} {name}", []).append(record)
     return tuple(
-        Group(
+        RecordGroup(
             name,
             len(records),
-            _count(records, Outcome.COMPLETED),
-            _count(records, Outcome.REFUSED),
-            Stat.of(ttfts(records)),
+            _count(records, RequestOutcome.COMPLETED),
+            _count(records, RequestOutcome.REFUSED),
+            SummaryStat.of(ttfts(records)),
         )
         for name, records in sorted(found.items())
     )
 
 
-def ttfts(records: Sequence[Record]) -> list[float]:
+def ttfts(records: Sequence[RequestRecord]) -> list[float]:
     return [r.ttft for r in records if r.ttft is not None]
 
 
-def _count(records: Sequence[Record], outcome: Outcome) -> int:
+def _count(records: Sequence[RequestRecord], outcome: RequestOutcome) -> int:
     return sum(r.outcome is outcome for r in records)
 
 
-def as_json(summary: Summary) -> dict[str, object]:
+def as_json(summary: RunSummary) -> dict[str, object]:
     return asdict(summary)
 
 
@@ -146,7 +146,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def table(summaries: Sequence[Summary]) -> str:
+def table(summaries: Sequence[RunSummary]) -> str:
     """One row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
     first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
     rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
@@ -160,7 +160,7 @@ def table(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _group_line(s: Summary, group: Group) -> str:
+def _group_line(s: RunSummary, group: RecordGroup) -> str:
     mean, p50, p95, p99 = _quantiles(group.ttft, 1.0)
     longest = f"{group.ttft.max:.2f}" if group.ttft else "-"
     counts = f"{group.completed} of {group.requests} completed" + (
@@ -169,7 +169,7 @@ def _group_line(s: Summary, group: Group) -> str:
     return f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, max {longest}"
 
 
-def _cells(s: Summary, first_mean: float) -> tuple[str, ...]:
+def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
     return (
         s.label,
@@ -189,14 +189,14 @@ def _cells(s: Summary, first_mean: float) -> tuple[str, ...]:
     )
 
 
-def _quantiles(stat: Stat | None, unit: float) -> tuple[str, str, str, str]:
+def _quantiles(stat: SummaryStat | None, unit: float) -> tuple[str, str, str, str]:
     if stat is None:
         return "-", "-", "-", "-"
     mean, p50, p95, p99 = (f"{value * unit:.2f}" for value in (stat.mean, stat.p50, stat.p95, stat.p99))
     return mean, p50, p95, p99
 
 
-def _endings(s: Summary) -> str:
+def _endings(s: RunSummary) -> str:
     counts = {
         "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions,
         "starved": s.starved,

@@ -153,7 +153,7 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
     for name, flags in BUILT_IN:
         plan = local_cluster.parse([*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"])
         log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        cluster = local_cluster.Cluster(plan, log_dir, lambda text: print(f"  {text}", flush=True))
+        cluster = local_cluster.LocalCluster(plan, log_dir, lambda text: print(f"  {text}", flush=True))
         stack.push_async_callback(cluster.stop)
         print(f"starting {name}", flush=True)
         await cluster.start()

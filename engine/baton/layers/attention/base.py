@@ -25,7 +25,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from baton.layers.attention.paged_indices import PagedRows
-    from baton.layers.cuda.stream import Stream
+    from baton.layers.cuda.stream import ComputeStream
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class GraphInputs:
     def _tail_words(self, pages: int) -> int:
         return (2 * self.rows + 1 + pages + 1) // 2
 
-    def fill(self, stream: Stream, columns: NDArray[np.int64], rows: PagedRows) -> None:
+    def fill(self, stream: ComputeStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
         """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
         n, pages = len(rows), len(rows.kv_indices)
         words = np.zeros(self._head + self._tail_words(pages), np.int64)
@@ -133,7 +133,7 @@ class GraphAttention(AttentionBackend, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AttentionRow:
     """One row of a batch as plain Python: `token_ids` are computed at positions start, start + 1, …"""
 
     token_ids: Sequence[int]
@@ -143,7 +143,7 @@ class Row:
     samples: bool = True
 
 
-def build_batch(rows: Sequence[Row], page_size: int) -> ForwardBatch:
+def build_batch(rows: Sequence[AttentionRow], page_size: int) -> ForwardBatch:
     """Make the tensors of one step. Raises ValueError for a row without tokens or with too few pages."""
     tokens: list[int] = []
     positions: list[int] = []

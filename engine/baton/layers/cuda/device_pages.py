@@ -52,7 +52,7 @@ class Queue(Protocol):
     def unpin(self, memory: Tensor) -> None: ...
 
 
-class Opened(Protocol):
+class OpenedPages(Protocol):
     """A peer's memory in this process."""
 
     @property
@@ -66,7 +66,7 @@ class Sharing(Protocol):
     """How another process of this host gets at the memory."""
 
     def handle(self, memory: Tensor) -> bytes: ...
-    def open(self, handle: bytes) -> Opened: ...
+    def open(self, handle: bytes) -> OpenedPages: ...
 
 
 def weights(words: int) -> NDArray[np.int64]:
@@ -77,7 +77,7 @@ def weights(words: int) -> NDArray[np.int64]:
     return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
-class Pages:
+class PageAccess:
     """The pool as a matrix, a page per row, and the queue that its work goes to."""
 
     def __init__(self, data: Tensor, queue: Queue) -> None:
@@ -107,7 +107,7 @@ class DevicePages:
     """Args: `data`: the pool, page-major and contiguous; a page is a multiple of 8 bytes."""
 
     def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
-        self._pages = Pages(data, queue)
+        self._pages = PageAccess(data, queue)
         self._queue = queue
         self._sharing = sharing
 
@@ -168,7 +168,7 @@ class DevicePages:
 class DeviceSlabs:
     """Staging memory on the device, for communicators that work there."""
 
-    def __init__(self, pages: Pages, count: int, nbytes: int) -> None:
+    def __init__(self, pages: PageAccess, count: int, nbytes: int) -> None:
         self._pages = pages
         self.tensors = [torch.empty(nbytes, dtype=torch.uint8, device=pages.rows.device) for _ in range(count)]
 
@@ -194,9 +194,9 @@ class DeviceSlabs:
 class PeerPages:
     """A peer's pages, of the same size as ours. They are only ever read."""
 
-    def __init__(self, ours: Pages, opened: Opened) -> None:
+    def __init__(self, ours: PageAccess, opened: OpenedPages) -> None:
         self._ours = ours
-        self._opened: Opened | None = opened
+        self._opened: OpenedPages | None = opened
         self._theirs: Tensor | None = opened.memory.view(torch.int64).view(-1, ours.page_words)
         self._lock = threading.Lock()
         """Held while the peer's memory is read."""

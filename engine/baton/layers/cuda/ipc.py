@@ -24,7 +24,7 @@ LAZY_PEER_ACCESS = 1
 HANDLE_BYTES = 64
 
 
-class Handle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
     """cudaIpcMemHandle_t"""
 
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
@@ -37,8 +37,8 @@ def runtime() -> Any:
     pointer = ctypes.c_void_p
     calls: dict[str, list[Any]] = {
         "cudaMalloc": [ctypes.POINTER(pointer), ctypes.c_size_t],
-        "cudaIpcGetMemHandle": [ctypes.POINTER(Handle), pointer],
-        "cudaIpcOpenMemHandle": [ctypes.POINTER(pointer), Handle, ctypes.c_uint],
+        "cudaIpcGetMemHandle": [ctypes.POINTER(IpcHandle), pointer],
+        "cudaIpcOpenMemHandle": [ctypes.POINTER(pointer), IpcHandle, ctypes.c_uint],
         "cudaIpcCloseMemHandle": [pointer],
         "cudaHostRegister": [pointer, ctypes.c_size_t, ctypes.c_uint],
         "cudaHostUnregister": [pointer],
@@ -105,7 +105,7 @@ class CudaIpc:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def handle(self, memory: Tensor) -> bytes:
-        found = Handle()
+        found = IpcHandle()
         with torch.cuda.device(self._device):
             call("cudaIpcGetMemHandle", ctypes.byref(found), memory.data_ptr())
         told = {"gpu": self._gpu(), "handle": bytes(found).hex(), "bytes": memory.numel()}
@@ -118,7 +118,7 @@ class CudaIpc:
                 f"the peer's pages are on GPU {told['gpu']}, ours on {self._gpu()}; cuda_ipc is for one GPU"
             )
         pointer = ctypes.c_void_p()
-        theirs = Handle.from_buffer_copy(bytes.fromhex(told["handle"]))
+        theirs = IpcHandle.from_buffer_copy(bytes.fromhex(told["handle"]))
         with torch.cuda.device(self._device):
             call("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, LAZY_PEER_ACCESS)
             return OpenedBlock(pointer.value or 0, told["bytes"], self._device)

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A place in the order of work."""
 
     def wait(self) -> None:
         """Until the device has got there. May be called from any thread."""
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: StreamEvent) -> float:
         """What the device took from there to here; both were waited for."""
 
 
-class Stream(Protocol):
+class ComputeStream(Protocol):
     def put(self, x: NDArray[np.generic]) -> Tensor:
         """A copy on the device; x may be changed at once."""
 
@@ -39,7 +39,7 @@ class Stream(Protocol):
     def fetch(self, x: Tensor) -> Tensor:
         """A copy on the host, to be read when a later mark has been waited for."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> StreamEvent: ...
 
 
 class CudaStream:
@@ -77,6 +77,6 @@ class CudaMark:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: StreamEvent) -> float:
         assert isinstance(earlier, CudaMark)
         return earlier._event.elapsed_time(self._event) / 1e3

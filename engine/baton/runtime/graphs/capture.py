@@ -29,10 +29,10 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
 from baton.layers.attention.paged_indices import PagedRows, batch_ladder, pad_decode, pad_slots, rung
-from baton.layers.cuda.stream import Stream
+from baton.layers.cuda.stream import ComputeStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import Indices, Step
+from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.cuda_sampler import greedy_tokens
 
@@ -52,7 +52,7 @@ def rows_to_record(config: EngineConfig) -> int:
     return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` queues on the device, to be queued again by each call. `work` itself is run, perhaps twice."""
 
@@ -83,8 +83,8 @@ class DecodeGraphs:
         kv: KvTensors,
         attn: GraphAttention,
         table: TokenTable,
-        stream: Stream,
-        recorder: Recorder,
+        stream: ComputeStream,
+        recorder: GraphRecorder,
         largest: int,
         context: int,
     ) -> None:
@@ -106,7 +106,7 @@ class DecodeGraphs:
         model.reserve(context)  # the tables of rotary embedding stay where they are from now on
         self._replays = self._record_all(recorder)
 
-    def _record_all(self, recorder: Recorder) -> dict[int, Callable[[], None]]:
+    def _record_all(self, recorder: GraphRecorder) -> dict[int, Callable[[], None]]:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         nobody = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -153,7 +153,7 @@ class DecodeGraphs:
         self._static.fill(self._stream, filled, padded)
         self._attn.plan_rung(size, padded)
 
-    def size_for(self, step: Step, indices: Indices) -> int | None:
+    def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
         """The rung that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
         if step.num_decode < rows or len(indices.sample_index) < rows:
@@ -163,7 +163,7 @@ class DecodeGraphs:
             return None
         return size
 
-    def load(self, size: int, step: Step, indices: Indices) -> None:
+    def load(self, size: int, step: StepInputs, indices: StepIndices) -> None:
         """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
         last_page_len = ((indices.kv_lens - 1) % self._page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)

@@ -18,8 +18,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.runtime.memory.device_memory import Memory
-from baton.sched.types.plan import Admitted, Row, StepPlan, Stop
+from baton.runtime.memory.device_memory import MemoryProbe
+from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 
 log = logging.getLogger("baton.rehearsal")
@@ -40,7 +40,7 @@ TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WarmupLimits:
     """What bounds a step."""
 
     tokens: int
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class WarmupResult:
     """What steps took of the device's memory. In bytes."""
 
     largest: int
@@ -78,7 +78,7 @@ class _Step:
     cached: int = 0
     """Tokens of each prompt that are in the KV pool already."""
 
-    def plan(self, number: int, limits: Limits) -> StepPlan:
+    def plan(self, number: int, limits: WarmupLimits) -> StepPlan:
         free = itertools.count()
         shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
         shapes += [(self.cached, n) for n in self.prompts]
@@ -89,11 +89,11 @@ class _Step:
             rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
             history = array("i", [TOKEN]) * (start + n)
             params = self.params[slot % len(self.params)]
-            admitted.append(Admitted(slot, slot, params, start + n, history))
-        return StepPlan(number, tuple(rows), self.decode, tuple(admitted), array("i"), Stop.QUEUE_EMPTY)
+            admitted.append(AdmittedSeq(slot, slot, params, start + n, history))
+        return StepPlan(number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY)
 
 
-def steps(limits: Limits) -> list[tuple[str, StepPlan]]:
+def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
     few = min(4, limits.running)
     short = min(2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1))
@@ -112,7 +112,7 @@ def steps(limits: Limits) -> list[tuple[str, StepPlan]]:
     return [(step.name, step.plan(number, limits)) for number, step in enumerate(made)]
 
 
-def _largest(limits: Limits) -> _Step:
+def _largest(limits: WarmupLimits) -> _Step:
     """As many tokens as a step may have, and of those as many rows as can be: each wants logits."""
     prompts: list[int] = []
     left = limits.prompt_tokens
@@ -129,12 +129,12 @@ def _largest(limits: Limits) -> _Step:
     return _Step(f"{decode} sequences decoding with {sum(prompts)} prompt tokens", decode, tuple(prompts))
 
 
-def pages_needed(limits: Limits) -> int:
+def pages_needed(limits: WarmupLimits) -> int:
     """Of the pool that rehearsals run on."""
     return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
 
 
-def rehearse(limits: Limits, execute: Callable[[StepPlan], object], memory: Memory) -> Rehearsed:
+def rehearse(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: MemoryProbe) -> WarmupResult:
     """Run all steps. Raises what `execute` raises."""
     made = steps(limits)
     before = memory.held()
@@ -146,4 +146,4 @@ def rehearse(limits: Limits, execute: Callable[[StepPlan], object], memory: Memo
         took.append(max(memory.peak() - before, 0))
         memory.held()  # gives back what this step leaves behind, which the next one may not be able to use
         log.info("rehearsal %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started)
-    return Rehearsed(max(took), took[-2])
+    return WarmupResult(max(took), took[-2])

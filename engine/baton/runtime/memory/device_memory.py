@@ -1,7 +1,7 @@
 """How large the KV pool of a CUDA device may be: what is measured, and the arithmetic.
 
 1. The weights are on the device; 2. `rehearsal` runs the largest steps on a small pool and notes what they took
-on top (`Needs`); 3. `size_pool` divides what is left:
+on top (`MemoryNeeds`); 3. `size_pool` divides what is left:
 
     |<-------------------------- total ---------------------------->|
     | weights | workspace |      pool      | activations | graphs | … |
@@ -29,7 +29,7 @@ MARGIN_BYTES = 256 * MIB
 LEAST_PAGES = 2
 
 
-class Memory(Protocol):
+class MemoryProbe(Protocol):
     """A device's memory. All numbers in bytes."""
 
     def free(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """What a process takes on its device besides the pool. All in bytes."""
 
     total: int
@@ -90,13 +90,13 @@ class Needs:
         return self.free - self.workspace - self.activations - self.graphs - MARGIN_BYTES
 
 
-class Sized(NamedTuple):
+class MemoryPlan(NamedTuple):
     pages: int
     why: str
     """What bounded them, for the log."""
 
 
-def size_pool(needs: Needs, page_bytes: int, fraction: float, wanted: int | None = None) -> Sized:
+def size_pool(needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int | None = None) -> MemoryPlan:
     """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's memory leaves.
 
     Raises ConfigError when `wanted` pages, or else two, do not fit.
@@ -107,11 +107,11 @@ def size_pool(needs: Needs, page_bytes: int, fraction: float, wanted: int | None
                 f"the KV pool asked for has {_gib(wanted * page_bytes)}, and {_gib(max(needs.room, 0))} are left "
                 f"for it ({account(needs)}); lower --max-total-tokens or --kv-pool-mib, or {_MAKE_ROOM}"
             )
-        return Sized(wanted, "as asked for")
+        return MemoryPlan(wanted, "as asked for")
     allowed = int(needs.total * fraction) - needs.weights - needs.workspace
     pages = min(allowed, needs.room) // page_bytes
     if pages >= LEAST_PAGES:
-        return Sized(pages, f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free")
+        return MemoryPlan(pages, f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free")
     what = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
     if allowed < needs.room:
         raise ConfigError(
@@ -124,7 +124,7 @@ def size_pool(needs: Needs, page_bytes: int, fraction: float, wanted: int | None
 _MAKE_ROOM = "lower --chunked-prefill-size or --max-running-requests, end other processes on this GPU, or use more GPUs"
 
 
-def account(needs: Needs) -> str:
+def account(needs: MemoryNeeds) -> str:
     """All numbers, for the log and for errors."""
     return (
         f"GPU memory of {_gib(needs.total)}: free {_gib(needs.free)} beside weights of {_gib(needs.weights)}; a step "

@@ -21,20 +21,20 @@ from baton.errors import ConfigError, EngineError
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import GraphAttention
 from baton.layers.attention.paged_indices import batch_ladder
-from baton.layers.collectives import Group, Place
+from baton.layers.collectives import Place, ProcessGroup
 from baton.layers.flashinfer_loader import SLOWER, reason
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from baton.runtime.graphs import warmup
 from baton.runtime.graphs.capture import BYTES_EACH, rows_to_record
-from baton.runtime.graphs.warmup import Rehearsed
-from baton.runtime.memory.device_memory import GIB, Memory, Needs, account, size_pool
+from baton.runtime.graphs.warmup import WarmupResult
+from baton.runtime.memory.device_memory import GIB, MemoryNeeds, MemoryProbe, account, size_pool
 from baton.runtime.runner.cuda_runner import make_runner
 
 log = logging.getLogger("baton.fit")
 
 
-def check_weights(needed: int, memory: Memory) -> None:
+def check_weights(needed: int, memory: MemoryProbe) -> None:
     """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
     free, total = memory.free()
     if needed > free:
@@ -50,9 +50,9 @@ def fit(
     context: int,
     wanted_pages: int | None,
     device: torch.device,
-    memory: Memory,
+    memory: MemoryProbe,
     place: Place | None = None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> int:
     """Pages of the pool.
 
@@ -62,7 +62,7 @@ def fit(
     """
     weights = memory.held()
     most_tokens = config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
-    limits = warmup.Limits(
+    limits = warmup.WarmupLimits(
         tokens=max(config.chunked_prefill_size, most_tokens),
         prompt_tokens=most_tokens,
         running=config.max_running_requests,
@@ -80,7 +80,7 @@ def fit(
             why = f"kernels for this GPU cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
             raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
     free, total = memory.free()
-    needs = Needs(
+    needs = MemoryNeeds(
         total=total,
         free=free,
         weights=weights,
@@ -105,15 +105,15 @@ class _Tried(NamedTuple):
     """Its buffers."""
     graphs: int
     """What recordings of decode steps will take; 0 where it cannot be recorded."""
-    took: Rehearsed
+    took: WarmupResult
 
 
 def _try(
     model: Decoder,
     config: EngineConfig,
-    limits: warmup.Limits,
+    limits: warmup.WarmupLimits,
     device: torch.device,
-    memory: Memory,
+    memory: MemoryProbe,
     place: Place | None,
 ) -> _Tried:
     pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)

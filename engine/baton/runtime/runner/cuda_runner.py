@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
-from baton.layers.cuda.stream import CudaStream, Mark, Stream
+from baton.layers.cuda.stream import ComputeStream, CudaStream, StreamEvent
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.graphs.capture import DecodeGraphs, Recorder
-from baton.runtime.runner.model_runner import Runner
-from baton.runtime.runner.step_inputs import Indices, Step
+from baton.runtime.graphs.capture import DecodeGraphs, GraphRecorder
+from baton.runtime.runner.model_runner import ModelRunner
+from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
-from baton.runtime.sampling.cuda_sampler import Draw, Drawn
+from baton.runtime.sampling.cuda_sampler import SamplingLaunch, SamplingResult
 from baton.runtime.sampling.sampler import SampleRow
 from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
@@ -48,11 +48,11 @@ class InFlight:
     wrote, and transfers may write those it used (layers.cuda.device_pages).
     """
 
-    began: Mark
-    ended: Mark
-    draw: Draw | None = None
+    began: StreamEvent
+    ended: StreamEvent
+    draw: SamplingLaunch | None = None
     """None: no row samples."""
-    drawn: Drawn | None = None
+    drawn: SamplingResult | None = None
     """On the host; to be read after `ended`."""
 
     def wait(self) -> tuple[StepResult, float]:
@@ -64,7 +64,7 @@ class InFlight:
         return StepResult(()) if self.draw is None or self.drawn is None else self.draw.read(self.drawn)
 
 
-class DeviceRunner(Runner):
+class DeviceRunner(ModelRunner):
     """A Runner whose steps are collected later."""
 
     def __init__(
@@ -74,7 +74,7 @@ class DeviceRunner(Runner):
         attn: AttentionBackend,
         max_slots: int,
         *,
-        stream: Stream,
+        stream: ComputeStream,
         announces_writes: bool = False,
         host: Tensor | None = None,
         tell: Callable[[bytes], None] | None = None,
@@ -93,7 +93,7 @@ class DeviceRunner(Runner):
         return isinstance(self._attn, GraphAttention)
 
     @torch.inference_mode()
-    def record_graphs(self, recorder: Recorder, largest: int, context: int) -> None:
+    def record_graphs(self, recorder: GraphRecorder, largest: int, context: int) -> None:
         """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
 
         Args: `context`: no sequence gets longer.
@@ -128,7 +128,7 @@ class DeviceRunner(Runner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(self, step: Step, indices: Indices) -> tuple[Mark, Tensor, Tensor | None, Tensor]:
+    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[StreamEvent, Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
 
         The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
@@ -146,16 +146,16 @@ class DeviceRunner(Runner):
 
     def _draw(
         self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
-    ) -> tuple[Draw, Drawn]:
+    ) -> tuple[SamplingLaunch, SamplingResult]:
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read()
-        draw = Draw(rows, self._vocab, self._stream.put)
+        draw = SamplingLaunch(rows, self._vocab, self._stream.put)
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
-        return draw, Drawn(*(None if part is None else self._stream.fetch(part) for part in parts))
+        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in parts))
 
     def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
         """The rows stand one token further, which the host does not know yet."""
@@ -182,10 +182,10 @@ class DeviceRunner(Runner):
         """Known to the host only where other ranks must be told; else a reference stands for what the table holds."""
         return super()._open_tokens(slots) if self._tell is not None else self._table.reference(slots)
 
-    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
+    def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return self._upload(step, indices)[0]
 
-    def _upload(self, step: Step, indices: Indices) -> tuple[ForwardBatch, Tensor]:
+    def _upload(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
             (
@@ -208,8 +208,8 @@ class DeviceRunner(Runner):
         return batch, slots
 
 
-def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> Runner:
+def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> ModelRunner:
     """Of the kind that suits the pool's device."""
     if kv.data.is_cuda:
         return DeviceRunner(model, kv, attn, max_slots, stream=CudaStream(kv.data.device), **more)
-    return Runner(model, kv, attn, max_slots, **more)
+    return ModelRunner(model, kv, attn, max_slots, **more)

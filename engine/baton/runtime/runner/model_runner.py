@@ -1,6 +1,6 @@
 """Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
 
-`Runner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
+`ModelRunner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 
@@ -30,15 +30,15 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import Growth, Indices, PlanDiverged, Step, checksum, decode, encode
+from baton.runtime.runner.step_inputs import Growth, PlanDiverged, StepIndices, StepInputs, checksum, decode, encode
 from baton.runtime.sampling.sampler import SampleRow, sample
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from baton.runtime.engine_loop import Launched
+    from baton.runtime.engine_loop import LaunchedStep
 
 
-class Runner:
+class ModelRunner:
     """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
 
     `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
@@ -78,7 +78,7 @@ class Runner:
     def page_bytes(self) -> int:
         return self._kv.page_bytes
 
-    def execute(self, plan: StepPlan) -> StepResult | Launched:
+    def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         step, indices = self._begin(plan)
         copy_seconds = self._copy(step)
@@ -119,7 +119,7 @@ class Runner:
         if indices is not None:
             self._model.forward(self._batch(step, indices), self._attn)
 
-    def _begin(self, plan: StepPlan) -> tuple[Step, Indices | None]:
+    def _begin(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
         """All that comes before the device has work: what the plan says, told to whoever takes part."""
         for adm in plan.admitted:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
@@ -131,11 +131,11 @@ class Runner:
             self._tell(encode(step, self._check))
         return step, indices
 
-    def _begin_write(self, step: Step) -> None:
+    def _begin_write(self, step: StepInputs) -> None:
         if self._native_pool is not None and step.new_pages:
             self._native_pool.begin_write(step.new_pages.tobytes())
 
-    def _copy(self, step: Step) -> float:
+    def _copy(self, step: StepInputs) -> float:
         """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
         if not step.copies:
             return 0.0
@@ -150,7 +150,7 @@ class Runner:
         assert sample_row is not None, f"slot {row.slot} was never admitted"
         return sample_row
 
-    def _step(self, plan: StepPlan) -> Step:
+    def _step(self, plan: StepPlan) -> StepInputs:
         """The plan with its open tokens filled in, vectorised over its rows."""
         rows = plan.rows
         _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = zip(*rows, strict=True) if rows else ((),) * 8
@@ -159,7 +159,7 @@ class Runner:
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
             token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
-        return Step(
+        return StepInputs(
             plan.step,
             plan.num_decode,
             slots,
@@ -176,7 +176,7 @@ class Runner:
         """The last token sampled in each of these slots."""
         return self._last_token[slots]
 
-    def _indices(self, step: Step) -> Indices | None:
+    def _indices(self, step: StepInputs) -> StepIndices | None:
         """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
         count = len(step.slots)
         if not count:
@@ -193,7 +193,7 @@ class Runner:
         num_pages = -(-kv_lens // self._page_size)
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
-        return Indices(
+        return StepIndices(
             token_ids=step.token_ids,
             positions=positions,
             qo_indptr=qo_indptr,
@@ -204,7 +204,7 @@ class Runner:
             sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
         )
 
-    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
+    def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

@@ -1,8 +1,8 @@
 """A step as the device is told to do it: arrays of integers with every token known, made of a plan or of bytes.
 
-With tensor parallelism only the first rank plans and samples. Of each plan it makes a `Step`, in which the tokens that
-the plan leaves open are filled in, and sends it as bytes; the other ranks execute what they receive. So a step's
-tokens, admissions' prompts and growth of page tables all travel in one message.
+With tensor parallelism only the first rank plans and samples. Of each plan it makes a `StepInputs`, in which the
+tokens that the plan leaves open are filled in, and sends it as bytes; the other ranks execute what they receive. So a
+step's tokens, admissions' prompts and growth of page tables all travel in one message.
 
 The message ends with a number over the index arrays that the first rank computes with, chained to those of all steps
 before it. A rank whose own arrays give another number (a message lost or altered, a page table that differs) raises
@@ -39,7 +39,7 @@ class Growth(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class StepInputs:
     """R rows with T tokens, in the plan's order."""
 
     number: int
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Indices:
+class StepIndices:
     """What a step computes with, on the host: `ForwardBatch` as arrays."""
 
     token_ids: Int64
@@ -92,7 +92,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Message)
 
 
-def encode(step: Step, check: int) -> bytes:
+def encode(step: StepInputs, check: int) -> bytes:
     return _encoder.encode(
         _Message(
             step.number,
@@ -108,11 +108,11 @@ def encode(step: Step, check: int) -> bytes:
     )
 
 
-def decode(message: bytes) -> tuple[Step, int]:
+def decode(message: bytes) -> tuple[StepInputs, int]:
     """The step, and the number that `checksum` must give for it."""
     m = _decoder.decode(message)
     slots, starts, lengths = np.frombuffer(m.columns, np.int64).reshape(3, -1)
-    step = Step(
+    step = StepInputs(
         m.number,
         m.num_decode,
         slots,
@@ -127,7 +127,7 @@ def decode(message: bytes) -> tuple[Step, int]:
     return step, m.check
 
 
-def checksum(step: Step, indices: Indices | None, before: int) -> int:
+def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
     """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
     value = zlib.crc32(step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before))
     for run in step.copies:

@@ -1,8 +1,8 @@
 """The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
 
-1. `Draw(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone; 2. `run(logits)`
-queues the work, the draw in one launch (`kernels.draw`), and returns tensors on the logits' device; 3. `read` turns
-their host copies into a result later.
+1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone;
+2. `run(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on the logits' device;
+3. `read` turns their host copies into a result later.
 
 A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
 INVALID_TOKEN where its largest logit is NaN or infinite. The host's sampler draws on CPU tensors, which tests use, and
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from baton.layers import kernels
 from baton.runtime.sampling import sampler
-from baton.runtime.sampling.sampler import Edits, Put, SampleRow, draw_columns
+from baton.runtime.sampling.sampler import LogitEdits, Put, SampleRow, draw_columns
 from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SamplingResult:
     """What a step drew, all on one device. Logprobs are of the m rows that asked for them, k is the most one asked."""
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class Drawn:
     """float32 [m, k]"""
 
 
-class Draw:
+class SamplingLaunch:
     """One token for each of S rows. The rows are read when it is made: they may advance before `run`."""
 
     def __init__(self, rows: Sequence[SampleRow], vocab: int, put: Put) -> None:
@@ -50,11 +50,11 @@ class Draw:
         """argmax says all."""
         self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
         edited = [(i, row) for i, row in special if row.is_edited]
-        self._edits = Edits(edited, vocab) if edited else None
+        self._edits = LogitEdits(edited, vocab) if edited else None
         self._drawn = [i for i, row in special if not row.is_greedy]
         self._columns = [draw_columns(rows[i], vocab) for i in self._drawn]
 
-    def run(self, logits: Tensor, greedy: Tensor | None = None) -> Drawn:
+    def run(self, logits: Tensor, greedy: Tensor | None = None) -> SamplingResult:
         """Queue the draw. Waits for nothing.
 
         Args:
@@ -63,7 +63,7 @@ class Draw:
         """
         best = greedy_tokens(logits) if greedy is None else greedy
         if self.is_plain:
-            return Drawn(best)
+            return SamplingResult(best)
         raw = asked = None
         if self._logprobs:
             asked = self._put(np.array([i for i, _ in self._logprobs]))
@@ -76,13 +76,13 @@ class Draw:
         if self._drawn:
             self._draw_into(tokens, logits)
         if raw is None or asked is None:
-            return Drawn(tokens)
+            return SamplingResult(tokens)
         chosen = raw.gather(1, tokens[asked].clamp_min(0)[:, None])[:, 0]
         most = min(max(k for _, k in self._logprobs), self._vocab)
         if not most:
-            return Drawn(tokens, chosen)
+            return SamplingResult(tokens, chosen)
         top = raw.topk(most)
-        return Drawn(tokens, chosen, top.indices, top.values)
+        return SamplingResult(tokens, chosen, top.indices, top.values)
 
     def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
         rows, columns = self._put(np.array(self._drawn)), self._put(np.array(self._columns).T.copy())
@@ -94,7 +94,7 @@ class Draw:
             drawn = torch.tensor(sampler.draw(some, columns.T.tolist())).to(tokens.device)
             tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
 
-    def read(self, drawn: Drawn) -> StepResult:
+    def read(self, drawn: SamplingResult) -> StepResult:
         """The result, of copies on the host."""
         tokens = drawn.tokens.tolist()
         if drawn.chosen is None:

@@ -17,7 +17,7 @@ Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so 
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
 
 `sample` works on the host; where logits lie on a device, `gpu.sampler` has a kernel draw by the same definition. What
-both must agree on is here: `Edits` and `draw_columns`.
+both must agree on is here: `LogitEdits` and `draw_columns`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SampleRow:
 
     def edit(self, logits: Tensor) -> None:
         """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
-        Edits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
+        LogitEdits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
 
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
@@ -120,7 +120,7 @@ class SampleRow:
         self._counts[at] += times
 
 
-class Edits:
+class LogitEdits:
     """What logit_bias, penalties and min_new_tokens change in the logits [S, vocab] of a step, as flat arrays.
 
     Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
@@ -183,7 +183,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
         logits[bad] = 0.0
     raw = {i: logits[i].log_softmax(-1) for i, row in enumerate(rows) if row.params.logprobs >= 0}
     if edited := [(i, row) for i, row in enumerate(rows) if row.is_edited]:
-        Edits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
+        LogitEdits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
     tokens: list[int] = logits.argmax(-1).tolist()
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     for start in range(0, len(drawn), _ROWS_AT_ONCE):

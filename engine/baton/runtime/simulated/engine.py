@@ -21,7 +21,7 @@ from baton.config import EngineConfig
 from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, Simulated, read
 from baton.disagg.relay import Relay, TransferNode
 from baton.errors import ConfigError
-from baton.runtime.engine_loop import Engine, PoolSizes, make_engine
+from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 
 log = logging.getLogger("baton.sim")
@@ -29,7 +29,7 @@ log = logging.getLogger("baton.sim")
 
 @dataclass(frozen=True, slots=True)
 class SimLoaded:
-    """What runtime.build.Loaded is for a model."""
+    """What runtime.build.LoadedModel is for a model."""
 
     config: EngineConfig
     simulated: Simulated
@@ -38,7 +38,7 @@ class SimLoaded:
     layout: dict[str, object]
     info: dict[str, object]
 
-    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
+    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
         return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, relay, trace)

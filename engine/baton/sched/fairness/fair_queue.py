@@ -35,7 +35,7 @@ from baton.config.tenants import INTERNAL, OTHER, TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.classes import DeficitRoundRobin
 from baton.sched.fairness.tenants import VirtualCounters
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState, is_partial
 
 _NO_LIMITS = TenantRule()
@@ -156,7 +156,7 @@ class _Use:
     kv_tokens: int = 0
 
 
-class Fairness:
+class FairQueue:
     """The accounts of one rank. `answer_tokens`: tokens that a request is expected to still generate."""
 
     def __init__(self, rules: FairnessRules, quantum: int, answer_tokens: Callable[[Seq], int]) -> None:
@@ -186,16 +186,16 @@ class Fairness:
         """The class's name."""
         return self._names[self.class_of(seq)]
 
-    def tenant_of(self, req: Validated) -> str:
+    def tenant_of(self, req: ValidatedRequest) -> str:
         return req.tenant if self._rules.tenants is not None else ""
 
     def _rule(self, tenant: str) -> TenantRule:
         """Nobody's requests, such as the node's own health probes, have no limits."""
         return self._tenants.of(tenant) if tenant else _NO_LIMITS
 
-    # ------------------------------------------------------------------ the queue (sched.queue.waiting_queue.Watcher)
+    # ------------------------------------------------------------------ the queue (waiting_queue.QueueWatcher)
 
-    def check(self, req: Validated, retry_secs: int = 1) -> None:
+    def check(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
         """Raises what keeps a request out of the queue: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
         tenant = self.tenant_of(req)
         rule = self._rule(tenant)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from baton.cache.host import CopyRun, HostPage, HostTier
 from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import TOKEN_BYTES, Match, Node, RadixCache
+from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.policies.base import cached_tokens
 from baton.sched.types.limits import Limits
@@ -47,7 +47,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Memory:
+class KvManager:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
         self.quarantined_pages = 0
@@ -182,16 +182,16 @@ class Memory:
             self._new_pages.extend(pages)
         return pages
 
-    def match(self, seq: Seq, max_tokens: int) -> Match:
+    def match(self, seq: Seq, max_tokens: int) -> PrefixMatch:
         """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
-            return Match(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
+            return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
         match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
         self.cache.lock(match.node)
         return match
 
-    def share(self, seq: Seq, match: Match) -> None:
+    def share(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
         if seq.node is not None:
@@ -199,7 +199,7 @@ class Memory:
         seq.node, seq.published = match.node, len(match.pages)
         seq.pages.extend(match.pages[len(seq.pages) :])
 
-    def _count_hit(self, seq: Seq, match: Match) -> None:
+    def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
         if seq.has_let_go:
             self.hit_tokens["rematch"] += tokens
@@ -313,7 +313,7 @@ class Memory:
         if self.host is not None and node is not None and pays:
             self._offload(seq, node, self.host)
 
-    def _offload(self, seq: Seq, node: Node, host: HostTier) -> None:
+    def _offload(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
         """Send the end of a branch that nobody uses to the host, and keep it there for this sequence."""
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):

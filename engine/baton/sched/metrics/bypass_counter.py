@@ -56,7 +56,7 @@ class _Fenwick:
         return at
 
 
-class Overtaking:
+class BypassCounter:
     def __init__(self) -> None:
         self._keys: dict[int, Key] = {}
         self._place: dict[int, int] = {}

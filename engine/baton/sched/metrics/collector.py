@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.sched.metrics.bypass_counter import Key, Overtaking
+from baton.sched.metrics.bypass_counter import BypassCounter, Key
 from baton.sched.metrics.histogram import GAP_BUCKETS, REQUEST_BUCKETS, SLACK_BUCKETS, STAGE_BUCKETS, Histogram
-from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled, Story
+from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.sequence import Seq, SeqState
 
@@ -65,7 +65,7 @@ class _Life:
     """Tokens whose KV it had when it was sent back."""
     queue_seconds: float = 0.0
     """From arrival to the first admission."""
-    pulled: Pulled | None = None
+    pulled: PulledPages | None = None
 
 
 class SchedStats:
@@ -75,7 +75,7 @@ class SchedStats:
         self._starvation_secs = starvation_secs
         self.class_of = class_of
         self._lives: dict[int, _Life] = {}
-        self._order = Overtaking()
+        self._order = BypassCounter()
         self._due: list[tuple[float, int]] = []
         """(when the wait gets too long, handle): a heap; entries of waits that are over stay until their time."""
         self._overdue: list[tuple[Key, int]] = []
@@ -87,7 +87,7 @@ class SchedStats:
         """Of requests that were not in the last step."""
         self.now = 0.0
         """Time as far as it has come, for hooks that are not told."""
-        self._stories: dict[int, Story] = {}
+        self._stories: dict[int, RequestTimeline] = {}
         """Of traced requests that live."""
         self.queued: Counter[str] = Counter()
         """Waiting requests by class."""
@@ -120,7 +120,7 @@ class SchedStats:
             life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             self._lives[seq.handle] = life
             if seq.req.trace:
-                self._stories[seq.handle] = Story(seq.handle, seq.req.trace, seq.prompt_len)
+                self._stories[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
             return
         else:
@@ -272,7 +272,7 @@ class SchedStats:
         if (story := self._stories.get(seq.handle)) is not None:
             story.announced_at = self.now
 
-    def on_pulled(self, seq: Seq, pulled: Pulled | None) -> None:
+    def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
         self._lives[seq.handle].pulled = pulled
         if pulled is not None:
@@ -308,7 +308,7 @@ class SchedStats:
             self._order.leave(seq.handle)
             self._stop_waiting(life)
 
-    def on_ended(self, seq: Seq) -> Story | None:
+    def on_ended(self, seq: Seq) -> RequestTimeline | None:
         """Returns its story, once, if it was traced."""
         self.on_withdrawn(seq)
         self._lives.pop(seq.handle, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.sched.policies.base import cached_tokens
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, band
-from baton.sched.state import State
+from baton.sched.state import SchedulerState
 from baton.sched.types.sequence import wants_row
 
 NEW_PROBES = 64
@@ -22,19 +22,19 @@ NEW_PROBES = 64
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingLoad:
     requests: int = 0
     tokens: int = 0
     """Tokens to compute for their first tokens: prompts, and answers of those sent back, less what is cached."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadReport:
     """One rank at one moment. Tokens count KV slots; pages hold `page_size` of them."""
 
-    bands: dict[str, Waiting]
+    bands: dict[str, WaitingLoad]
     """Waiting requests by band of the order key, most important first; bands without any are left out."""
-    classes: dict[str, Waiting]
+    classes: dict[str, WaitingLoad]
     """The same requests by class (--priority-classes; without them the bands of the priorities as given)."""
     queued_requests: int
     queued_prompt_tokens: int
@@ -60,7 +60,7 @@ class Load:
     """Measured, smoothed; 0 before the first step with decode rows."""
 
 
-def measure(state: State) -> Load:
+def measure(state: SchedulerState) -> LoadReport:
     """Looks at every waiting request.
 
     What of it is cached is what the last look into the tree found: the queue order's or, at most NEW_PROBES times per
@@ -68,8 +68,8 @@ def measure(state: State) -> Load:
     """
     rule, index, now = state.limits.priority, state.memory.cache, state.now
     probes = NEW_PROBES
-    by_band: dict[str, Waiting] = {}
-    by_class: dict[str, Waiting] = {}
+    by_band: dict[str, WaitingLoad] = {}
+    by_class: dict[str, WaitingLoad] = {}
     for queue in (state.waiting, state.opening):
         for seq in queue:
             if seq.probe is None and probes:
@@ -79,11 +79,11 @@ def measure(state: State) -> Load:
             tokens = seq.total_len - cached
             name = band(-rule.key(seq, now)) if rule.enabled else DEFAULT
             for table, key in ((by_band, name), (by_class, state.stats.class_of(seq))):
-                entry = table.setdefault(key, Waiting())
+                entry = table.setdefault(key, WaitingLoad())
                 entry.requests += 1
                 entry.tokens += tokens
     running = state.running.values()
-    return Load(
+    return LoadReport(
         bands={name: by_band[name] for name in BANDS if name in by_band},
         classes=by_class,
         queued_requests=len(state.waiting) + len(state.opening),
@@ -105,7 +105,7 @@ def measure(state: State) -> Load:
     )
 
 
-def tokens_ahead(bands: Mapping[str, Waiting], started_tokens: int, priority: float | None = None) -> int:
+def tokens_ahead(bands: Mapping[str, WaitingLoad], started_tokens: int, priority: float | None = None) -> int:
     """Tokens that a rank computes before the first token of a new request: what runs, and what waits before it.
 
     Args:

@@ -16,7 +16,7 @@ MAX_EVENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledPages:
     """D: how a prompt's pages came, as the transfer runtime tells it (kv_transfer's PullStats)."""
 
     transport: str
@@ -35,12 +35,12 @@ class FirstTokenStages:
 
     queue_seconds: float
     """From arrival until slot and pages were given."""
-    pulled: Pulled | None = None
+    pulled: PulledPages | None = None
     """D: how the pages of its prompt came."""
 
 
 @dataclass(slots=True)
-class Story:
+class RequestTimeline:
     handle: int
     trace: bytes
     """Handed back as it came; only the front knows what is in it."""
@@ -63,7 +63,7 @@ class Story:
     output_tokens: int = 0
     retractions: int = 0
     preemptions: int = 0
-    pulled: Pulled | None = None
+    pulled: PulledPages | None = None
     leased_pages: int = 0
     """P: pages kept for D from the first token on."""
     finish: str = ""

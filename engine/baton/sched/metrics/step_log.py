@@ -10,13 +10,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from baton.sched.types.plan import ForwardMode, StepPlan, Stop
+from baton.sched.types.plan import ForwardMode, StepPlan, StopReason
 
 RING = 256
 """Records kept in memory."""
 
 
-class Decision(NamedTuple):
+class StepDecision(NamedTuple):
     """One plan. Handles are the front's numbers of requests (its log has them beside the rid)."""
 
     step: int
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
     mode: str
     """sched.types.plan.ForwardMode; idle: nothing could be planned though requests wait."""
     stopped_by: str
-    """Why no further prompt tokens were taken (sched.types.plan.Stop)."""
+    """Why no further prompt tokens were taken (sched.types.plan.StopReason)."""
     policy: str
     decode_rows: int
     prefill_tokens: int
@@ -50,13 +50,13 @@ class Decision(NamedTuple):
     """(handle, reason): retracted (memory), preempted (priority, slots), since the record before suspended (admin)."""
 
 
-class Decisions:
+class StepLog:
     def __init__(self) -> None:
-        self._ring: deque[Decision] = deque(maxlen=RING)
-        self.sink: Callable[[Decision], None] | None = None
-        self.steps: Counter[tuple[ForwardMode, Stop]] = Counter()
+        self._ring: deque[StepDecision] = deque(maxlen=RING)
+        self.sink: Callable[[StepDecision], None] | None = None
+        self.steps: Counter[tuple[ForwardMode, StopReason]] = Counter()
 
-    def note(self, decision: Decision) -> None:
+    def note(self, decision: StepDecision) -> None:
         self._ring.append(decision)
         if self.sink is not None:
             self.sink(decision)
@@ -64,10 +64,10 @@ class Decisions:
     def count(self, plan: StepPlan) -> None:
         self.steps[plan.mode, plan.stopped_by] += 1
 
-    def is_news(self, stopped_by: Stop) -> bool:
+    def is_news(self, stopped_by: StopReason) -> bool:
         """Is it worth a record that nothing was planned for this reason?"""
         last = self._ring[-1] if self._ring else None
-        return stopped_by is not Stop.QUEUE_EMPTY and (
+        return stopped_by is not StopReason.QUEUE_EMPTY and (
             last is None or last.mode != ForwardMode.IDLE.value or last.stopped_by != stopped_by.value
         )
 

@@ -32,7 +32,7 @@ TOKENS_UNIT = 1e3
 PAIRS_UNIT = 1e6
 
 
-class Fit:
+class StepTimeFit:
     """y = a * u + b * v with a, b >= 0, from fading observations."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class StepTime:
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
-        self._decode = Fit()
-        self._prompt = Fit()
+        self._decode = StepTimeFit()
+        self._prompt = StepTimeFit()
         self._prompt.a = TOKENS_UNIT / INITIAL_PREFILL_RATE
         self._evidence = (-math.inf, 0)
         """(time, tokens) of a prompt that was computed."""

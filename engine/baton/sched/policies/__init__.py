@@ -27,19 +27,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.sched.policies.adaptive import Adaptive
-from baton.sched.policies.base import Policy, PolicyParams, View, cached_tokens, work
+from baton.sched.policies.adaptive import AdaptivePolicy
+from baton.sched.policies.base import Policy, PolicyContext, PolicyParams, cached_tokens, work
 from baton.sched.policies.dfs_weight import DfsWeight
-from baton.sched.policies.edf import Edf
-from baton.sched.policies.fcfs import Fcfs
-from baton.sched.policies.hrrn import Hrrn
-from baton.sched.policies.lof import Lof
-from baton.sched.policies.lpm import Lpm
-from baton.sched.policies.random import Random
+from baton.sched.policies.edf import EdfPolicy
+from baton.sched.policies.fcfs import FcfsPolicy
+from baton.sched.policies.hrrn import HrrnPolicy
+from baton.sched.policies.lof import LofPolicy
+from baton.sched.policies.lpm import LpmPolicy
+from baton.sched.policies.random import RandomPolicy
 from baton.sched.policies.short_first import ShortFirst
 from baton.sched.policies.srpt_aging import SrptAging
 
-_ALL: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn, Adaptive)
+_ALL: tuple[type[Policy], ...] = (
+    FcfsPolicy,
+    LpmPolicy,
+    DfsWeight,
+    LofPolicy,
+    RandomPolicy,
+    ShortFirst,
+    SrptAging,
+    EdfPolicy,
+    HrrnPolicy,
+    AdaptivePolicy,
+)
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "Adaptive", "Policy", "PolicyParams", "ShortFirst", "View", "cached_tokens", "work"]
+__all__ = [
+    "POLICIES",
+    "AdaptivePolicy",
+    "Policy",
+    "PolicyContext",
+    "PolicyParams",
+    "ShortFirst",
+    "cached_tokens",
+    "work",
+]

@@ -1,6 +1,6 @@
 """--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through each, and see.
 
-1. Every `--adaptive-window-secs` the queue is written down as a `Snapshot`: plain numbers, fit for a log line.
+1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit for a log line.
 2. `forecast` serves it on paper, one request after the other, in each order: with the measured prefill rate, and with
    a prefix cache of the pool's size, so that an order that keeps equal prefixes together is given credit for it.
 3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
@@ -25,10 +25,10 @@ from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from baton.sched.policies.base import Policy, PolicyParams, View, cached_tokens
-from baton.sched.policies.fcfs import Fcfs
-from baton.sched.policies.hrrn import Hrrn
-from baton.sched.policies.lpm import Lpm
+from baton.sched.policies.base import Policy, PolicyContext, PolicyParams, cached_tokens
+from baton.sched.policies.fcfs import FcfsPolicy
+from baton.sched.policies.hrrn import HrrnPolicy
+from baton.sched.policies.lpm import LpmPolicy
 from baton.sched.policies.short_first import ShortFirst
 from baton.sched.policies.srpt_aging import SrptAging
 from baton.sched.types.events import OrderReviewed
@@ -55,7 +55,7 @@ WORK_PER_REQUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRequest:
     """One request of a snapshot; times in seconds, lengths in tokens."""
 
     wait: float
@@ -71,21 +71,21 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class QueueSnapshot:
     rate: float
     """Prompt tokens per second."""
     block_tokens: int
     cache_blocks: int
     lpm_aging: float
     short_first_aging: float
-    requests: tuple[Waiting, ...]
+    requests: tuple[WaitingRequest, ...]
     """In order of arrival."""
     srpt_aging: float = 0.0
     """Tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class OrderForecast:
     """Time to first token [s]."""
 
     mean: float
@@ -93,7 +93,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OrderChoice:
     active: str
     rival: str | None = None
     """Was better by the margin the last time."""
@@ -110,14 +110,14 @@ def finish(parts: Parts[T]) -> T:
 
 
 def take_snapshot(
-    queue: Collection[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
-) -> Snapshot:
+    queue: Collection[Seq], view: PolicyContext, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+) -> QueueSnapshot:
     return finish(snapshot_in_parts(queue, view, params, cached_tokens))
 
 
 def snapshot_in_parts(
-    queue: Collection[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
-) -> Parts[Snapshot]:
+    queue: Collection[Seq], view: PolicyContext, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+) -> Parts[QueueSnapshot]:
     """The queue as it is now, less the requests that cease to wait before their part comes."""
     waiting = list(queue)
     oldest: list[Seq] = []
@@ -144,7 +144,7 @@ def snapshot_in_parts(
             parent = numbers.setdefault((parent, seq.key[at : at + width]), len(numbers))
             blocks.append(parent)
         requests.append(
-            Waiting(
+            WaitingRequest(
                 wait=round(view.now - seq.req.arrival, 6),
                 tokens=seq.total_len,
                 answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens), 3),
@@ -156,7 +156,7 @@ def snapshot_in_parts(
         yield WORK_PER_REQUEST + len(blocks)
     backlog_secs, most = view.queued_tokens / view.prefill_rate, params.srpt_aging_backlog_secs
     share = most / backlog_secs if 0 < most < backlog_secs else 1.0
-    return Snapshot(
+    return QueueSnapshot(
         rate=round(view.prefill_rate, 3),
         block_tokens=block,
         cache_blocks=max(view.pool_tokens // block, 1),
@@ -170,7 +170,7 @@ def snapshot_in_parts(
 class _Replay:
     """A queue being served on paper: who still waits, how much of each is cached."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: QueueSnapshot) -> None:
         self.snapshot = snapshot
         self.computed = 0
         self.matched = [0] * len(snapshot.requests)
@@ -247,12 +247,12 @@ CANDIDATES: dict[str, Key] = {
 """The orders as they look on paper, smallest first. Of equal forecasts the first wins."""
 
 
-def forecast(snapshot: Snapshot, order: str) -> Forecast:
+def forecast(snapshot: QueueSnapshot, order: str) -> OrderForecast:
     """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
     return finish(forecast_in_parts(snapshot, order))
 
 
-def forecast_in_parts(snapshot: Snapshot, order: str) -> Parts[Forecast]:
+def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecast]:
     key, at = CANDIDATES[order], _Replay(snapshot)
     now = 0.0
     ttfts = []
@@ -262,45 +262,49 @@ def forecast_in_parts(snapshot: Snapshot, order: str) -> Parts[Forecast]:
         ttfts.append(snapshot.requests[chosen].wait + now)
         yield 2 * len(at.left)  # compared, and matched with the cache
     ttfts.sort()
-    return Forecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
+    return OrderForecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
 
 
-def forecasts(snapshot: Snapshot) -> dict[str, Forecast]:
+def forecasts(snapshot: QueueSnapshot) -> dict[str, OrderForecast]:
     return {order: forecast(snapshot, order) for order in CANDIDATES}
 
 
-def forecasts_in_parts(snapshot: Snapshot) -> Parts[dict[str, Forecast]]:
+def forecasts_in_parts(snapshot: QueueSnapshot) -> Parts[dict[str, OrderForecast]]:
     found = {}
     for order in CANDIDATES:
         found[order] = yield from forecast_in_parts(snapshot, order)
     return found
 
 
-def decide(choice: Choice, expected: dict[str, Forecast], tail_weight: float) -> Choice:
+def decide(choice: OrderChoice, expected: dict[str, OrderForecast], tail_weight: float) -> OrderChoice:
     cost = {order: f.mean + tail_weight * f.p99 for order, f in expected.items()}
     best = min(cost, key=lambda order: cost[order])  # the first of equals
     if cost[best] >= MARGIN * cost[choice.active]:
-        return Choice(choice.active)
-    return Choice(best) if choice.rival == best else Choice(choice.active, rival=best)
+        return OrderChoice(choice.active)
+    return OrderChoice(best) if choice.rival == best else OrderChoice(choice.active, rival=best)
 
 
-def as_line(before: Choice, tail_weight: float, snapshot: Snapshot, after: Choice) -> str:
+def as_line(before: OrderChoice, tail_weight: float, snapshot: QueueSnapshot, after: OrderChoice) -> str:
     """Everything that a decision depended on, and its outcome: JSON on one line."""
     values = {"before": asdict(before), "tail_weight": tail_weight, "after": asdict(after), "queue": asdict(snapshot)}
     return json.dumps(values, separators=(",", ":"))
 
 
-def replay_line(line: str) -> tuple[Choice, Choice, dict[str, Forecast]]:
+def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderForecast]]:
     """The decision of a line, what the code decides today, and why."""
     values = json.loads(line)
     queue = values["queue"]
-    requests = tuple(Waiting(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
-    snapshot = Snapshot(**(queue | {"requests": requests}))
+    requests = tuple(WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
+    snapshot = QueueSnapshot(**(queue | {"requests": requests}))
     expected = forecasts(snapshot)
-    return Choice(**values["after"]), decide(Choice(**values["before"]), expected, values["tail_weight"]), expected
+    return (
+        OrderChoice(**values["after"]),
+        decide(OrderChoice(**values["before"]), expected, values["tail_weight"]),
+        expected,
+    )
 
 
-class Adaptive(Policy):
+class AdaptivePolicy(Policy):
     """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors (`forecast`)."""
 
     name = "adaptive"
@@ -308,8 +312,8 @@ class Adaptive(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self.choice = Choice(Fcfs.name)
-        candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn, SrptAging)
+        self.choice = OrderChoice(FcfsPolicy.name)
+        candidates: tuple[type[Policy], ...] = (FcfsPolicy, LpmPolicy, ShortFirst, HrrnPolicy, SrptAging)
         self._orders = {policy.name: policy(params) for policy in candidates}
         self._next_review: float | None = None
         self._review: Parts[OrderReviewed | None] | None = None
@@ -326,7 +330,7 @@ class Adaptive(Policy):
 
     @property
     def degraded_total(self) -> int:
-        return self._orders[Lpm.name].degraded_total
+        return self._orders[LpmPolicy.name].degraded_total
 
     @property
     def redecides_chunks(self) -> bool:
@@ -340,14 +344,14 @@ class Adaptive(Policy):
     def reads_tree(self) -> bool:
         return self.order.reads_tree
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return self.choice.active, self.order.inputs(count, view)
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         name, of_order = inputs
         return self._orders[name].keys(queue, view, of_order)
 
-    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
+    def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         """Review the orders once per window, over as many plans as the work takes."""
         most = max(WORK_PER_PLAN, WORK_PER_SEC * (view.now - self._last_plan))
         self._last_plan = view.now
@@ -368,10 +372,10 @@ class Adaptive(Policy):
             return reviewed
         return None
 
-    def _review_in_parts(self, queue: Collection[Seq], view: View) -> Parts[OrderReviewed | None]:
+    def _review_in_parts(self, queue: Collection[Seq], view: PolicyContext) -> Parts[OrderReviewed | None]:
         snapshot = yield from snapshot_in_parts(queue, view, self.params, lambda seq: cached_tokens(seq, view.index))
         if len(snapshot.requests) < 2:
-            self.choice = Choice(self.choice.active)  # nothing to compare: not a second time in a row
+            self.choice = OrderChoice(self.choice.active)  # nothing to compare: not a second time in a row
             return None
         expected = yield from forecasts_in_parts(snapshot)
         before, tail = self.choice, self.params.adaptive_tail_weight

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from baton.cache.radix import Probe, ProbeWatch
+from baton.cache.radix import PrefixProbe, ProbeWatch
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 
@@ -25,11 +25,11 @@ class PrefixIndex(Protocol):
         """Changes whenever a probe's answer may change."""
         ...
 
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
         """The longest cached prefix of `tokens` (little-endian int32); `last` makes it cheap when it still holds."""
         ...
 
-    def outdated(self, probes: Sequence[Probe | None]) -> Sequence[int]:
+    def outdated(self, probes: Sequence[PrefixProbe | None]) -> Sequence[int]:
         """Places of the probes that have to be made again, or for the first time."""
         ...
 
@@ -37,13 +37,13 @@ class PrefixIndex(Protocol):
         """Tells which probes have to be made again."""
         ...
 
-    def path_of(self, probe: Probe) -> Sequence[int]:
+    def path_of(self, probe: PrefixProbe) -> Sequence[int]:
         """Serial numbers of the tree nodes along a probe, from the root on; the last may be matched in part."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PolicyContext:
     """Facts that a policy may use beside the sequence."""
 
     now: float
@@ -121,19 +121,19 @@ class Policy(abc.ABC):
         """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
         return False
 
-    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
+    def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         return None
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         """Called before `keys` with the queue's length: while it and what `reads_tree` means are equal, so are keys."""
         return ()
 
     @abc.abstractmethod
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
 
     def keys_in_parts(
-        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], inputs: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
         """`keys` of a long queue, for policies that are not `each_alone`: work on some `part` sequences at a time.
 
@@ -146,12 +146,12 @@ class Policy(abc.ABC):
         for first in range(0, len(queue), part):
             yield zip(queue[first : first + part], keys[first : first + part], strict=True)
 
-    def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
+    def expiries(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Iterable[float]:
         """When the numbers that `keys` has just given them are other ones, though nothing else changes."""
         return NEVER
 
 
-class Held:
+class HysteresisValue:
     """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise sorts nothing."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
     return _probed(seq, index).num_tokens
 
 
-def _probed(seq: Seq, index: PrefixIndex) -> Probe:
+def _probed(seq: Seq, index: PrefixIndex) -> PrefixProbe:
     seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
     return probe
 
@@ -191,12 +191,12 @@ def all_cached_tokens(queue: Sequence[Seq], index: PrefixIndex) -> list[int]:
     ]
 
 
-def all_work(queue: Sequence[Seq], view: View) -> list[int]:
+def all_work(queue: Sequence[Seq], view: PolicyContext) -> list[int]:
     """`work` of each."""
     found = all_cached_tokens(queue, view.index)
     return [len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)]
 
 
-def work(seq: Seq, view: View) -> int:
+def work(seq: Seq, view: PolicyContext) -> int:
     """Tokens to compute before the next one can be sampled."""
     return seq.total_len - cached_tokens(seq, view.index)

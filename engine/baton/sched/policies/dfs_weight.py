@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from baton.cache.radix import Node, Probe
-from baton.sched.policies.base import Policy, PrefixIndex, View, _probed, batches
+from baton.cache.radix import PrefixProbe, RadixNode
+from baton.sched.policies.base import Policy, PolicyContext, PrefixIndex, _probed, batches
 from baton.sched.types.sequence import Seq
 
 ROOT = -1
@@ -28,7 +28,7 @@ Path = Sequence[int]
 """Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the root, the last."""
 
 
-class Weights:
+class BranchWeights:
     """How many of the requests end at or below each node."""
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class DfsWeight(Policy):
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         ends = _PrefixEnds()
         ends.add(queue, view.index)
         ends.walk(view.index)
         return [ends.place(seq) for seq in queue]
 
     def keys_in_parts(
-        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], inputs: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
         ends = _PrefixEnds()
         for seqs in batches(queue, part):
@@ -90,10 +90,10 @@ class _PrefixEnds:
     """Where the cached prefixes of requests end in the tree, and the places of these nodes in the walk."""
 
     def __init__(self) -> None:
-        self._probe_of: dict[int, Probe] = {}
-        self._ending: dict[Node, tuple[Probe, int]] = {}
+        self._probe_of: dict[int, PrefixProbe] = {}
+        self._ending: dict[RadixNode, tuple[PrefixProbe, int]] = {}
         """A probe that ended there, and how many did."""
-        self._places: dict[Node, int] = {}
+        self._places: dict[RadixNode, int] = {}
 
     def add(self, queue: Sequence[Seq], index: PrefixIndex) -> None:
         for i in index.outdated([seq.probe for seq in queue]):
@@ -106,8 +106,8 @@ class _PrefixEnds:
 
     def walk(self, index: PrefixIndex) -> None:
         """O(nodes on the way to these ends)."""
-        weights = Weights()
-        last: dict[Node, int] = {}
+        weights = BranchWeights()
+        last: dict[RadixNode, int] = {}
         for node, (probe, count) in self._ending.items():
             path = index.path_of(probe)
             weights.add(path, count)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from baton.sched.policies.base import NEVER, Held, Policy, PolicyParams, View, all_work
+from baton.sched.policies.base import NEVER, HysteresisValue, Policy, PolicyContext, PolicyParams, all_work
 from baton.sched.types.sequence import Seq
 
 
-class Edf(Policy):
+class EdfPolicy(Policy):
     """Earliest first-token deadline first; one that cannot be met any more counts as `edf_demotion_secs` later.
 
     Without the demotion an overloaded engine works on lost causes only (they are always the most urgent); without its
@@ -21,9 +21,9 @@ class Edf(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self._held = Held()
+        self._held = HysteresisValue()
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
 
     @property
@@ -38,14 +38,14 @@ class Edf(Policy):
         deadline = seq.req.ttft_deadline
         return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         due = [self._due(seq) for seq in queue]
         if not self.params.demote_hopeless:
             return due
         own, later = all_work(queue, view), self.params.edf_demotion_secs
         return [at + later if view.now > at - tokens / inputs else at for at, tokens in zip(due, own, strict=True)]
 
-    def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
+    def expiries(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Iterable[float]:
         if not self.params.demote_hopeless:
             return NEVER
         latest = [self._due(seq) - tokens / inputs for seq, tokens in zip(queue, all_work(queue, view), strict=True)]

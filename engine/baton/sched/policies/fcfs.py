@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.sched.policies.base import Policy, View
+from baton.sched.policies.base import Policy, PolicyContext
 from baton.sched.types.sequence import Seq
 
 
-class Fcfs(Policy):
+class FcfsPolicy(Policy):
     name = "fcfs"
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         return [seq.req.arrival for seq in queue]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from baton.sched.policies.base import Policy, View, all_work
+from baton.sched.policies.base import Policy, PolicyContext, all_work
 from baton.sched.types.sequence import Seq
 
 
-class Hrrn(Policy):
+class HrrnPolicy(Policy):
     name = "hrrn"
 
     @property
     def reads_tree(self) -> bool:
         return True
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return view.computed_tokens
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         done, own = inputs, all_work(queue, view)
         return [-(done - seq.born_tokens) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.sched.policies.base import Policy, View
+from baton.sched.policies.base import Policy, PolicyContext
 from baton.sched.types.sequence import Seq
 
 
-class Lof(Policy):
+class LofPolicy(Policy):
     """By the client's limit: a prefill node itself produces one token for everybody."""
 
     name = "lof"
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         return [-seq.req.params.max_new_tokens for seq in queue]

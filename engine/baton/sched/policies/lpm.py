@@ -6,12 +6,12 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from baton.sched.policies.base import Policy, PolicyParams, View, all_cached_tokens, cached_tokens
-from baton.sched.policies.fcfs import Fcfs
+from baton.sched.policies.base import Policy, PolicyContext, PolicyParams, all_cached_tokens, cached_tokens
+from baton.sched.policies.fcfs import FcfsPolicy
 from baton.sched.types.sequence import Seq
 
 
-class Lpm(Policy):
+class LpmPolicy(Policy):
     """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping).
 
     With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one begins with as well goes
@@ -33,9 +33,9 @@ class Lpm(Policy):
 
     @property
     def active(self) -> str:
-        return Fcfs.name if self.is_degraded else self.name
+        return FcfsPolicy.name if self.is_degraded else self.name
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         limit = self.params.lpm_degrade_threshold
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
@@ -46,7 +46,7 @@ class Lpm(Policy):
     def reads_tree(self) -> bool:
         return not self.is_degraded
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         if inputs:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
@@ -58,7 +58,7 @@ class Lpm(Policy):
                 found[at] = math.inf
         return found
 
-    def _followers(self, queue: Sequence[Seq], view: View) -> Iterator[int]:
+    def _followers(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
         """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
         length = self.params.in_batch_deprioritize_threshold
         leaders: set[tuple[bytes, bytes]] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from baton.sched.policies.base import Held, Policy, PolicyParams, View, all_work
+from baton.sched.policies.base import HysteresisValue, Policy, PolicyContext, PolicyParams, all_work
 from baton.sched.types.sequence import Seq
 
 
@@ -14,9 +14,9 @@ class ShortFirst(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self._ratio = Held()
+        self._ratio = HysteresisValue()
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         if self.params.short_first_output_weight is None:
             return self._ratio(view.answer_share)
         return self.params.short_first_output_weight
@@ -25,7 +25,7 @@ class ShortFirst(Policy):
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         aging, weight = self.params.short_first_aging_tokens_per_s, inputs
         return [
             tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival

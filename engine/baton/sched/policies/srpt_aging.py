@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from baton.sched.policies.base import Held, Policy, PolicyParams, View, all_work
+from baton.sched.policies.base import HysteresisValue, Policy, PolicyContext, PolicyParams, all_work
 from baton.sched.types.sequence import Seq
 
 
@@ -20,9 +20,9 @@ class SrptAging(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self._held, self._held_share = Held(), Held()
+        self._held, self._held_share = HysteresisValue(), HysteresisValue()
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: PolicyContext) -> Hashable:
         most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
         share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
         return self._held(view.prefill_rate), share
@@ -35,7 +35,7 @@ class SrptAging(Policy):
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         rate, share = inputs
         aging = self.params.srpt_aging * rate * share
         return [tokens + aging * seq.req.arrival for seq, tokens in zip(queue, all_work(queue, view), strict=True)]

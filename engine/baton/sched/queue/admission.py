@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from baton.errors import QueueFull
 from baton.sched.types.limits import Limits
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
@@ -75,7 +75,7 @@ def _pop(heap: list[Entry]) -> int:
     return handle
 
 
-class Door:
+class AdmissionController:
     """Counts include requests that started and came back: they use the room, but cannot be turned away."""
 
     def __init__(self, limits: Limits) -> None:
@@ -116,7 +116,7 @@ class Door:
             self.queued_tokens -= tokens
             self._rate.left(tokens, now)
 
-    def make_room(self, req: Validated, now: float, prefill_rate: float) -> list[Seq]:
+    def make_room(self, req: ValidatedRequest, now: float, prefill_rate: float) -> list[Seq]:
         """Who has to go so that `req` may enter: nobody, or requests of lower priority.
 
         Raises:

@@ -10,31 +10,31 @@ import enum
 import heapq
 from collections.abc import Container
 
-from baton.sched.types.request import Validated
+from baton.sched.types.request import ValidatedRequest
 
 
-class Kind(enum.IntEnum):
+class DeadlineKind(enum.IntEnum):
     FIRST_TOKEN = 0
     WHOLE = 1
 
 
-class Deadlines:
+class DeadlineQueue:
     """Entries of requests that have ended stay until their time comes, or until they are the larger part."""
 
     def __init__(self, *, with_first_token: bool) -> None:
         self._with_first_token = with_first_token
-        self._heap: list[tuple[float, Kind, int]] = []
+        self._heap: list[tuple[float, DeadlineKind, int]] = []
 
-    def watch(self, req: Validated, alive: Container[int], alive_count: int) -> None:
+    def watch(self, req: ValidatedRequest, alive: Container[int], alive_count: int) -> None:
         if req.deadline is not None:
-            heapq.heappush(self._heap, (req.deadline, Kind.WHOLE, req.handle))
+            heapq.heappush(self._heap, (req.deadline, DeadlineKind.WHOLE, req.handle))
         if self._with_first_token and req.ttft_deadline is not None:
-            heapq.heappush(self._heap, (req.ttft_deadline, Kind.FIRST_TOKEN, req.handle))
+            heapq.heappush(self._heap, (req.ttft_deadline, DeadlineKind.FIRST_TOKEN, req.handle))
         if len(self._heap) > 1024 + 4 * alive_count:
             self._heap = [entry for entry in self._heap if entry[2] in alive]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float) -> list[tuple[int, Kind]]:
+    def passed(self, now: float) -> list[tuple[int, DeadlineKind]]:
         """Handles whose time is over, perhaps after they ended; each entry is given once."""
         found = []
         while self._heap and self._heap[0][0] <= now:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from baton.sched.policies.base import Policy, View
-from baton.sched.types.request import Validated
+from baton.sched.policies.base import Policy, PolicyContext
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 
 LOWEST_PRIORITY = -(2**31)
@@ -36,7 +36,7 @@ class PriorityRule:
         """Priority with larger meaning better: what preemption and queue limits compare."""
         return self.base_of(seq.req)
 
-    def base_of(self, req: Validated) -> int:
+    def base_of(self, req: ValidatedRequest) -> int:
         stated = self.default if req.priority is None else req.priority
         if stated is None:
             return LOWEST_PRIORITY
@@ -86,14 +86,16 @@ class PriorityRule:
 Rank = tuple[float, float, float, int]
 
 
-def ranks(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View, inputs: Hashable) -> list[Rank]:
+def ranks(
+    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, inputs: Hashable
+) -> list[Rank]:
     """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
     keys = policy.keys(queue, view, inputs)
     aged = [priority.key(seq, view.now) for seq in queue]
     return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
 
 
-def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Seq]:
+def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext) -> list[Seq]:
     """The queue in the order in which the planner should look at it, computed afresh."""
     found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
     entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.cache.radix import ProbeWatch
-from baton.sched.policies.base import NEVER, Policy, View, cached_tokens
+from baton.sched.policies.base import NEVER, Policy, PolicyContext, cached_tokens
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
@@ -46,7 +46,7 @@ Entry = tuple[float, float, float, int, Seq]
 """(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
 
 
-class Watcher(Protocol):
+class QueueWatcher(Protocol):
     """Hears of everything that begins or ceases to wait."""
 
     def entered(self, seq: Seq) -> None: ...
@@ -123,7 +123,11 @@ class WaitingQueue:
     """`view` is called when an order is needed; it must not change the queue."""
 
     def __init__(
-        self, policy: Policy, priority: PriorityRule, view: Callable[[], View], watcher: Watcher | None = None
+        self,
+        policy: Policy,
+        priority: PriorityRule,
+        view: Callable[[], PolicyContext],
+        watcher: QueueWatcher | None = None,
     ) -> None:
         self.policy = policy
         self.priority = priority
@@ -242,7 +246,7 @@ class WaitingQueue:
     def is_waiting(self, handle: int) -> bool:
         return handle in self._seqs
 
-    def _entries_of(self, under_way: Sequence[Seq], view: View, inputs: Hashable) -> list[Entry]:
+    def _entries_of(self, under_way: Sequence[Seq], view: PolicyContext, inputs: Hashable) -> list[Entry]:
         is_alike = self.policy.redecides_chunks
         keys = self.policy.keys(under_way, view, inputs) if is_alike else [-math.inf] * len(under_way)
         return sorted(
@@ -250,7 +254,7 @@ class WaitingQueue:
             for seq, key in zip(under_way, keys, strict=True)
         )
 
-    def _walk(self, lanes: list[_Lane], order: _Order, view: View, last_join: int) -> Iterator[Seq]:
+    def _walk(self, lanes: list[_Lane], order: _Order, view: PolicyContext, last_join: int) -> Iterator[Seq]:
         while True:
             best: _Lane | None = None
             waits = False
@@ -280,7 +284,7 @@ class WaitingQueue:
             self._to_join = [entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]]
             heapq.heapify(self._to_join)
 
-    def _update(self, view: View) -> None:
+    def _update(self, view: PolicyContext) -> None:
         inputs = self.policy.inputs(len(self._seqs), view)
         if self._probes is None:
             self._probes = view.index.watch()
@@ -303,7 +307,7 @@ class WaitingQueue:
         left -= self._move_stale(self._probes, view, left - share)
         self._join(view, self._joins, left)
 
-    def _build(self, view: View, most: int) -> int:
+    def _build(self, view: PolicyContext, most: int) -> int:
         """Continue with the next order. Returns by how many sequences."""
         if self._next is None:
             return 0
@@ -315,7 +319,7 @@ class WaitingQueue:
             self._order, self._next = self._next, None
         return len(handles)
 
-    def _move_stale(self, probes: ProbeWatch, view: View, most: int) -> int:
+    def _move_stale(self, probes: ProbeWatch, view: PolicyContext, most: int) -> int:
         """Bring those to their places whose cached prefix may have changed. Returns how many."""
         stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
         for order in self._orders() if stale else ():
@@ -324,7 +328,7 @@ class WaitingQueue:
             probes.stale.pop(seq.handle, None)
         return len(stale)
 
-    def _join(self, view: View, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
+    def _join(self, view: PolicyContext, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
         """Give those a place that came last so far back, the `most` most important. Returns them."""
         found: list[Seq] = []
         later: list[tuple[float, float, int, int]] = []
@@ -344,7 +348,7 @@ class WaitingQueue:
             self._enter(order, found, view)
         return found
 
-    def _enter(self, order: _Order, seqs: Sequence[Seq], view: View) -> None:
+    def _enter(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
         if not seqs:
             return
         policy = self.policy
@@ -360,7 +364,7 @@ class WaitingQueue:
                 if seq.probe is not None:
                     self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
 
-    def _sort_all(self, view: View, inputs: Hashable) -> None:
+    def _sort_all(self, view: PolicyContext, inputs: Hashable) -> None:
         """Where each number depends on all: sort everything, a long queue over many looks."""
         if self._join(view, self._joins, EXACT_UP_TO):
             self._tree = None
@@ -382,7 +386,7 @@ class WaitingQueue:
             self._next = _Order(self.priority, inputs)
         self._continue_sorting(self._sorting, view)
 
-    def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: View) -> None:
+    def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: PolicyContext) -> None:
         assert self._next is not None, "it is made when sorting starts"
         ready = next(sorting, None)
         if ready is None:

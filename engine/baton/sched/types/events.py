@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.sched.metrics.request_timeline import FirstTokenStages, Story
+from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.plan import TokenLogprobs
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 
 
-class Emitted(NamedTuple):
+class EmittedTokens(NamedTuple):
     """New output of a request: zero or one token, and its end if this is it. `new_token` makes one faster."""
 
     handle: int
@@ -31,7 +31,7 @@ class Emitted(NamedTuple):
 
 NewToken = tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None, FirstTokenStages | None]
 """Fields of an Emitted that has a token and no error."""
-new_token: Callable[[NewToken], Emitted] = functools.partial(tuple.__new__, Emitted)
+new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)
 """An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""
 
 
@@ -39,7 +39,7 @@ new_token: Callable[[NewToken], Emitted] = functools.partial(tuple.__new__, Emit
 class PagesFinal:
     """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
 
-    req: Validated
+    req: ValidatedRequest
     first_page: int
     pages: array[int]
 
@@ -48,7 +48,7 @@ class PagesFinal:
 class PrefillDone:
     """P: the whole prompt is computed and its first token drawn; the pages stay locked until `release`."""
 
-    req: Validated
+    req: ValidatedRequest
     total_pages: int
     last_page_tokens: int
     token: int
@@ -60,14 +60,14 @@ class PrefillDone:
 class OpenTransfer:
     """D: meet P and learn which pages of the prompt are ready."""
 
-    req: Validated
+    req: ValidatedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class GrantPages:
     """D: the prompt's pages before `start_page` are here already; the rest may be written into `pages`."""
 
-    req: Validated
+    req: ValidatedRequest
     start_page: int
     pages: array[int]
 
@@ -76,14 +76,14 @@ class GrantPages:
 class RevokeGrant:
     """D: take the granted pages back if nothing has come for them; `grant_revoked` or `transfer_announced` answers."""
 
-    req: Validated
+    req: ValidatedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer:
     """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
 
-    req: Validated
+    req: ValidatedRequest
     code: str
 
 
@@ -98,5 +98,13 @@ class OrderReviewed:
 
 
 Event = (
-    Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer | OrderReviewed | Story
+    EmittedTokens
+    | PagesFinal
+    | PrefillDone
+    | OpenTransfer
+    | GrantPages
+    | RevokeGrant
+    | AbortTransfer
+    | OrderReviewed
+    | RequestTimeline
 )

@@ -28,7 +28,7 @@ class ForwardMode(enum.Enum):
     MIXED = "mixed"
 
 
-class Stop(enum.Enum):
+class StopReason(enum.Enum):
     """Why planning took no further prompt tokens: a label of metrics, logs and tests."""
 
     QUEUE_EMPTY = "queue_empty"
@@ -65,7 +65,7 @@ new_row: Callable[[tuple[int, int, int, int, bool, array[int], int, array[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedSeq:
     """A sequence took `slot`: what sampling needs to know about it. `history` = all tokens known so far."""
 
     handle: int
@@ -81,10 +81,10 @@ class StepPlan:
     rows: tuple[Row, ...]
     """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy order."""
     num_decode: int
-    admitted: tuple[Admitted, ...]
+    admitted: tuple[AdmittedSeq, ...]
     new_pages: array[int]
     """Pages that got a new owner in this plan: their old content is void from now on."""
-    stopped_by: Stop
+    stopped_by: StopReason
     retracted: int = 0
     copies: tuple[CopyRun, ...] = ()
     """Pages to move between device and host before the rows run, in this order."""

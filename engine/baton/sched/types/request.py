@@ -1,7 +1,7 @@
 """What a request is once it has been checked: tokens, sampling parameters, and where its KV comes from.
 
-A request changes type as it earns trust: the wire body (server) becomes `Validated` (here), which the scheduler wraps
-in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard library only.
+A request changes type as it earns trust: the wire body (server) becomes `ValidatedRequest` (here), which the scheduler
+wraps in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class ValidatedRequest:
     """A request the scheduler may trust: 1 ≤ len(prompt), len(prompt) + max_new_tokens ≤ context length."""
 
     handle: int

@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.request import FinishReason, ValidatedRequest
 
 if TYPE_CHECKING:
     from baton.cache.host import HostPage
-    from baton.cache.radix import Node, Probe
+    from baton.cache.radix import PrefixProbe, RadixNode
 
 
 class SeqState(enum.Enum):
@@ -58,7 +58,7 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Seq:
-    req: Validated
+    req: ValidatedRequest
     tokens: array[int]
     """Prompt and every generated token that is known."""
     max_new_tokens: int
@@ -75,7 +75,7 @@ class Seq:
     slot: int = -1
     pages: array[int] = field(default_factory=lambda: array("i"))
     private: set[int] = field(default_factory=set)
-    node: Node | None = None
+    node: RadixNode | None = None
     computed: int = 0
     """Tokens whose KV exists or is being computed by a step in flight."""
     committed: int = 0
@@ -117,7 +117,7 @@ class Seq:
     """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
     start_priority: float | None = None
     """Replaces the base priority in the queue order of a request that states none, where requests age."""
-    probe: Probe | None = None
+    probe: PrefixProbe | None = None
     """What the radix tree had of this sequence when an order last asked."""
     _key: bytes = b""
 

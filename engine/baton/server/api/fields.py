@@ -33,7 +33,7 @@ def _shown(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "too large"
 
 
-class Fields:
+class JsonObjectReader:
     """A view of one JSON object of the request."""
 
     def __init__(self, body: dict[str, Any], prefix: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from baton.server.http.generation import Delta, Generation, TokenLogprobs, Track
+from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
 from baton.server.text.tokenizer import Tokenizer
 
 encode_json = msgspec.json.Encoder().encode
@@ -40,7 +40,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs = TokenLogprobs()
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: TextDelta) -> None:
         self.text.append(delta.text)
         self.tokens += delta.tokens
         if delta.logprobs is not None:
@@ -66,10 +66,10 @@ class _Format(ABC):
         self._created = generation.created
         self._answers = [Answer() for _ in generation.tracks]
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: TextDelta) -> None:
         self._answers[delta.item.index].take(delta)
 
-    def event(self, delta: Delta) -> bytes:
+    def event(self, delta: TextDelta) -> bytes:
         """SSE bytes for this delta; empty when there is nothing to show (text held back)."""
         track = delta.item
         first = not track.seen
@@ -81,7 +81,7 @@ class _Format(ABC):
         return self._events(delta, first)
 
     @abstractmethod
-    def _events(self, delta: Delta, first: bool) -> bytes:
+    def _events(self, delta: TextDelta, first: bool) -> bytes:
         """Stream events of one delta; `first`: nothing of this choice was sent yet."""
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -125,7 +125,7 @@ class _Format(ABC):
         }
 
     @abstractmethod
-    def _choice(self, track: Track, answer: Answer) -> dict[str, Any]:
+    def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
         """One entry of `choices` in the whole answer."""
 
 
@@ -134,7 +134,7 @@ class ChatFormat(_Format):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _events(self, delta: Delta, first: bool) -> bytes:
+    def _events(self, delta: TextDelta, first: bool) -> bytes:
         out = b""
         index = delta.item.index
         if first:
@@ -156,7 +156,7 @@ class ChatFormat(_Format):
             return out
         return out + self._chunk(choice)
 
-    def _choice(self, track: Track, answer: Answer) -> dict[str, Any]:
+    def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
         wanted = self._accepted.logprobs >= 0
         choice: dict[str, Any] = {
             "index": track.index,
@@ -181,10 +181,10 @@ class CompletionFormat(_Format):
         resumed = sum(len(self._tokenizer.token_text(i)) for i in before)
         self._offsets = [len(self._echo(t)) + resumed for t in generation.tracks]
 
-    def _echo(self, track: Track) -> str:
+    def _echo(self, track: ChoiceState) -> str:
         return self._accepted.echo[track.item.prompt_index] if self._accepted.echo else ""
 
-    def _events(self, delta: Delta, first: bool) -> bytes:
+    def _events(self, delta: TextDelta, first: bool) -> bytes:
         track = delta.item
         text = self._echo(track) + delta.text if first else delta.text
         if first and not (text or delta.finish or delta.logprobs or self._accepted.return_token_ids):
@@ -207,7 +207,7 @@ class CompletionFormat(_Format):
             choice["matched_stop"] = track.matched_stop
         return self._chunk(choice)
 
-    def _choice(self, track: Track, answer: Answer) -> dict[str, Any]:
+    def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
         logprobs = None
         if self._accepted.logprobs >= 0:
             logprobs, _ = completion_logprobs(

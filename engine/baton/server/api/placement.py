@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.errors import BadRequest, MissingField
 from baton.sched.types.request import Rendezvous
-from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.fields import INT64_MAX, JsonObjectReader
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -39,7 +39,7 @@ def seed_for(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> i
     return random.getrandbits(63)
 
 
-def place(f: Fields, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
+def place(f: JsonObjectReader, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
     """Where each item's halves run, from the router's fields (docs/protocol.md §2); a prompt's answers in a row."""
     count = prompts * n
     hosts = _column(f, "bootstrap_host", prompts, n, str)
@@ -86,7 +86,9 @@ def place(f: Fields, prompts: int, n: int, mode: str, dp_size: int) -> list[Plac
     return out
 
 
-def _column(f: Fields, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX) -> list[Any]:
+def _column(
+    f: JsonObjectReader, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX
+) -> list[Any]:
     """A scalar for all items, or one value per prompt, or one per item."""
     count = prompts * n
     value = f.get(name)

@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.fields import INT64_MAX, JsonObjectReader
 
 EMIT_HEADER = "x-baton-emit-tokens"
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeState:
     """The beginning of an answer."""
 
     ids: tuple[int, ...]
@@ -32,19 +32,19 @@ class Resume:
     """Unix seconds: what the first engine's events say."""
 
 
-def read(f: Fields, most: int, vocab_size: int) -> Resume | None:
+def read(f: JsonObjectReader, most: int, vocab_size: int) -> ResumeState | None:
     """`baton_resume`. Raises BadRequest."""
     if f.get("baton_resume") is None:
         return None
-    r = Fields(f.object("baton_resume"), "baton_resume.")
+    r = JsonObjectReader(f.object("baton_resume"), "baton_resume.")
     ids = r.integers("ids", most, 0, vocab_size - 1)
     seed, created = r.integer("seed", None, 0), r.integer("created", None, 0)
     if not ids or seed is None or created is None:
         raise f.bad("baton_resume", "must have ids (at least one), seed and created")
-    return Resume(ids, seed & INT64_MAX, created)
+    return ResumeState(ids, seed & INT64_MAX, created)
 
 
-class Teller:
+class ResumeCommentWriter:
     """Writes the comments of one stream."""
 
     def __init__(self, seed: int, created: int) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from baton.server.api.openai import Answer, sse
-from baton.server.http.generation import Delta, Generation, TokenLogprobs, Track
+from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
 
 
 class GenerateFormat:
@@ -21,10 +21,10 @@ class GenerateFormat:
             self._answers[0].tokens += resume.ids
         self._started = generation.arrived
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: TextDelta) -> None:
         self._answers[delta.item.index].take(delta)
 
-    def event(self, delta: Delta) -> bytes:
+    def event(self, delta: TextDelta) -> bytes:
         self.take(delta)
         if not (delta.text or delta.finish or delta.tokens):
             return b""
@@ -40,7 +40,7 @@ class GenerateFormat:
         items = [self._item(t) for t in self.generation.tracks]
         return items if self.generation.accepted.is_batch else items[0]
 
-    def _item(self, track: Track) -> dict[str, Any]:
+    def _item(self, track: ChoiceState) -> dict[str, Any]:
         answer = self._answers[track.index]
         meta: dict[str, Any] = {
             "id": f"{self.id}-{track.index}" if len(self._answers) > 1 else self.id,
@@ -68,7 +68,7 @@ class GenerateFormat:
         return out
 
 
-def _finish(track: Track) -> dict[str, Any] | None:
+def _finish(track: ChoiceState) -> dict[str, Any] | None:
     if track.finish is None or track.delta is not None:
         return None
     if track.finish == "length":

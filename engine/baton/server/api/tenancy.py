@@ -23,7 +23,7 @@ from baton.config.tenants import DEFAULT_TENANT, NAME_RULE, TENANT_NAME
 from baton.errors import BadRequest, RateLimited
 from baton.sched import setup
 from baton.sched.fairness.tenants import RateLimits
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 
 TENANT_HEADER = "x-tenant-id"
 
@@ -52,7 +52,7 @@ class Tenancy:
         rules = self._rules.tenants
         self._rates = None if rules is None else RateLimits(rules, config.max_idle_tenants)
 
-    def read(self, f: Fields) -> Asked:
+    def read(self, f: JsonObjectReader) -> Asked:
         asked_class = tenant = None
         classes = self._rules.classes
         if classes.classes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.errors import UnsupportedParameter
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 
 CHAT: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -44,7 +44,7 @@ IGNORED = (
 )  # fmt: skip
 
 
-def refuse(f: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
+def refuse(f: JsonObjectReader, *tables: dict[str, tuple[Any, ...]]) -> None:
     for table in tables:
         for name, harmless in table.items():
             value = f.get(name)

@@ -1,9 +1,9 @@
-"""From a wire body to `Accepted`: tokens, sampling parameters and placement, or a typed 400 that names the field.
+"""From a wire body to `AcceptedRequest`: tokens, sampling parameters, placement, or a typed 400 that names the field.
 
 1. the body is a JSON object (http.py decoded it);
 2. fields are read with types and ranges; names we know but do not serve are refused when they would change the answer;
 3. text becomes tokens (chat template, tokenizer), the prompt is measured against the context;
-4. one `Item` per prompt × choice, each with its own seed, bootstrap room and DP rank.
+4. one `PromptItem` per prompt × choice, each with its own seed, bootstrap room and DP rank.
 
 Input is checked here and nowhere behind: the scheduler trusts what it gets.
 """
@@ -28,9 +28,9 @@ from baton.errors import (
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import unsupported_fields
-from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.fields import INT64_MAX, JsonObjectReader
 from baton.server.api.placement import place, seed_for
-from baton.server.api.resume import Resume
+from baton.server.api.resume import ResumeState
 from baton.server.api.resume import read as read_resume
 from baton.server.api.tenancy import Asked, Tenancy
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
@@ -68,7 +68,7 @@ class TextRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PromptItem:
     """One generation: choice `choice` of prompt `prompt_index`."""
 
     prompt_index: int
@@ -86,11 +86,11 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedRequest:
     """A request that may run. Items are ordered prompt by prompt, choices within."""
 
     rid: str | None
-    items: tuple[Item, ...]
+    items: tuple[PromptItem, ...]
     n: int
     text: TextRules
     stream: bool = False
@@ -114,7 +114,7 @@ class Accepted:
     namespace: bytes = b""
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
-    resume: Resume | None = None
+    resume: ResumeState | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -123,7 +123,7 @@ class Accepted:
         return 0 if self.max_tokens_zero else sum(len(item.prompt) for item in self.items if item.choice == 0)
 
 
-class Validator:
+class RequestValidator:
     """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer) -> None:
@@ -162,8 +162,8 @@ class Validator:
 
     # ---- the three request forms -------------------------------------------------------------------------------
 
-    async def chat(self, body: dict[str, Any]) -> Accepted:
-        f = Fields(body)
+    async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
+        f = JsonObjectReader(body)
         self._check_model(f)
         unsupported_fields.refuse(f, unsupported_fields.CHAT, unsupported_fields.OPENAI, unsupported_fields.SHARED)
         messages = await self._messages(f)
@@ -199,8 +199,8 @@ class Validator:
             prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
         return self._accept(f, prompts, common, max_tokens, None, logprobs, "messages")
 
-    async def completion(self, body: dict[str, Any]) -> Accepted:
-        f = Fields(body)
+    async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
+        f = JsonObjectReader(body)
         self._check_model(f)
         unsupported_fields.refuse(
             f, unsupported_fields.COMPLETION, unsupported_fields.OPENAI, unsupported_fields.SHARED
@@ -227,15 +227,15 @@ class Validator:
             accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
         return accepted
 
-    async def generate(self, body: dict[str, Any]) -> Accepted:
-        f = Fields(body)
+    async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
+        f = JsonObjectReader(body)
         unsupported_fields.refuse(f, unsupported_fields.GENERATE, unsupported_fields.SHARED)
         if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
             self._check_model(f)
         nested = f.get("sampling_params")
         if type(nested) is list:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
-        s = Fields(f.object("sampling_params"), "sampling_params.")
+        s = JsonObjectReader(f.object("sampling_params"), "sampling_params.")
         unsupported_fields.refuse(s, unsupported_fields.SHARED)
         name = f.first("text", "prompt", "input_ids")
         if f.get(name) is None:
@@ -261,7 +261,7 @@ class Validator:
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
-        f = Fields(body)
+        f = JsonObjectReader(body)
         self._check_model(f)
         if f.get("messages") is not None:
             messages = await self._messages(f)
@@ -283,7 +283,7 @@ class Validator:
         return ids[0] if isinstance(prompt, str) else ids
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
-        f = Fields(body)
+        f = JsonObjectReader(body)
         self._check_model(f)
         value = f.require(f.first("tokens", "input_ids"))
         skip = f.boolean("skip_special_tokens", True)
@@ -298,7 +298,7 @@ class Validator:
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _check_model(self, f: Fields) -> None:
+    def _check_model(self, f: JsonObjectReader) -> None:
         model = f.string("model")
         if model is not None and model not in self.model_names:
             raise ModelNotFound(
@@ -315,7 +315,7 @@ class Validator:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self._check_ids(ids, param)
 
-    async def _messages(self, f: Fields) -> list[dict[str, Any]]:
+    async def _messages(self, f: JsonObjectReader) -> list[dict[str, Any]]:
         """Checked messages. Many are read in a thread: 100,000 take 0.1 s, in which the event loop gets its turns."""
         given = f.get("messages")
         count = len(given) if type(given) is list else 0
@@ -353,7 +353,7 @@ class Validator:
             param=param,
         )
 
-    def _tokenized(self, f: Fields, count: int, param: str, *, many: bool) -> list[list[int]] | None:
+    def _tokenized(self, f: JsonObjectReader, count: int, param: str, *, many: bool) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
         They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
@@ -388,7 +388,7 @@ class Validator:
             self._check_prompt_ids(ids, param)
         return raw
 
-    def _common(self, f: Fields, sampling: Fields | None = None) -> _Common:
+    def _common(self, f: JsonObjectReader, sampling: JsonObjectReader | None = None) -> _Common:
         """Everything the three forms share. `sampling` holds the sampling fields when they are nested (/generate)."""
         s = sampling or f
         defaults = {} if sampling else self._facts.sampling_defaults
@@ -416,7 +416,7 @@ class Validator:
             logit_bias=self._logit_bias(s),
         )
         seed_name = s.first("seed", "sampling_seed")
-        options = Fields(f.object("stream_options"), "stream_options.")
+        options = JsonObjectReader(f.object("stream_options"), "stream_options.")
         usage = [options.boolean(name, False) for name in ("include_usage", "continuous_usage_stats")]
         keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
         f.ignore(unsupported_fields.IGNORED)
@@ -444,7 +444,7 @@ class Validator:
             return_token_ids=f.boolean("return_token_ids", False),
         )
 
-    def _priority(self, f: Fields) -> int | None:
+    def _priority(self, f: JsonObjectReader) -> int | None:
         value = f.integer("priority", None, -(2**31), 2**31 - 1)
         config = self._config
         if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
@@ -455,7 +455,7 @@ class Validator:
             )
         return value
 
-    def _rid(self, f: Fields) -> str | None:
+    def _rid(self, f: JsonObjectReader) -> str | None:
         value = f.get(f.first("rid", "request_id"))
         if type(value) is list and len(value) == 1:
             value = value[0]
@@ -467,7 +467,7 @@ class Validator:
             raise f.bad("rid", "must be a printable string of 1 to 256 characters")
         return value
 
-    def _logit_bias(self, s: Fields) -> tuple[tuple[int, float], ...]:
+    def _logit_bias(self, s: JsonObjectReader) -> tuple[tuple[int, float], ...]:
         table = s.object("logit_bias")
         if len(table) > MAX_BIAS:
             raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
@@ -484,15 +484,15 @@ class Validator:
 
     def _accept(
         self,
-        f: Fields,
+        f: JsonObjectReader,
         prompts: Sequence[Sequence[int]],
         common: _Common,
         max_tokens: int | None,
         default_max_tokens: int | None,
         logprobs: int,
         param: str,
-        sampling: Fields | None = None,
-    ) -> Accepted:
+        sampling: JsonObjectReader | None = None,
+    ) -> AcceptedRequest:
         count = len(prompts) * common.n
         if count > MAX_ITEMS:
             raise BadRequest(
@@ -513,7 +513,7 @@ class Validator:
                 where = placements[i * common.n + choice]
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
-                items.append(Item(i, choice, prompt, params, where.rendezvous, where.dp_rank))
+                items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         resume = read_resume(f, self.context_length, self._tokenizer.vocab_size)
         if resume is not None:
             items = [_resumed(f, items, common.stream, resume)]
@@ -522,7 +522,7 @@ class Validator:
             + list(common.unknown_options)
             + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
         )
-        return Accepted(
+        return AcceptedRequest(
             rid=common.rid,
             items=tuple(items),
             n=common.n,
@@ -578,7 +578,7 @@ def _secs(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def with_deadline_headers(accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
     """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
 
     The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
@@ -606,7 +606,7 @@ def _is_batch(value: Any) -> bool:
     return type(value) is list and len(value) > 0 and type(value[0]) is not int
 
 
-def _resumed(f: Fields, items: list[Item], stream: bool, resume: Resume) -> Item:
+def _resumed(f: JsonObjectReader, items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
     """The one item of a request, behind the tokens it has already."""
     if len(items) != 1 or not stream:
         raise f.bad("baton_resume", "goes with one streamed answer")
@@ -624,7 +624,7 @@ def _resumed(f: Fields, items: list[Item], stream: bool, resume: Resume) -> Item
     return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
 
 
-def _prompt_list(f: Fields, name: str) -> list[Any]:
+def _prompt_list(f: JsonObjectReader, name: str) -> list[Any]:
     """The four forms of a prompt as a list of texts or of id lists."""
     value = f.require(name)
     if type(value) is str or (type(value) is list and value and type(value[0]) is int):

@@ -36,21 +36,21 @@ from baton.errors import (
 )
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
-from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.fields import INT64_MAX, JsonObjectReader
 from baton.server.api.openai import ChatFormat, CompletionFormat
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import MAX_ITEMS, Accepted, Item, TextRules, Validator
+from baton.server.api.validation import MAX_ITEMS, AcceptedRequest, PromptItem, RequestValidator, TextRules
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, error_response, json_response, new_id, read_object
-from baton.server.http.lifecycle import Lifecycle, NodeCondition, NodeState
-from baton.server.http.request_handler import Answering
+from baton.server.http.lifecycle import NodeCondition, NodeState, ServerLifecycle
+from baton.server.http.request_handler import RequestHandler
 from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
-from baton.server.observability.metrics import Metrics
+from baton.server.observability.metrics import EngineMetrics
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
-from baton.server.worker.client import Rank, Ranks
+from baton.server.worker.client import RankClient, RankSet
 
 log = logging.getLogger("baton.front")
 
@@ -73,27 +73,27 @@ def version() -> str:
         return "0+source"
 
 
-class Front:
+class HttpServer:
     """The front process's state and handlers. `ranks` appears when the sockets are bound."""
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: Ranks) -> None:
+    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: RankSet) -> None:
         self.config = config
         self.facts = facts
         self.tokenizer = tokenizer
         self.ranks = ranks
         self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
-        self.validator = Validator(config, facts, tokenizer)
-        self.metrics = Metrics(
+        self.validator = RequestValidator(config, facts, tokenizer)
+        self.metrics = EngineMetrics(
             version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
         )
-        self.lifecycle = Lifecycle(ranks)
+        self.lifecycle = ServerLifecycle(ranks)
         self.bootstrap_port: int | None = None
         self.bootstrap_refused: Callable[[], int] = lambda: 0
         """P nodes: requests that the bootstrap server has refused."""
         self._counted_refused = 0
         self.started_at = int(time.time())
         self.tracer = tracer.start(config)
-        self.answering = Answering(
+        self.answering = RequestHandler(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
             self.validator.refuse_oversized, self.validator.tenancy, self.tracer,
         )  # fmt: skip
@@ -103,7 +103,7 @@ class Front:
         self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
         ranks.on_stats = self._on_stats
 
-    def _on_stats(self, rank: Rank) -> None:
+    def _on_stats(self, rank: RankClient) -> None:
         self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
         if rank.dead is not None:
             self.kv_streams.on_death(rank.dp_rank)
@@ -265,10 +265,10 @@ class Front:
         self._refuse_if_not_accepting()
         token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        items = tuple(Item(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank) for r in self.ranks.ranks)
+        items = tuple(PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank) for r in self.ranks.ranks)
         probe = Generation(
-            "health-" + new_id(), Accepted(rid=None, items=items, n=1, text=TextRules()), self.ranks, self.tokenizer,
-            Metrics(), "health", time.monotonic(), HEALTH_GENERATE_SECS,
+            "health-" + new_id(), AcceptedRequest(rid=None, items=items, n=1, text=TextRules()), self.ranks,
+            self.tokenizer, EngineMetrics(), "health", time.monotonic(), HEALTH_GENERATE_SECS,
         )  # fmt: skip
         try:
             probe.start()
@@ -327,14 +327,14 @@ class Front:
         if not any(r.ready for r in self.ranks.ranks):
             raise NotReady("no rank is ready", retry_after_secs=2)
 
-        async def ask(rank: Rank) -> tuple[bool, dict[str, Any]]:
+        async def ask(rank: RankClient) -> tuple[bool, dict[str, Any]]:
             reply = await self.ranks.control(rank, op, CONTROL_SECS, **args)
             return reply.ok, {"dp_rank": rank.dp_rank, **reply.result}
 
         return list(await asyncio.gather(*(ask(r) for r in self.ranks.ranks if r.dead is None)))
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        f = Fields(await read_object(request))
+        f = JsonObjectReader(await read_object(request))
         everything = f.boolean("abort_all", False)
         rid = f.string(f.first("rid", "request_id"))
         rooms = f.integers("bootstrap_room", MAX_ITEMS, 0, INT64_MAX)

@@ -2,7 +2,7 @@
 
 1. `Generation.start` submits every item (all or none);
 2. rows arrive in the event loop: tokens become text and stop strings are looked for at once, so that the rank stops
-   working even while the client reads slowly; results pile up per item as one `Delta`;
+   working even while the client reads slowly; results pile up per item as one `TextDelta`;
 3. the HTTP handler takes deltas with `next()`; what piled up since the last take is one delta (one SSE event);
 4. `close()` aborts what still runs. It is called in a `finally`: a disconnect, an error and a normal end all free the
    rank.
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from baton.errors import Aborted, EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
-from baton.server.api.validation import Accepted, Item, TextRules
-from baton.server.observability.metrics import Metrics
-from baton.server.observability.spans import Parent
+from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
+from baton.server.observability.metrics import EngineMetrics
+from baton.server.observability.spans import ParentSpan
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
 from baton.server.text.tokenizer import Tokenizer
-from baton.server.worker.client import Rank, Ranks
-from baton.server.worker.messages import Logprobs, Submit
+from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.messages import LogprobsMessage, SubmitMessage
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
@@ -49,17 +49,17 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
-class Delta:
+class TextDelta:
     """What one item produced since the last take."""
 
-    item: Track
+    item: ChoiceState
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     finish: str | None = None
 
 
-class Track:
+class ChoiceState:
     """Progress of one item. Implements ranks.Sink."""
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Track:
         "seen", "stages",
     )  # fmt: skip
 
-    def __init__(self, owner: Generation, index: int, item: Item, rules: TextRules, tokenizer: Tokenizer) -> None:
+    def __init__(self, owner: Generation, index: int, item: PromptItem, rules: TextRules, tokenizer: Tokenizer) -> None:
         skip = rules.skip_special_tokens
         self._owner = owner
         self._detok = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
@@ -78,8 +78,8 @@ class Track:
         self.index = index
         self.item = item
         self.handle = 0
-        self.rank: Rank | None = None
-        self.delta: Delta | None = None
+        self.rank: RankClient | None = None
+        self.delta: TextDelta | None = None
         self.done = False
         self.finish: str | None = None
         self.matched_stop: str | int | None = None
@@ -100,7 +100,7 @@ class Track:
         self.stages = stages
 
     def on_tokens(
-        self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None
+        self, tokens: Sequence[int], cached_tokens: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
     ) -> None:
         if self.done:
             return
@@ -134,9 +134,9 @@ class Track:
         self.done, self.finish = True, "length"
         self._pile().finish = "length"
 
-    def _pile(self) -> Delta:
+    def _pile(self) -> TextDelta:
         if self.delta is None:
-            self.delta = Delta(self)
+            self.delta = TextDelta(self)
         return self.delta
 
     def _text(self, ids: list[int], finish: FinishReason | None) -> tuple[str, list[int], str | None]:
@@ -165,7 +165,7 @@ class Track:
         return "".join(pieces), ids, name
 
 
-def _rows(ids: list[int], logprobs: Logprobs, k: int) -> TokenLogprobs:
+def _rows(ids: list[int], logprobs: LogprobsMessage, k: int) -> TokenLogprobs:
     n = len(ids)
     top = [
         list(zip(i[:k], p[:k], strict=True))
@@ -179,9 +179,9 @@ class Generation:
     """All items of one accepted request."""
 
     def __init__(
-        self, rid: str, accepted: Accepted, ranks: Ranks, tokenizer: Tokenizer, metrics: Metrics, endpoint: str,
-        arrived: float, timeout_secs: float, on_generated: Callable[[int], None] = lambda count: None,
-        parent: Parent | None = None,
+        self, rid: str, accepted: AcceptedRequest, ranks: RankSet, tokenizer: Tokenizer, metrics: EngineMetrics,
+        endpoint: str, arrived: float, timeout_secs: float, on_generated: Callable[[int], None] = lambda count: None,
+        parent: ParentSpan | None = None,
     ) -> None:  # fmt: skip
         """`on_generated` hears of tokens as they come. `parent`: the span that those of the ranks hang below."""
         self.rid = rid
@@ -201,7 +201,7 @@ class Generation:
         self._deadline = arrived + timeout_secs
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.tracks = [Track(self, i, item, accepted.text, tokenizer) for i, item in enumerate(accepted.items)]
+        self.tracks = [ChoiceState(self, i, item, accepted.text, tokenizer) for i, item in enumerate(accepted.items)]
 
     def start(self) -> None:
         """Submit every item. Raises QueueFull, NotReady, EngineDead; then nothing runs."""
@@ -216,7 +216,7 @@ class Generation:
             for track in self.tracks:
                 item = track.item
                 rank = self.ranks.choose(item.dp_rank)
-                message = Submit(
+                message = SubmitMessage(
                     handle=0,
                     rid=f"{self.rid}-{track.index}" if many else self.rid,
                     prompt=item.prompt.tobytes(),
@@ -252,7 +252,7 @@ class Generation:
         """POST /abort_request."""
         self.fail(Aborted("the request was aborted with /abort_request"))
 
-    def note_tokens(self, track: Track, count: int) -> None:
+    def note_tokens(self, track: ChoiceState, count: int) -> None:
         now = time.monotonic()
         self._on_generated(count)
         if self.first_token_at is None:
@@ -263,7 +263,7 @@ class Generation:
             self._metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
         track.last_token_at = now
 
-    async def next(self, patience_secs: float | None = None) -> list[Delta] | None:
+    async def next(self, patience_secs: float | None = None) -> list[TextDelta] | None:
         """What piled up, in item order; waits for something. None: `patience_secs` passed. [] never: see `finished`.
 
         Raises the request's error once what came before it has been taken.

@@ -1,10 +1,10 @@
 """State of a node, drain included: what it does now, whether it takes requests, and what is left before it can stop.
 
 1. starting → loading (weights are being read) → ready; dead when a rank died or can no longer serve;
-2. `Lifecycle.begin_drain`: new requests are refused with `draining`, those that run finish, a P node keeps its leases
-   until the decode nodes have pulled them. POST /drain does that, and so does SIGTERM, which makes it final;
-3. `Lifecycle.end_drain` (POST /undrain) takes requests again, unless the drain is final;
-4. `Lifecycle.until_finished` waits until nothing is left; then the process can be stopped without a loss.
+2. `ServerLifecycle.begin_drain`: new requests are refused with `draining`, those that run finish, a P node keeps its
+   leases until the decode nodes have pulled them. POST /drain does that, and so does SIGTERM, which makes it final;
+3. `ServerLifecycle.end_drain` (POST /undrain) takes requests again, unless the drain is final;
+4. `ServerLifecycle.until_finished` waits until nothing is left; then the process can be stopped without a loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.errors import Draining, EngineDead, EngineError, NotReady, QueueFull, WrongState
-from baton.server.worker.client import Rank, Ranks
+from baton.server.worker.client import RankClient, RankSet
 
 log = logging.getLogger("baton.front")
 
@@ -83,7 +83,7 @@ class Work:
 
 
 class Answers(Protocol):
-    """The answers that the front is giving (server.http.request_handler.Answering)."""
+    """The answers that the front is giving (server.http.request_handler.RequestHandler)."""
 
     @property
     def active(self) -> int: ...
@@ -94,12 +94,12 @@ class Answers(Protocol):
     async def idle(self) -> None: ...
 
 
-class Lifecycle:
+class ServerLifecycle:
     """The node's state. `answers` is set when the front can answer."""
 
     answers: Answers
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankSet) -> None:
         self._ranks = ranks
         self._drained_since: float | None = None
         self._final_reason: str | None = None
@@ -213,7 +213,7 @@ class Lifecycle:
         await self.answers.idle()
         await asyncio.gather(*(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None))
 
-    async def _until_rank_finished(self, rank: Rank) -> None:
+    async def _until_rank_finished(self, rank: RankClient) -> None:
         """A P rank's answers are out before D has pulled the pages: wait until its books are empty."""
         try:
             while True:

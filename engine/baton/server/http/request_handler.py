@@ -23,17 +23,17 @@ from aiohttp import web
 
 from baton.errors import Draining, EngineError, RateLimited
 from baton.server.api.openai import sse
-from baton.server.api.resume import EMIT_HEADER, Teller
+from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.tenancy import Tenancy
-from baton.server.api.validation import Accepted, with_deadline_headers
-from baton.server.http.generation import Delta, Generation
+from baton.server.api.validation import AcceptedRequest, with_deadline_headers
+from baton.server.http.generation import Generation, TextDelta
 from baton.server.http.http_utils import REQUEST_ID, Check, json_response, read_object
 from baton.server.observability.load_report import LOAD_HEADER, STAGES_HEADER, stages_header
 from baton.server.observability.load_report import header as load_header
-from baton.server.observability.metrics import Metrics
-from baton.server.observability.tracer import Tracer
+from baton.server.observability.metrics import EngineMetrics
+from baton.server.observability.tracer import SpanTracer
 from baton.server.text.tokenizer import Tokenizer
-from baton.server.worker.client import Ranks
+from baton.server.worker.client import RankSet
 
 log = logging.getLogger("baton.front")
 
@@ -50,33 +50,33 @@ SSE_HEADERS = {
 _PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
-class Format(Protocol):
+class ApiFormat(Protocol):
     id: str
 
     def __init__(self, generation: Generation, request_id: str, model: str) -> None: ...
-    def take(self, delta: Delta) -> None: ...
-    def event(self, delta: Delta) -> bytes: ...
+    def take(self, delta: TextDelta) -> None: ...
+    def event(self, delta: TextDelta) -> bytes: ...
     def end(self) -> bytes: ...
     def whole(self) -> Any: ...
 
 
-Validate = Callable[[dict[str, Any]], Awaitable[Accepted]]
+Validate = Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]
 
 
-class Answering:
+class RequestHandler:
     """The live requests of this process, and how they are answered."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankSet,
         tokenizer: Tokenizer,
-        metrics: Metrics,
+        metrics: EngineMetrics,
         model_name: str,
         timeout_secs: float,
         admit: Callable[[], None],
         refuse_oversized: Check,
         tenancy: Tenancy,
-        tracer: Tracer | None,
+        tracer: SpanTracer | None,
     ) -> None:
         """`admit` raises when the node does not take requests now (loading, draining, dead)."""
         self._tracer = tracer
@@ -127,7 +127,7 @@ class Answering:
         return list(self._live.get(rid, ()))
 
     async def answer(
-        self, request: web.Request, endpoint: str, validate: Validate, format: type[Format]
+        self, request: web.Request, endpoint: str, validate: Validate, format: type[ApiFormat]
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
@@ -203,7 +203,7 @@ class Answering:
             if self._tracer is not None and parent is not None:
                 self._tracer.answered(parent, request, generation, status, outcome, arrived)
 
-    def _take_tokens(self, accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+    def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
         """Its class and tenant, and the tenant's tokens for its prompt. Raises RateLimited."""
         placed = self._tenancy.resolve(accepted.asked, accepted.priority, headers)
         try:
@@ -214,13 +214,13 @@ class Answering:
         return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
 
     async def _stream(
-        self, request: web.Request, generation: Generation, shape: Format, headers: dict[str, str]
+        self, request: web.Request, generation: Generation, shape: ApiFormat, headers: dict[str, str]
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
         teller = None
         if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
-            teller = Teller(generation.tracks[0].item.params.seed, generation.created)
+            teller = ResumeCommentWriter(generation.tracks[0].item.params.seed, generation.created)
 
         async def send(data: bytes) -> None:
             if not response.prepared:
@@ -296,7 +296,7 @@ class Answering:
         )  # fmt: skip
 
 
-def _ignored_header(accepted: Accepted) -> dict[str, str]:
+def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
     """Names of fields that had no effect, made safe for a header."""
     if not accepted.ignored:
         return {}

@@ -1,6 +1,6 @@
 """`GET /v1/kv_events`: what one DP rank has cached, as lines of JSON: a snapshot if need be, then batch after batch.
 
-1. The rank sends every batch to the front, which keeps the last few (`Recent`).
+1. The rank sends every batch to the front, which keeps the last few (`RecentEvents`).
 2. A reader names the epoch and the first number it wants. Is either unknown or no longer here, it gets a snapshot of
    the rank's tree and everything after it; else just everything from that number on.
 3. The stream goes on until the reader leaves, the rank dies or the node stops; an empty line every few seconds shows
@@ -24,7 +24,7 @@ from aiohttp import web
 
 from baton.errors import BadRequest, EngineDead, EngineError, NotFound
 from baton.server.kv_events import codec
-from baton.server.worker.client import Rank, Ranks
+from baton.server.worker.client import RankClient, RankSet
 from baton.server.worker.messages import KvEvents
 
 KEEP = 1024
@@ -35,7 +35,7 @@ MAX_SEQ = 2**63 - 1
 
 
 @dataclass(slots=True)
-class Recent:
+class RecentEvents:
     """The last batches of one rank."""
 
     next_seq: int = 0
@@ -55,10 +55,10 @@ class Recent:
 class KvStreams:
     """All readers of this front."""
 
-    def __init__(self, ranks: Ranks, enabled: bool) -> None:
+    def __init__(self, ranks: RankSet, enabled: bool) -> None:
         self._ranks = ranks
         self._enabled = enabled
-        self._recent = [Recent() for _ in ranks.ranks]
+        self._recent = [RecentEvents() for _ in ranks.ranks]
         self._is_closing = False
         ranks.on_kv_events = self._on_events
 
@@ -111,7 +111,7 @@ class KvStreams:
             raise BadRequest(f"this engine has {last + 1} ranks, each with its own cache: name one", param="dp_rank")
         return asked or 0
 
-    async def _lines(self, rank: Rank, from_seq: int | None, *, follow: bool) -> AsyncIterator[bytes]:
+    async def _lines(self, rank: RankClient, from_seq: int | None, *, follow: bool) -> AsyncIterator[bytes]:
         recent = self._recent[rank.dp_rank]
         about = {"epoch": rank.info["kv_events"]["epoch"], "dp_rank": rank.dp_rank}
         at = from_seq

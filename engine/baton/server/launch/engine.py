@@ -38,12 +38,12 @@ import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_bytes
 from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
-from baton.server.http.app import Front
+from baton.server.http.app import HttpServer
 from baton.server.text import model_info
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker import transfer_setup
-from baton.server.worker.client import SEND_QUEUE, Rank, Ranks
+from baton.server.worker.client import SEND_QUEUE, RankClient, RankSet
 
 log = logging.getLogger("baton.launch")
 
@@ -111,7 +111,7 @@ class _Launcher:
             context, addresses, ranks = self._open_sockets(folder)
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
-            front = Front(self._config, facts, tokenizer, ranks)
+            front = HttpServer(self._config, facts, tokenizer, ranks)
             if front.tracer is not None:
                 stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
@@ -135,7 +135,7 @@ class _Launcher:
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], list[str], Ranks]:
+    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], list[str], RankSet]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
@@ -149,9 +149,9 @@ class _Launcher:
             push.bind(addresses[-1])
             pushes.append(push)
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        return context, addresses, Ranks(context, pull, pushes, limit, self._config.tp_size)
+        return context, addresses, RankSet(context, pull, pushes, limit, self._config.tp_size)
 
-    async def _serve_http(self, stack: contextlib.AsyncExitStack, front: Front) -> str:
+    async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
         runner = web.AppRunner(
             front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
         )
@@ -189,7 +189,7 @@ class _Launcher:
         return server
 
     async def _spawn(
-        self, dp_rank: int, tp_rank: int, folder: Path, addresses: list[str], ranks: Ranks, bootstrap: Any
+        self, dp_rank: int, tp_rank: int, folder: Path, addresses: list[str], ranks: RankSet, bootstrap: Any
     ) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
@@ -221,7 +221,7 @@ class _Launcher:
         child.stdin.close()
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 
-    async def _watch(self, dp_rank: int, tp_rank: int, ranks: Ranks) -> None:
+    async def _watch(self, dp_rank: int, tp_rank: int, ranks: RankSet) -> None:
         child = self._children[dp_rank, tp_rank]
         code = await child.wait()
         self._exit_codes.append(code)
@@ -239,7 +239,7 @@ class _Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
 
-    async def _wait_ready(self, ranks: Ranks, started: float) -> bool:
+    async def _wait_ready(self, ranks: RankSet, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
         while True:
             ranks.changed.clear()
@@ -253,7 +253,7 @@ class _Launcher:
             ready = sum(r.ready for r in ranks.ranks)
             log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
 
-    async def _give_up(self, ranks: Ranks) -> int:
+    async def _give_up(self, ranks: RankSet) -> int:
         """A signal or a rank's death before everything was ready."""
         dead = [f"rank {r.dp_rank}: {r.dead}" for r in ranks.ranks if r.dead is not None]
         if not dead:
@@ -281,7 +281,7 @@ class _Launcher:
         if self._signals > 1:
             self._hurry.set()
 
-    async def _serve_until_end(self, front: Front, ranks: Ranks) -> int:
+    async def _serve_until_end(self, front: HttpServer, ranks: RankSet) -> int:
         while True:
             ranks.changed.clear()
             if self._signalled.is_set() or not ranks.all_alive:
@@ -297,7 +297,7 @@ class _Launcher:
             await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
         return 0 if is_whole else 1
 
-    async def _drain(self, front: Front, ranks: Ranks, why: str) -> None:
+    async def _drain(self, front: HttpServer, ranks: RankSet, why: str) -> None:
         """POST /drain that cannot be undone, then the end: at most --drain-timeout-secs, or until a second signal."""
         limit = self._config.drain_timeout_secs
         log.info("ending, because %s: at most %g s; a second signal ends at once", why, limit)
@@ -315,10 +315,10 @@ class _Launcher:
         log.info("drained")
 
     @staticmethod
-    async def _finish_work(front: Front, ranks: Ranks) -> None:
+    async def _finish_work(front: HttpServer, ranks: RankSet) -> None:
         """Wait until nothing is left, then have the transfer runtimes refuse what D nodes still ask for."""
 
-        async def end_transfers(rank: Rank) -> None:
+        async def end_transfers(rank: RankClient) -> None:
             try:
                 await ranks.control(rank, "drain", TRANSFER_END_SECS)
             except EngineError as err:

@@ -36,7 +36,7 @@ from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_b
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
-from baton.server.launch.supervisor import Backoff, Child, ChildFailed, describe_exit
+from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff, describe_exit
 from baton.server.text import model_info
 from baton.server.text.model_info import resolve, resolve_tokenizer
 
@@ -99,7 +99,7 @@ class UpConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """What will run: checked flags, no process yet."""
 
     up: UpConfig
@@ -135,7 +135,7 @@ class Plan:
         return int({**self.engine, **own}.get(field, 1))
 
 
-def parse(argv: Sequence[str]) -> Plan:
+def parse(argv: Sequence[str]) -> ClusterPlan:
     """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
     parser = FlagParser(
         "baton up", "A whole Baton cluster on this machine; the flags of engines go to every engine.", _OWN
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str]) -> Plan:
     bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
     if bad := [*bad, *_router_complaints(up), *_role_complaints(up, engine)]:
         refuse("baton up", bad)
-    return Plan(up, counts, engine)
+    return ClusterPlan(up, counts, engine)
 
 
 def _engine_complaint(engine: dict[str, Any]) -> str | None:
@@ -213,15 +213,15 @@ def _complaint(counts: dict[str, int]) -> str | None:
 
 
 @dataclass
-class Node:
+class ClusterNode:
     """One engine. Port 0 until it has told the one it got; from then on it keeps it."""
 
     role: str
     name: str
-    plan: Plan
+    plan: ClusterPlan
     port: int = 0
     bootstrap_port: int = 0
-    child: Child = field(init=False)
+    child: ChildProcess = field(init=False)
 
     @property
     def url(self) -> str:
@@ -240,10 +240,10 @@ class Node:
         return argv + shlex.split(getattr(self.plan.up, f"{self.role}_args"))
 
 
-class Cluster:
+class LocalCluster:
     """The running processes. `start` once, then `watch`; `stop` always."""
 
-    def __init__(self, plan: Plan, log_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: ClusterPlan, log_dir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._say = say
         self._log_dir = log_dir
@@ -253,10 +253,10 @@ class Cluster:
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
         key = SECRETS["cluster_key"]
         env[key] = env.get(key) or secrets.token_hex(32)  # a new one per start: other programs cannot take part
-        self.nodes = [Node(role, f"{role} {i}", plan) for role in ROLES for i in range(plan.counts[role])]
+        self.nodes = [ClusterNode(role, f"{role} {i}", plan) for role in ROLES for i in range(plan.counts[role])]
         for node in self.nodes:
-            node.child = Child(node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env)
-        self.router = Child("router", self._router_argv, log_dir / "router.log", env)
+            node.child = ChildProcess(node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env)
+        self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
         self.host = plan.up.host
         self.port = 0
 
@@ -295,7 +295,7 @@ class Cluster:
         if self.plan.up.state_file:
             Path(self.plan.up.state_file).unlink(missing_ok=True)
 
-    async def _end(self, child: Child, grace_secs: float) -> None:
+    async def _end(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
             self._say(f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}")
 
@@ -325,7 +325,7 @@ class Cluster:
         temporary.write_text(json.dumps(state, indent=1) + "\n")
         temporary.replace(path)
 
-    async def _start_node(self, node: Node) -> None:
+    async def _start_node(self, node: ClusterNode) -> None:
         await node.child.start()
         ready = await node.child.until_ready(self.plan.start_timeout_secs)
         node.port = int(ready["url"].rpartition(":")[2])
@@ -358,7 +358,7 @@ class Cluster:
         await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
         self._say(f"router     {self.url}")
 
-    async def _guarded(self, child: Child, starting: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, child: ChildProcess, starting: Coroutine[Any, Any, None]) -> None:
         """A failure to start, with the end of the log."""
         try:
             await starting
@@ -385,8 +385,8 @@ class Cluster:
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
-    async def _keep_alive(self, child: Child, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        backoff = Backoff()
+    async def _keep_alive(self, child: ChildProcess, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        backoff = RestartBackoff()
         while True:
             code = await child.wait()
             if self._stopping.is_set():
@@ -430,7 +430,7 @@ async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _fail_at_end(child: Child) -> None:
+async def _fail_at_end(child: ChildProcess) -> None:
     raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
 
@@ -503,7 +503,7 @@ print(answer.choices[0].message.content)
 """
 
 
-async def _serve(cluster: Cluster, api_key: str | None) -> int:
+async def _serve(cluster: LocalCluster, api_key: str | None) -> int:
     from baton.server.launch.smoke_test import run_smoke, served_model
 
     await cluster.start()
@@ -521,7 +521,7 @@ async def _serve(cluster: Cluster, api_key: str | None) -> int:
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def _run(plan: Plan, log_dir: Path) -> int:
+async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     """Returns the exit code. Removes no logs."""
     started = time.monotonic()
 
@@ -530,7 +530,7 @@ async def _run(plan: Plan, log_dir: Path) -> int:
 
     shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
     print(f"starting router + {shape}; logs in {log_dir}", flush=True)
-    cluster = Cluster(plan, log_dir, say)
+    cluster = LocalCluster(plan, log_dir, say)
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
 
@@ -573,7 +573,7 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _router_flags(plan: Plan) -> list[str]:
+def _router_flags(plan: ClusterPlan) -> list[str]:
     """What the user says about the router, and about router and nodes together."""
     up, flags = plan.up, []
     if plan.engine.get("enable_trace"):
@@ -586,7 +586,7 @@ def _router_flags(plan: Plan) -> list[str]:
     return flags + shlex.split(up.router_args)
 
 
-def check_router_flags(plan: Plan) -> str | None:
+def check_router_flags(plan: ClusterPlan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
     if any(word == "--api-key" or word.startswith("--api-key=") for word in shlex.split(plan.up.router_args)):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
@@ -595,7 +595,7 @@ def check_router_flags(plan: Plan) -> str | None:
     return asked.stderr.strip() if asked.returncode == 2 else None
 
 
-def check_place(plan: Plan) -> str | None:
+def check_place(plan: ClusterPlan) -> str | None:
     """Faults of the address, the files and the model that the flags name."""
     up = plan.up
     try:

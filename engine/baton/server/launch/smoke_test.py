@@ -19,17 +19,17 @@ CONCURRENT = 8
 QUESTION = [{"role": "user", "content": "What is Baton?"}]
 
 
-class Wrong(Exception):
+class SmokeFailure(Exception):
     """The cluster answered, but not as it should. The message says what came."""
 
 
 def expect(ok: bool, text: str) -> None:
     if not ok:
-        raise Wrong(text)
+        raise SmokeFailure(text)
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class SmokeClient:
     """JSON over HTTP to one base URL."""
 
     session: aiohttp.ClientSession
@@ -49,7 +49,7 @@ class Client:
             path, json={"model": self.model, "temperature": 0, "stream": True, **body}
         ) as response:
             if response.status != 200:
-                raise Wrong(f"POST {path} answered {response.status}: {(await response.text())[:300]}")
+                raise SmokeFailure(f"POST {path} answered {response.status}: {(await response.text())[:300]}")
             last = ""
             async for raw in response.content:
                 line = raw.decode().strip()
@@ -61,14 +61,14 @@ class Client:
             expect(last == "[DONE]", f"the stream ended without [DONE]; its last event was {last[:200]!r}")
 
 
-async def _models(client: Client) -> str:
+async def _models(client: SmokeClient) -> str:
     async with client.session.get("/v1/models") as response:
         listed = [entry["id"] for entry in (await response.json())["data"]]
     expect(client.model in listed, f"{client.model} is not among {listed}")
     return ", ".join(listed)
 
 
-async def _chat(client: Client) -> str:
+async def _chat(client: SmokeClient) -> str:
     answer = await client.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 32})
     choice = answer["choices"][0]
     expect(choice["finish_reason"] in ("stop", "length"), f"finish_reason is {choice['finish_reason']!r}")
@@ -82,13 +82,13 @@ async def _chat(client: Client) -> str:
     return _short(choice["message"]["content"])
 
 
-async def _completion(client: Client) -> str:
+async def _completion(client: SmokeClient) -> str:
     answer = await client.post("/v1/completions", {"prompt": "Baton serves large language", "max_tokens": 16})
     expect(bool(answer["choices"][0]["text"]), "the answer is empty")
     return _short(answer["choices"][0]["text"])
 
 
-async def _stream_equals_whole(client: Client) -> str:
+async def _stream_equals_whole(client: SmokeClient) -> str:
     body = {"messages": QUESTION, "max_tokens": 24}
     whole = (await client.post("/v1/chat/completions", body))["choices"][0]
     text, finishes, events = "", [], 0
@@ -104,7 +104,7 @@ async def _stream_equals_whole(client: Client) -> str:
     return f"{events} events"
 
 
-async def _concurrent(client: Client) -> str:
+async def _concurrent(client: SmokeClient) -> str:
     async def ask(i: int) -> tuple[str, int]:
         body = {"prompt": f"{i}: a router, a prefill node and", "max_tokens": 16, "ignore_eos": True}
         answer = await client.post("/v1/completions", body)
@@ -119,7 +119,7 @@ async def _concurrent(client: Client) -> str:
     return f"{CONCURRENT} answers"
 
 
-async def _logprobs(client: Client) -> str:
+async def _logprobs(client: SmokeClient) -> str:
     body = {"messages": QUESTION, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
     content = (await client.post("/v1/chat/completions", body))["choices"][0]["logprobs"]["content"]
     expect(1 <= len(content) <= 4, f"{len(content)} entries for at most 4 tokens")
@@ -130,19 +130,19 @@ async def _logprobs(client: Client) -> str:
     return f"first token {content[0]['logprob']:.3f}"
 
 
-async def _bad_request(client: Client) -> str:
+async def _bad_request(client: SmokeClient) -> str:
     answer = await client.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": -1}, status=400)
     error = answer["error"]
     expect(set(error) == {"message", "type", "param", "code"}, f"the error has the fields {sorted(error)}")
     return f"{error['code']}: {_short(error['message'])}"
 
 
-async def _unknown_model(client: Client) -> str:
+async def _unknown_model(client: SmokeClient) -> str:
     answer = await client.post("/v1/completions", {"prompt": "x", "model": "no-such-model"}, status=404)
     return str(answer["error"]["code"])
 
 
-CHECKS: tuple[tuple[str, Callable[[Client], Awaitable[str]]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[SmokeClient], Awaitable[str]]], ...] = (
     ("models", _models),
     ("chat", _chat),
     ("completion", _completion),
@@ -158,13 +158,13 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
     """Run all checks in order, print one row each; whether all passed."""
     passed = 0
     async with _session(url, api_key) as session:
-        client = Client(session, model)
+        client = SmokeClient(session, model)
         for name, check in CHECKS:
             started = time.perf_counter()
             try:
                 detail = await check(client)
                 ok = True
-            except (Wrong, aiohttp.ClientError, asyncio.TimeoutError, KeyError, ValueError) as err:
+            except (SmokeFailure, aiohttp.ClientError, asyncio.TimeoutError, KeyError, ValueError) as err:
                 detail, ok = f"{type(err).__name__}: {err}", False
             passed += ok
             ms = (time.perf_counter() - started) * 1000

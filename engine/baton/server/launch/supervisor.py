@@ -2,7 +2,7 @@
 
  1. `start` spawns it in a process group of its own, with a signal that reaches it even if we are killed (Linux);
  2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
- 3. `wait` returns its exit code; `Backoff` says how long to pause before the next `start`;
+ 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`;
  4. `stop` asks (SIGTERM), waits a bounded time, then kills the whole group.
 
 Its output goes to a log file; `last_errors` shows the end of it when the process dies.
@@ -39,7 +39,7 @@ class ChildFailed(Exception):
         """The process's own, when it ended."""
 
 
-class Backoff:
+class RestartBackoff:
     """Pauses between restarts: doubling from `first` to `longest`; a process that lived well starts anew at `first`."""
 
     def __init__(self, first: float = 0.5, longest: float = 30.0, forgive_after: float = 60.0) -> None:
@@ -67,7 +67,7 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-class Child:
+class ChildProcess:
     """One process under our care. `argv` is asked for at every start, so that a restart can name the port it had."""
 
     def __init__(self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 from baton.server.observability.host_facts import read_host_facts
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
@@ -52,18 +52,18 @@ def sign_request(cluster_key: str, path: str, at_ms: int) -> str:
     return f"{stamp} " + _mac(cluster_key, f"GET\n{path}\n{stamp}\n")
 
 
-class Targets:
+class DiagnosisTargets:
     """Prefill nodes to look at, as the request names them."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        fields = Fields(dict(body))
+        fields = JsonObjectReader(dict(body))
         self.challenge = fields.string("challenge", None, MAX_CHALLENGE_CHARS)
         raw = [] if (given := fields.get("prefill")) is None else given
         if type(raw) is not list or len(raw) > MAX_PROBES or not all(type(entry) is dict for entry in raw):
             raise fields.bad("prefill", f"must be an array of at most {MAX_PROBES} objects with host and port")
         self.prefill: list[tuple[str, int]] = []
         for index, entry in enumerate(raw):
-            item = Fields(entry, f"prefill.{index}.")
+            item = JsonObjectReader(entry, f"prefill.{index}.")
             host, port = item.string("host", None, 255), item.integer("port", None, 1, 65535)
             if not host or port is None:
                 raise item.bad("host", "and port are required")
@@ -198,7 +198,7 @@ def links_of(books: list[dict[str, Any]]) -> dict[str, str]:
 
 async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[dict[str, Any]]) -> dict[str, Any]:
     """Answer of the route. `books`: what the ranks say to the control operation `ledger`."""
-    targets = Targets(body)
+    targets = DiagnosisTargets(body)
     links = links_of(books)
     keys = [key for key in (config.cluster_key, config.second_cluster_key) if key is not None]
     proofs = [] if targets.challenge is None else [key_proof(key, targets.challenge) for key in keys]

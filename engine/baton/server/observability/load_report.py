@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 from baton.sched.metrics.request_timeline import FirstTokenStages
-from baton.server.worker.client import Rank
+from baton.server.worker.client import RankClient
 
 LOAD_HEADER = "x-baton-load"
 STAGES_HEADER = "x-baton-stages"
 
 
-def short(rank: Rank) -> dict[str, Any]:
+def short(rank: RankClient) -> dict[str, Any]:
     """One element of SGLang's GET /get_load."""
     return {
         "dp_rank": rank.dp_rank,
@@ -28,12 +28,12 @@ def short(rank: Rank) -> dict[str, Any]:
     }
 
 
-def full(rank: Rank) -> dict[str, Any]:
-    """Element of GET /v1/loads: the same, the tokens since the start, and all of sched.metrics.load_report.Load."""
+def full(rank: RankClient) -> dict[str, Any]:
+    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.metrics.load_report.LoadReport."""
     return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.load or None}
 
 
-def header(rank: Rank) -> str:
+def header(rank: RankClient) -> str:
     """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
     values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.sinks), "tokens": rank.tokens_in_flight}
     load = rank.load
@@ -68,7 +68,7 @@ def stages_header(stages: FirstTokenStages) -> str:
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 
-def _totals(rank: Rank, suffix: str = "") -> dict[str, int]:
+def _totals(rank: RankClient, suffix: str = "") -> dict[str, int]:
     """Tokens since the rank's start, as of its last report."""
     return {
         f"prefilled{suffix}": int(rank.counters.get("prompt_tokens_computed_total", 0)),
@@ -76,5 +76,5 @@ def _totals(rank: Rank, suffix: str = "") -> dict[str, int]:
     }
 
 
-def _age_ms(rank: Rank) -> int | None:
+def _age_ms(rank: RankClient) -> int | None:
     return round((time.monotonic() - rank.reported_at) * 1000) if rank.load else None

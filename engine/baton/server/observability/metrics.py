@@ -273,7 +273,7 @@ def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
     return list(zip(map(floatToGoString, (*bounds, math.inf)), itertools.accumulate(counts), strict=True))
 
 
-class Metrics:
+class EngineMetrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
     def __init__(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.errors import by_code
-from baton.sched.metrics.request_timeline import Story
+from baton.sched.metrics.request_timeline import RequestTimeline
 
 Attributes = list[tuple[str, "str | int"]]
 ToUnix = Callable[[float], int]
@@ -51,7 +51,7 @@ def new_id() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Parent:
+class ParentSpan:
     """The front's span of a request, and where it hangs."""
 
     trace: int
@@ -63,18 +63,18 @@ class Parent:
         return _PACKED.pack(self.trace.to_bytes(16, "big"), self.span, submitted)
 
 
-def continue_trace(traceparent: str | None) -> Parent | None:
+def continue_trace(traceparent: str | None) -> ParentSpan | None:
     """A span below the caller's (W3C Trace Context), or of a new trace; None: the caller does not sample this one."""
     found = _TRACEPARENT.fullmatch((traceparent or "").strip())
     if found is not None:
         version, trace, above, flags, more = found.groups()
         if int(trace, 16) and int(above, 16) and not (version == "00" and more):
-            return Parent(int(trace, 16), new_id(), int(above, 16)) if int(flags, 16) & 1 else None
-    return Parent(random.getrandbits(128) or 1, new_id(), None)
+            return ParentSpan(int(trace, 16), new_id(), int(above, 16)) if int(flags, 16) & 1 else None
+    return ParentSpan(random.getrandbits(128) or 1, new_id(), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class AnsweredRequest:
     """A request as the front saw it; times are monotonic seconds."""
 
     method: str
@@ -92,7 +92,7 @@ class Answered:
     more: tuple[tuple[str, str | int], ...] = ()
 
 
-def request_span(parent: Parent, told: Answered, unix: ToUnix) -> Span:
+def request_span(parent: ParentSpan, told: AnsweredRequest, unix: ToUnix) -> Span:
     attributes: Attributes = [
         ("http.request.method", told.method),
         ("http.route", told.route),
@@ -111,7 +111,7 @@ def request_span(parent: Parent, told: Answered, unix: ToUnix) -> Span:
     )  # fmt: skip
 
 
-def story_spans(story: Story, dp_rank: int, unix: ToUnix) -> list[Span]:
+def story_spans(story: RequestTimeline, dp_rank: int, unix: ToUnix) -> list[Span]:
     """What a rank told of one item, in order of time. Children of the front's span."""
     trace, parent, submitted = _PACKED.unpack(story.trace)
     stages = [_Stage("queue", submitted, [("baton.prompt_tokens", story.prompt_tokens)])]
@@ -157,7 +157,7 @@ class _Stage(NamedTuple):
     attributes: Attributes
 
 
-def _prefill(story: Story) -> Attributes:
+def _prefill(story: RequestTimeline) -> Attributes:
     return [
         ("baton.cached_tokens", story.cached_tokens),
         ("baton.computed_tokens", story.computed_tokens),
@@ -165,7 +165,7 @@ def _prefill(story: Story) -> Attributes:
     ]
 
 
-def _transfer(story: Story) -> Attributes:
+def _transfer(story: RequestTimeline) -> Attributes:
     told: Attributes = [("baton.cached_tokens", story.cached_tokens)]
     if (pulled := story.pulled) is not None:
         told += [
@@ -177,11 +177,11 @@ def _transfer(story: Story) -> Attributes:
     return told
 
 
-def _lease(story: Story) -> Attributes:
+def _lease(story: RequestTimeline) -> Attributes:
     return [("baton.pages", story.leased_pages)]
 
 
-def _decode(story: Story) -> Attributes:
+def _decode(story: RequestTimeline) -> Attributes:
     return [
         ("gen_ai.usage.output_tokens", story.output_tokens),
         ("baton.retractions", story.retractions),

@@ -20,8 +20,15 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID
-from baton.server.observability.spans import Answered, Parent, ToUnix, continue_trace, request_span, story_spans
-from baton.server.worker.messages import Stories
+from baton.server.observability.spans import (
+    AnsweredRequest,
+    ParentSpan,
+    ToUnix,
+    continue_trace,
+    request_span,
+    story_spans,
+)
+from baton.server.worker.messages import TimelinesMessage
 
 if TYPE_CHECKING:
     from baton._native import SpanExporter
@@ -34,7 +41,7 @@ CLOCKS_APART_NS = 1_000_000
 """The wall clock was set when it moves by more than this against the monotonic one."""
 
 
-def start(config: EngineConfig) -> Tracer | None:
+def start(config: EngineConfig) -> SpanTracer | None:
     """None without --enable-trace. Raises ConfigError."""
     if not config.enable_trace:
         return None
@@ -48,22 +55,22 @@ def start(config: EngineConfig) -> Tracer | None:
         exporter = SpanExporter(config.otlp_traces_endpoint, SERVICE[role], resource)
     except ValueError as err:
         raise ConfigError(f"--otlp-traces-endpoint {config.otlp_traces_endpoint}: {err}") from err
-    return Tracer(exporter)
+    return SpanTracer(exporter)
 
 
-class Tracer:
+class SpanTracer:
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._offset = 0
         self._counted: dict[str, int] = {}
 
-    def begin(self, headers: Mapping[str, str]) -> Parent | None:
+    def begin(self, headers: Mapping[str, str]) -> ParentSpan | None:
         """The span of a request that has just come; None: it is not to be traced."""
         return continue_trace(headers.get("traceparent"))
 
     def answered(
         self,
-        parent: Parent,
+        parent: ParentSpan,
         request: web.Request,
         generation: Generation | None,
         status: int | None,
@@ -84,7 +91,7 @@ class Tracer:
                 more.append(("baton.dp_rank", first.rank.dp_rank))
             if first.item.rendezvous is not None:
                 more.append(("baton.room", first.item.rendezvous.room))
-        told = Answered(
+        told = AnsweredRequest(
             method=request.method,
             route=request.path,
             request_id=request[REQUEST_ID],
@@ -98,7 +105,7 @@ class Tracer:
         )
         self._exporter.put([request_span(parent, told, self._to_unix())])
 
-    def told(self, message: Stories) -> None:
+    def told(self, message: TimelinesMessage) -> None:
         """A rank is through with some requests."""
         unix = self._to_unix()
         self._exporter.put([span for story in message.stories for span in story_spans(story, message.dp_rank, unix)])

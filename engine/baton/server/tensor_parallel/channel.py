@@ -29,8 +29,8 @@ import zmq
 from baton.config import EngineConfig
 
 if TYPE_CHECKING:
-    from baton.layers.collectives import Group
-    from baton.runtime.build import Loaded
+    from baton.layers.collectives import ProcessGroup
+    from baton.runtime.build import LoadedModel
 
 log = logging.getLogger("baton.tp")
 
@@ -47,7 +47,7 @@ class FollowerStuck(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class TpGroup:
     """The tensor-parallel ranks of one DP rank, as the front's order to a process names them."""
 
     tp_rank: int
@@ -56,11 +56,11 @@ class Team:
     dp_rank: int
 
     @staticmethod
-    def of(job: dict[str, Any], config: EngineConfig) -> Team | None:
+    def of(job: dict[str, Any], config: EngineConfig) -> TpGroup | None:
         """None: this process computes alone."""
         if config.tp_size == 1:
             return None
-        return Team(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
+        return TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
 
     @property
     def meeting_point(self) -> Path:
@@ -71,7 +71,7 @@ class Team:
         return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
 
 
-class Heard(msgspec.Struct, tag="heard"):
+class TransferEvents(msgspec.Struct, tag="heard"):
     """Events of a follower's transfer runtime, as `poll` gives them; of what P says to D only that it came."""
 
     tp_rank: int
@@ -90,17 +90,17 @@ class Report(msgspec.Struct, tag="loaded"):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-_reports: msgspec.msgpack.Decoder[Report | Heard] = msgspec.msgpack.Decoder(Report | Heard)
+_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(Report | TransferEvents)
 
 
-class Followers:
+class TpWorkers:
     """The first rank's side. Any thread may tell; the rest is one thread's."""
 
-    def __init__(self, context: zmq.Context[Any], team: Team, timeout_secs: float) -> None:
+    def __init__(self, context: zmq.Context[Any], team: TpGroup, timeout_secs: float) -> None:
         self.pids: list[int] = []
         """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
         self._timeout_secs = timeout_secs
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._lock = threading.Lock()
         """Of the order sockets: steps come from the device thread, calls of transfer runtimes from the scheduler's."""
         self.reports = context.socket(zmq.PULL)
@@ -114,7 +114,7 @@ class Followers:
             socket.bind(team.address(tp_rank))
             self._orders.append(socket)
 
-    def await_loaded(self, own: Loaded) -> None:
+    def await_loaded(self, own: LoadedModel) -> None:
         """Wait until all have loaded. No deadline: the front ends us when one of them dies.
 
         Raises ValueError when one has another pool than ours.
@@ -139,7 +139,7 @@ class Followers:
         """Have all followers call this method of their transfer runtime."""
         self._tell(NODE + msgspec.msgpack.encode((call, args)))
 
-    def heard(self) -> list[Heard]:
+    def heard(self) -> list[TransferEvents]:
         """What followers reported since the last call."""
         found = []
         while True:
@@ -147,7 +147,7 @@ class Followers:
                 report = _reports.decode(self.reports.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return found
-            assert isinstance(report, Heard), "a follower loads once"
+            assert isinstance(report, TransferEvents), "a follower loads once"
             found.append(report)
 
     def stop(self) -> None:
@@ -173,6 +173,6 @@ class Followers:
                     ) from None
 
     def counters(self) -> dict[str, float]:
-        """For messages.Stats: what the collectives of the first rank's process cost."""
+        """For messages.StatsMessage: what the collectives of the first rank's process cost."""
         assert self._group is not None, "await_loaded comes first"
         return {"tp_collectives_total": self._group.calls, "tp_collective_seconds_total": self._group.seconds}

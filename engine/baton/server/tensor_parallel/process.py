@@ -19,10 +19,10 @@ from baton.server.tensor_parallel.channel import (
     EVENTS_AT_ONCE,
     STEP,
     STOP,
-    Followers,
-    Heard,
     Report,
-    Team,
+    TpGroup,
+    TpWorkers,
+    TransferEvents,
     encode_report,
 )
 from baton.server.text import model_info
@@ -30,20 +30,20 @@ from baton.server.worker import transfer_setup
 from baton.server.worker.transfer_setup import Bootstrap
 
 if TYPE_CHECKING:
-    from baton.runtime.build import Loaded
+    from baton.runtime.build import LoadedModel
 
 log = logging.getLogger("baton.tp")
 
 
 def lead(
-    config: EngineConfig, team: Team, context: zmq.Context[Any], on_progress: Callable[[int, int], None]
-) -> tuple[Loaded, Followers]:
+    config: EngineConfig, team: TpGroup, context: zmq.Context[Any], on_progress: Callable[[int, int], None]
+) -> tuple[LoadedModel, TpWorkers]:
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
     from baton.layers.collectives import Place
     from baton.layers.shard import Shard
     from baton.runtime import build  # torch: seconds, and half a gigabyte
 
-    followers = Followers(context, team, config.dist_timeout)
+    followers = TpWorkers(context, team, config.dist_timeout)
     place = Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     followers.await_loaded(loaded)
@@ -52,7 +52,7 @@ def lead(
 
 def follow(
     config: EngineConfig,
-    team: Team,
+    team: TpGroup,
     context: zmq.Context[Any],
     bootstrap: Bootstrap | None,
     on_progress: Callable[[int, int], None],
@@ -80,7 +80,9 @@ def follow(
     collectives.leave()
 
 
-def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+def _execute(
+    team: TpGroup, loaded: LoadedModel, node: Any, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]
+) -> None:
     """Until told to stop."""
     poller = zmq.Poller()
     poller.register(orders, zmq.POLLIN)
@@ -93,10 +95,12 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
         poller.poll(timeout_ms)
         while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
             said = [event[:2] if event[0] == "committed" else event for event in events]
-            reports.send(encode_report(Heard(team.tp_rank, said)))
+            reports.send(encode_report(TransferEvents(team.tp_rank, said)))
         if node is not None and is_healthy and not node.healthy:
             is_healthy = False
-            reports.send(encode_report(Heard(team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"])))
+            reports.send(
+                encode_report(TransferEvents(team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]))
+            )
         try:
             message = orders.recv(zmq.DONTWAIT)
         except zmq.Again:
@@ -110,4 +114,4 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
             call, args = msgspec.msgpack.decode(body)
             refused = transfer_node.obey(node, team, call, args)
             if refused is not None:
-                reports.send(encode_report(Heard(team.tp_rank, [refused])))
+                reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))

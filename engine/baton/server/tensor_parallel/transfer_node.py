@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.disagg.relay import TransferNode
-from baton.server.tensor_parallel.channel import Followers, FollowerStuck, Team
+from baton.server.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
 
 log = logging.getLogger("baton.team_node")
 
@@ -47,7 +47,7 @@ class Room:
     is_aborted: bool = False
 
 
-class Merger:
+class EventMerger:
     """Turns the ranks' events into those of one runtime. `tell` makes all ranks do something about a room."""
 
     def __init__(self, size: int, tell: Callable[..., None]) -> None:
@@ -142,7 +142,7 @@ class Merger:
 class TeamNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: Any, followers: Followers, team: Team, late_secs: float) -> None:
+    def __init__(self, node: Any, followers: TpWorkers, team: TpGroup, late_secs: float) -> None:
         """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
         self._followers = followers
@@ -150,7 +150,7 @@ class TeamNode:
         self._late_secs = late_secs
         self._failure: str | None = None
         """Why a follower's runtime does not work any more."""
-        self._merger = Merger(team.tp_size, self._everywhere)
+        self._merger = EventMerger(team.tp_size, self._everywhere)
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
         self._begin(room, "offer", room, attempt, prompt_hash, deadline_ms)
@@ -200,7 +200,7 @@ class TeamNode:
 
     @property
     def event_fd(self) -> int:
-        """Of this process; `Followers.reports` is readable when the others have something."""
+        """Of this process; `TpWorkers.reports` is readable when the others have something."""
         return int(self._node.event_fd)
 
     def rooms_json(self, room: int | None) -> str:
@@ -227,7 +227,7 @@ class TeamNode:
         self._followers.tell_node(call, *args)
 
 
-def obey_or_raise(node: TransferNode, team: Team, call: str, args: Sequence[Any]) -> None:
+def obey_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
     """Make a call of `TeamNode` on one rank's own runtime."""
     if call == "open":
         room, attempt, host, port, prefill_dp_rank, *rest = args
@@ -242,7 +242,7 @@ def obey_or_raise(node: TransferNode, team: Team, call: str, args: Sequence[Any]
         getattr(node, call)(*args)
 
 
-def obey(node: TransferNode, team: Team, call: str, args: Sequence[Any]) -> Event | None:
+def obey(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> Event | None:
     """As `obey_or_raise`, on a follower, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.

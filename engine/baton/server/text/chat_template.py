@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import BadRequest, MissingField, UnsupportedParameter
-from baton.server.api.fields import Fields
+from baton.server.api.fields import JsonObjectReader
 
 MARK = "\ue000baton-continues-here\ue000"
 """Private-use characters: no client text holds them by accident."""
@@ -134,7 +134,7 @@ def _cut_at_mark(text: str) -> str:
     return text[:at] if text.startswith(MARK_SPACE, at) else text[:at].rstrip()
 
 
-def read_messages(f: Fields) -> list[dict[str, Any]]:
+def read_messages(f: JsonObjectReader) -> list[dict[str, Any]]:
     """The `messages` field, checked; every content is plain text."""
     value = f.require("messages")
     if type(value) is not list or not value:

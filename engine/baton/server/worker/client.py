@@ -26,17 +26,17 @@ from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, Que
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
 from baton.server.worker.messages import (
-    Abort,
-    Control,
+    AbortMessage,
+    ControlMessage,
     HistogramColumns,
     KvEvents,
-    Loading,
-    Logprobs,
-    Ready,
-    Reply,
-    Stats,
-    Stories,
-    Submit,
+    LoadingMessage,
+    LogprobsMessage,
+    ReadyMessage,
+    ReplyMessage,
+    StatsMessage,
+    SubmitMessage,
+    TimelinesMessage,
     ToFront,
     TokenBatch,
     encoder,
@@ -51,21 +51,21 @@ SEND_QUEUE = 100_000
 """Messages a rank may be behind by (its submits are bounded by `limit`); more means it hangs."""
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Receives one item's rows."""
 
     def on_stages(self, stages: FirstTokenStages) -> None:
         """Times of the way to the first token; its tokens follow with `on_tokens`."""
 
     def on_tokens(
-        self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None
+        self, tokens: Sequence[int], cached_tokens: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
     ) -> None: ...
 
     def on_error(self, error: EngineError) -> None: ...
 
 
 @dataclass(slots=True)
-class Rank:
+class RankClient:
     """One scheduler process as the front sees it."""
 
     dp_rank: int
@@ -83,9 +83,9 @@ class Rank:
     counters: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, HistogramColumns] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
-    """sched.metrics.load_report.Load, as reported at `reported_at` (monotonic seconds)."""
+    """sched.metrics.load_report.LoadReport, as reported at `reported_at` (monotonic seconds)."""
     reported_at: float = 0.0
-    sinks: dict[int, Sink] = field(default_factory=dict)
+    sinks: dict[int, EventSink] = field(default_factory=dict)
     nonfinite: int = 0
     """Answers in a row that ended because the model computed NaN or infinity."""
     nonfinite_at: float = 0.0
@@ -99,7 +99,7 @@ class Rank:
         return 1.0 if self.ready else sum(self.loading.values()) / self.tp_size
 
 
-class Ranks:
+class RankSet:
     """All ranks of this node."""
 
     def __init__(
@@ -113,20 +113,20 @@ class Ranks:
         self._context = context
         self._pull = pull
         self._limit = limit
-        self.ranks = [Rank(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
-        self._of_handle: dict[int, Rank] = {}
+        self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
+        self._of_handle: dict[int, RankClient] = {}
         self._weights: dict[int, int] = {}
         self._handles = itertools.count(1)
-        self._controls: dict[int, tuple[Rank, asyncio.Future[Reply]]] = {}
+        self._controls: dict[int, tuple[RankClient, asyncio.Future[ReplyMessage]]] = {}
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
         """Set at every Ready and death. Clear it, then look, then wait: nothing is missed."""
         self._loop = asyncio.get_running_loop()
-        self.on_stats: Callable[[Rank], None] = lambda rank: None
+        self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
         self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
-        self.on_stories: Callable[[Stories], None] = lambda message: None
+        self.on_stories: Callable[[TimelinesMessage], None] = lambda message: None
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -151,7 +151,7 @@ class Ranks:
 
     # ---- to the ranks ------------------------------------------------------------------------------------------
 
-    def choose(self, wanted: int | None) -> Rank:
+    def choose(self, wanted: int | None) -> RankClient:
         """The rank asked for, else the least loaded one that lives; ties go round. Raises NotReady or EngineDead."""
         if wanted is not None:
             rank = self.ranks[wanted]
@@ -168,7 +168,7 @@ class Ranks:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: Rank, message: Submit, sink: Sink) -> int:
+    def submit(self, rank: RankClient, message: SubmitMessage, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
         if len(rank.sinks) >= self._limit:
             raise QueueFull(
@@ -195,26 +195,26 @@ class Ranks:
             rank = self.ranks[dp_rank]
             if rank.dead is None:
                 try:
-                    self._send(rank, Abort(mine))
+                    self._send(rank, AbortMessage(mine))
                 except QueueFull as err:
                     log.error("abort lost: %s", err.message)  # the rank hangs; its deadline frees the requests
 
-    async def control(self, rank: Rank, op: str, timeout_secs: float, **args: Any) -> Reply:
+    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> ReplyMessage:
         """One question to one rank. Raises EngineDead or RequestTimeout."""
         if rank.dead is not None:
             raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
         id = next(self._control_ids)
-        future: asyncio.Future[Reply] = self._loop.create_future()
+        future: asyncio.Future[ReplyMessage] = self._loop.create_future()
         self._controls[id] = (rank, future)
         try:
-            self._send(rank, Control(id, op, args))
+            self._send(rank, ControlMessage(id, op, args))
             return await asyncio.wait_for(future, timeout_secs)
         except asyncio.TimeoutError:
             raise RequestTimeout(f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s") from None
         finally:
             del self._controls[id]
 
-    def _send(self, rank: Rank, message: Submit | Abort | Control) -> None:
+    def _send(self, rank: RankClient, message: SubmitMessage | AbortMessage | ControlMessage) -> None:
         try:
             rank.socket.send(encoder.encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -243,24 +243,24 @@ class Ranks:
     def _dispatch(self, message: ToFront) -> None:
         if isinstance(message, TokenBatch):
             self._tokens(message)
-        elif isinstance(message, Stats):
+        elif isinstance(message, StatsMessage):
             rank = self.ranks[message.dp_rank]
             rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
             rank.load, rank.reported_at, rank.trouble = message.load, time.monotonic(), message.trouble
             self.on_stats(rank)
-        elif isinstance(message, Reply):
+        elif isinstance(message, ReplyMessage):
             _, future = self._controls.get(message.id, (None, None))
             if future is not None and not future.done():  # else the question timed out
                 future.set_result(message)
-        elif isinstance(message, Loading):
+        elif isinstance(message, LoadingMessage):
             self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(message.total, 1)
-        elif isinstance(message, Ready):
+        elif isinstance(message, ReadyMessage):
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info
             self.changed.set()
         elif isinstance(message, KvEvents):
             self.on_kv_events(message)
-        elif isinstance(message, Stories):
+        elif isinstance(message, TimelinesMessage):
             self.on_stories(message)
         else:
             self.died(message.dp_rank, message.message)
@@ -319,7 +319,7 @@ class Ranks:
                 future.set_exception(EngineDead(f"rank {dp_rank} of this engine died ({why})"))
         self.changed.set()
 
-    def _forget(self, handle: int) -> Rank | None:
+    def _forget(self, handle: int) -> RankClient | None:
         rank = self._of_handle.pop(handle, None)
         if rank is not None:
             del rank.sinks[handle]

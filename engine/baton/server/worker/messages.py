@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from baton.sched.metrics.request_timeline import FirstTokenStages, Story
+from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams
 
 __all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
 
 
-class Submit(msgspec.Struct, tag="submit"):
-    """One checked request (request.Validated on the wire). `age_secs`: time it already spent in the front."""
+class SubmitMessage(msgspec.Struct, tag="submit"):
+    """One checked request (request.ValidatedRequest on the wire). `age_secs`: time it already spent in the front."""
 
     handle: int
     rid: str
@@ -33,16 +33,16 @@ class Submit(msgspec.Struct, tag="submit"):
     priority_class: str = ""
     tenant: str = ""
     trace: bytes = b""
-    """server.observability.spans.Parent, packed; empty: not traced."""
+    """server.observability.spans.ParentSpan, packed; empty: not traced."""
 
 
-class Abort(msgspec.Struct, tag="abort"):
+class AbortMessage(msgspec.Struct, tag="abort"):
     """Stop these requests and free what they hold. No TokenBatch row follows for them; unknown handles are ignored."""
 
     handles: list[int]
 
 
-class Control(msgspec.Struct, tag="control"):
+class ControlMessage(msgspec.Struct, tag="control"):
     """`op`: flush_cache | info | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
 
     The rank answers with one Reply carrying the same `id`.
@@ -53,10 +53,10 @@ class Control(msgspec.Struct, tag="control"):
     args: dict[str, Any] = {}
 
 
-ToRank = Submit | Abort | Control
+ToRank = SubmitMessage | AbortMessage | ControlMessage
 
 
-class Logprobs(msgspec.Struct, array_like=True):
+class LogprobsMessage(msgspec.Struct, array_like=True):
     """Logprob columns of one row's new tokens: chosen[n], and per token the k most likely (ids, logprobs)."""
 
     chosen: list[float]
@@ -76,7 +76,7 @@ class TokenBatch(msgspec.Struct, tag="tokens"):
     """int8[rows]: 0 or a FinishReason."""
     cached_tokens: bytes
     """int32[rows]: prompt tokens that were not computed by this cluster's prefill for this request."""
-    logprobs: dict[int, Logprobs] = {}
+    logprobs: dict[int, LogprobsMessage] = {}
     """Row index → logprobs, only for rows that asked."""
     errors: dict[int, tuple[str, str]] = {}
     """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
@@ -86,13 +86,13 @@ class TokenBatch(msgspec.Struct, tag="tokens"):
     """Row index → times, for rows with a request's first token."""
 
 
-class Reply(msgspec.Struct, tag="reply"):
+class ReplyMessage(msgspec.Struct, tag="reply"):
     id: int
     ok: bool
     result: dict[str, Any] = {}
 
 
-class Loading(msgspec.Struct, tag="loading"):
+class LoadingMessage(msgspec.Struct, tag="loading"):
     """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
 
     dp_rank: int
@@ -101,7 +101,7 @@ class Loading(msgspec.Struct, tag="loading"):
     total: int
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class ReadyMessage(msgspec.Struct, tag="ready"):
     """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool size, dtype …)."""
 
     dp_rank: int
@@ -115,7 +115,7 @@ class HistogramColumns(msgspec.Struct, array_like=True):
     sum: float
 
 
-class Stats(msgspec.Struct, tag="stats"):
+class StatsMessage(msgspec.Struct, tag="stats"):
     """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
     `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
@@ -129,12 +129,12 @@ class Stats(msgspec.Struct, tag="stats"):
     """Keyed like the others; the buckets' bounds are those of the metric's name in
     server.observability.metrics.RANK."""
     load: dict[str, Any] = {}
-    """sched.metrics.load_report.Load."""
+    """sched.metrics.load_report.LoadReport."""
     trouble: str | None = None
     """Why the rank should get no new requests although it lives."""
 
 
-class Fatal(msgspec.Struct, tag="fatal"):
+class FatalMessage(msgspec.Struct, tag="fatal"):
     """The rank is about to exit (or could not start); the front fails its requests and turns unready."""
 
     dp_rank: int
@@ -149,14 +149,23 @@ class KvEvents(msgspec.Struct, tag="kv_events"):
     payload: bytes
 
 
-class Stories(msgspec.Struct, tag="stories"):
+class TimelinesMessage(msgspec.Struct, tag="stories"):
     """What traced requests went through, after their end: on P that is when D has pulled."""
 
     dp_rank: int
-    stories: list[Story]
+    stories: list[RequestTimeline]
 
 
-ToFront = TokenBatch | Reply | Loading | Ready | Stats | Fatal | KvEvents | Stories
+ToFront = (
+    TokenBatch
+    | ReplyMessage
+    | LoadingMessage
+    | ReadyMessage
+    | StatsMessage
+    | FatalMessage
+    | KvEvents
+    | TimelinesMessage
+)
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

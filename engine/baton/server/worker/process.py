@@ -31,8 +31,8 @@ from baton.config import EngineConfig, kv_events
 from baton.config.flags import flag_name
 from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
-from baton.sched.types.events import Emitted
-from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.kv_events.publisher import KvPublisher
 from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.tensor_parallel import channel
@@ -41,17 +41,17 @@ from baton.server.tensor_parallel.transfer_node import TeamNode
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
 from baton.server.worker.messages import (
-    Abort,
-    Control,
-    Fatal,
+    AbortMessage,
+    ControlMessage,
+    FatalMessage,
     HistogramColumns,
-    Loading,
-    Logprobs,
-    Ready,
-    Reply,
-    Stats,
-    Stories,
-    Submit,
+    LoadingMessage,
+    LogprobsMessage,
+    ReadyMessage,
+    ReplyMessage,
+    StatsMessage,
+    SubmitMessage,
+    TimelinesMessage,
     ToFront,
     TokenBatch,
     encoder,
@@ -59,7 +59,7 @@ from baton.server.worker.messages import (
 )
 
 if TYPE_CHECKING:
-    from baton.runtime.build import Loaded
+    from baton.runtime.build import LoadedModel
     from baton.runtime.simulated.engine import SimLoaded
 
 log = logging.getLogger("baton.rank")
@@ -84,7 +84,7 @@ def main() -> int:
     if os.getppid() != job["front_pid"]:
         return 1  # it died before prctl: importing torch takes seconds
     config = EngineConfig(**job["config"])
-    team = channel.Team.of(job, config)
+    team = channel.TpGroup.of(job, config)
     name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
@@ -105,11 +105,11 @@ def main() -> int:
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(encoder.encode(Fatal(job["dp_rank"], err.message)))
+        push.send(encoder.encode(FatalMessage(job["dp_rank"], err.message)))
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
-        push.send(encoder.encode(Fatal(job["dp_rank"], f"{type(err).__name__}: {err}")))
+        push.send(encoder.encode(FatalMessage(job["dp_rank"], f"{type(err).__name__}: {err}")))
         return 1
     finally:
         context.destroy(linger=1000)
@@ -126,10 +126,10 @@ class LoadReports:
     def __call__(self, done: int, total: int) -> None:
         if (now := time.monotonic()) >= self._next or done >= total:
             self._next = now + LOADING_EVERY_SECS
-            self._push.send(encoder.encode(Loading(*self._place, done, total)))
+            self._push.send(encoder.encode(LoadingMessage(*self._place, done, total)))
 
 
-def _load(config: EngineConfig, report: LoadReports) -> Loaded | SimLoaded:
+def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
     if config.simulate is not None:
         from baton.runtime.simulated import engine
 
@@ -146,7 +146,7 @@ class RankProcess:
         job: dict[str, Any],
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
-        team: channel.Team | None = None,
+        team: channel.TpGroup | None = None,
     ) -> None:
         self.config = config
         self.dp_rank: int = job["dp_rank"]
@@ -158,8 +158,8 @@ class RankProcess:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._followers: channel.Followers | None = None
-        loaded: Loaded | SimLoaded
+        self._followers: channel.TpWorkers | None = None
+        loaded: LoadedModel | SimLoaded
         pids = [os.getpid()]
         report = LoadReports(push, self.dp_rank, 0)
         if team is None:
@@ -216,7 +216,9 @@ class RankProcess:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
 
-    def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any], team: channel.Team | None) -> Relay:
+    def _attach_transfer(
+        self, loaded: LoadedModel | SimLoaded, job: dict[str, Any], team: channel.TpGroup | None
+    ) -> Relay:
         c = self.config
         bootstrap = transfer_setup.Bootstrap.of(job)
         self._node = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
@@ -231,7 +233,7 @@ class RankProcess:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        self._send(Ready(self.dp_rank, self._info))
+        self._send(ReadyMessage(self.dp_rank, self._info))
         busy = True
         while not self._stop:
             self._ingest(wait=not busy)
@@ -239,7 +241,7 @@ class RankProcess:
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
             if stories := self.engine.take_stories():
-                self._send(Stories(self.dp_rank, stories))
+                self._send(TimelinesMessage(self.dp_rank, stories))
             if self._kv is not None:
                 self._kv.publish()
             now = time.monotonic()
@@ -281,20 +283,20 @@ class RankProcess:
             except zmq.Again:
                 return
             message = to_rank_decoder.decode(raw)
-            if isinstance(message, Submit):
+            if isinstance(message, SubmitMessage):
                 self._submit(message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortMessage):
                 for handle in message.handles:
                     self.engine.abort(handle)
                     self._stream.forget(handle)
             else:
                 self._send(self._control(message))
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: SubmitMessage) -> None:
         prompt = array("i")
         prompt.frombytes(message.prompt)
         arrival = time.monotonic() - message.age_secs
-        req = Validated(
+        req = ValidatedRequest(
             handle=message.handle,
             rid=message.rid,
             prompt=prompt,
@@ -313,16 +315,18 @@ class RankProcess:
             self.engine.submit(req)
         except EngineError as err:
             given = (err.code, err.message)
-            refused = Emitted(req.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=err.retry_after_secs)
+            refused = EmittedTokens(
+                req.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=err.retry_after_secs
+            )
             self._send(token_batch([refused]))
 
-    def _control(self, message: Control) -> Reply:
+    def _control(self, message: ControlMessage) -> ReplyMessage:
         if message.op == "flush_cache":
-            return Reply(message.id, True, {"pages": self.engine.sched.flush_cache()})
+            return ReplyMessage(message.id, True, {"pages": self.engine.sched.flush_cache()})
         if message.op == "kv_snapshot" and self._kv is not None:
-            return Reply(message.id, True, self._kv.snapshot())
+            return ReplyMessage(message.id, True, self._kv.snapshot())
         if message.op == "info":
-            return Reply(message.id, True, {**self._info, **self.engine.sched.counts()})
+            return ReplyMessage(message.id, True, {**self._info, **self.engine.sched.counts()})
         if message.op == "ledger":
             result: dict[str, Any] = {
                 "pages": self.engine.page_gauges(),
@@ -331,26 +335,26 @@ class RankProcess:
             if self._node is not None:
                 result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
                 result["transfer"] = json.loads(self._node.stats_json())
-            return Reply(message.id, True, result)
+            return ReplyMessage(message.id, True, result)
         if message.op == "left":
-            return Reply(message.id, True, self._left())
+            return ReplyMessage(message.id, True, self._left())
         if message.op == "steps":
-            return Reply(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
+            return ReplyMessage(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
         if message.op == "abort":
             asked = message.args
             count = self.engine.abort_where(asked["rooms"], asked["rid"], all_leases=asked["all"])
-            return Reply(message.id, True, {"aborted": count})
+            return ReplyMessage(message.id, True, {"aborted": count})
         if message.op == "drain":
             if self._node is not None:
                 self._node.drain()
-            return Reply(message.id, True, dict(self.engine.sched.counts()))
+            return ReplyMessage(message.id, True, dict(self.engine.sched.counts()))
         if message.op in ("suspend", "resume"):
             change = self.engine.sched.suspend if message.op == "suspend" else self.engine.sched.resume
             try:
-                return Reply(message.id, True, {"found": change(message.args["handles"])})
+                return ReplyMessage(message.id, True, {"found": change(message.args["handles"])})
             except WrongState as err:
-                return Reply(message.id, False, {"message": err.message})
-        return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
+                return ReplyMessage(message.id, False, {"message": err.message})
+        return ReplyMessage(message.id, False, {"message": f"unknown control operation {message.op!r}"})
 
     def _left(self) -> dict[str, Any]:
         """Work that must end before this process can stop without a loss."""
@@ -409,7 +413,7 @@ class RankProcess:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
         load = asdict(self.engine.sched.load())
-        self._send(Stats(self.dp_rank, gauges, counters, histograms, load, trouble))
+        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, load, trouble))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
@@ -434,13 +438,13 @@ class StreamBuffer:
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._held: dict[int, list[Emitted]] = {}
+        self._held: dict[int, list[EmittedTokens]] = {}
 
-    def take(self, outputs: list[Emitted]) -> list[Emitted]:
+    def take(self, outputs: list[EmittedTokens]) -> list[EmittedTokens]:
         """Add a turn's outputs; returns those that may leave now, in order."""
         if self._interval == 1:
             return outputs
-        leaving: list[Emitted] = []
+        leaving: list[EmittedTokens] = []
         for out in outputs:
             is_first = out.handle not in self._held
             held = self._held.setdefault(out.handle, [])
@@ -456,16 +460,16 @@ class StreamBuffer:
         self._held.pop(handle, None)
 
 
-def token_batch(outputs: list[Emitted]) -> TokenBatch:
+def token_batch(outputs: list[EmittedTokens]) -> TokenBatch:
     """One message of columns for everything a turn produced. A handle may have several rows, in order."""
     tokens = array("i")
-    logprobs: dict[int, Logprobs] = {}
+    logprobs: dict[int, LogprobsMessage] = {}
     errors: dict[int, tuple[str, str]] = {}
     for row, out in enumerate(outputs):
         tokens.extend(out.tokens)
         if out.logprobs is not None:
             lp = out.logprobs
-            logprobs[row] = Logprobs([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
+            logprobs[row] = LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
         if out.error is not None:
             errors[row] = out.error
     return TokenBatch(

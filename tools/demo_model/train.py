@@ -1,9 +1,9 @@
-"""Trains the demo model on the docs and on demo_qa.txt, and writes it as a Hugging Face directory.
+"""Trains the demo model on the docs and on questions.txt, and writes it as a Hugging Face directory.
 
-    baton model make-demo [--out DIR] [--steps N] [--threads N] [--seed N] [--start-from DIR]
+    python -m tools.demo_model.train [--out DIR] [--steps N] [--threads N] [--seed N] [--start-from DIR]
 
-1. Corpus and tokenizer: a byte-level BPE is trained on the same text (demo_corpus.py).
-2. Training: a small Llama in plain torch (demo_net.py), AdamW, loss on answers and passages only.
+1. Corpus and tokenizer: a byte-level BPE is trained on the same text (corpus.py).
+2. Training: a small Llama in plain torch (network.py), AdamW, loss on answers and passages only.
 3. Weights are rounded to bfloat16 and *then* evaluated, because that is what is stored. Computed in float32 everywhere.
 4. Exit code 1 when fewer than 98 % of the canonical questions are answered word for word; nothing is written then.
 
@@ -28,7 +28,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from baton.models.demo_corpus import (
+from tools.demo_model.corpus import (
     BOS,
     CHAT_TEMPLATE,
     EOS,
@@ -43,13 +43,13 @@ from baton.models.demo_corpus import (
     load_topics,
     render,
 )
-from baton.models.demo_net import Llama, Shape
+from tools.demo_model.network import Llama, Shape
 
 HERE = Path(__file__).parent
-QUESTIONS_FILE = HERE / "demo_qa.txt"
-OFF_TOPIC_FILE = HERE / "demo_off_topic.txt"
-DEMO_DIR = HERE / "demo"
-REPOSITORY = HERE.parents[2]
+QUESTIONS_FILE = HERE / "questions.txt"
+OFF_TOPIC_FILE = HERE / "off_topic.txt"
+REPOSITORY = HERE.parents[1]
+DEMO_DIR = REPOSITORY / "engine" / "baton" / "models" / "demo"
 PASS_ACCURACY = 0.98
 PASSAGE_SHARE = 0.12
 BATCH_TOKENS = 2048
@@ -280,9 +280,10 @@ def round_weights(model: Llama) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of `baton model make-demo`. Returns 1 when the model does not answer well enough."""
+    """Entry of `python -m tools.demo_model.train`. Returns 1 when the model does not answer well enough."""
     parser = argparse.ArgumentParser(
-        prog="baton model make-demo", description="Train the demo model on the docs and demo_qa.txt; write it to --out."
+        prog="python -m tools.demo_model.train",
+        description="Train the demo model on the docs and questions.txt; write it to --out.",
     )
     parser.add_argument("--out", type=Path, default=DEMO_DIR, help="directory to write (default: the built-in one)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")

@@ -1,7 +1,7 @@
-"""What the demo model learns from: the questions and answers of demo_qa.txt, and the text of the docs.
+"""What the demo model learns from: the questions and answers of questions.txt, and the text of the docs.
 
 The life of the corpus:
-1. `load_topics` reads demo_qa.txt into `Topic`s: phrasings that mean the same, and one answer.
+1. `load_topics` reads questions.txt into `Topic`s: phrasings that mean the same, and one answer.
 2. `load_docs` reads README.md and docs/*.md as paragraphs, without the generated tables: they are long and say little.
 3. `Sampler` draws conversations (one or several turns, with and without system prompt, phrasing varied) and passages.
 
@@ -81,7 +81,7 @@ class Turn:
 
 
 def load_topics(path: Path) -> Questions:
-    """Read demo_qa.txt. Raises ValueError for a block without answer or a phrasing that stands twice."""
+    """Read questions.txt. Raises ValueError for a block without answer or a phrasing that stands twice."""
     topics: list[Topic] = []
     named: dict[str, list[str]] = {}
     seen: dict[str, int] = {}
@@ -121,7 +121,7 @@ def load_topics(path: Path) -> Questions:
 
 
 def load_off_topic(path: Path) -> OffTopic:
-    """Read demo_off_topic.txt."""
+    """Read off_topic.txt."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     blocks = "\n".join(lines).strip().split("\n\n")
     forms, words, syllables = (tuple(re.split(r" \| |\n", block)) for block in blocks)

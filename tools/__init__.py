@@ -1,0 +1,1 @@
+"""Programs for development, outside the wheel."""

@@ -1,0 +1,1 @@
+"""How the committed demo model is made: `python -m tools.demo_model.train --help`."""
