@@ -5,7 +5,7 @@
 //! | [`linear`] | x * W^T + bias with weights packed at load, any number of rows |
 //! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated SiLU |
 //! | [`rows`] | nothing: checks the index vectors of a step |
-//! | [`append`] | new K and V of a step, scattered into the pages of the KV pool |
+//! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |
 //! | [`attention`] | causal attention over the pages, decode and prefill rows in one call |
 //!
 //! A call: (1) the caller (baton.runtime, through `baton._native`) has checked shapes and passes raw pointers; (2) the
@@ -24,7 +24,6 @@
 //!
 //! Pointers are raw because the memory is torch's; each public function states what they must cover.
 
-pub mod append;
 pub mod attention;
 mod elem;
 pub mod elementwise;
@@ -34,7 +33,6 @@ mod math;
 mod memory;
 pub mod pool;
 pub mod rows;
-mod scratch;
 mod simd;
 mod tile;
 

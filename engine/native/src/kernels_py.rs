@@ -3,7 +3,7 @@
 //! Nothing is checked here: `baton.layers.attention.cpu` and `baton.layers.ops_cpu` are the only callers, check shapes,
 //! types and layout, and keep the tensors alive. Every function that computes releases the GIL.
 
-use kernels::append::{LayerPages, NewTokens, kv_append};
+use kernels::attention::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{self, HeadVectors, RmsNorm, RotaryEmbedding, SiluMul};
 use kernels::linear::{self, LinearProduct, WeightShape};

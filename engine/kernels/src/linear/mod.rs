@@ -25,8 +25,8 @@ use std::marker::PhantomData;
 use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, load_part, store_part};
 use crate::isa::{self, Isa};
 use crate::memory::AlignedWords;
+use crate::memory::scratch::{padded, with_call_scratch, with_scratch};
 use crate::pool;
-use crate::scratch::{padded, with_call_scratch, with_scratch};
 use crate::simd::{Simd, SimdKernel, dispatch};
 use crate::tile::{TileOperands, product};
 
@@ -373,5 +373,4 @@ impl<E: ElementType> Item<'_, E> {
 }
 
 #[cfg(test)]
-#[path = "linear_tests.rs"]
 mod tests;

@@ -3,6 +3,9 @@
 //! Streaming weights from 2 MiB pages reads 36 GB/s where 4 KiB pages gave 28 (two cores of a Zen 4): fewer page walks, and
 //! the hardware's prefetchers do not stop at page ends.
 
+/// Buffers of a thread or a call that are used again.
+pub(crate) mod scratch;
+
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 

@@ -23,15 +23,18 @@
     reason = "one contract for the module: the CPU has level S, Attention's pointers cover its shapes"
 )]
 
+/// New K and V of a step, into the pages of the pool.
+pub mod append;
+
 use std::marker::PhantomData;
 
-use crate::append::LayerPages;
+use crate::attention::append::LayerPages;
 use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, store_part};
 use crate::isa::{self, Isa};
 use crate::math::{LOG2_E, exp2};
+use crate::memory::scratch::{padded, with_scratch};
 use crate::pool;
 use crate::rows::SequenceRows;
-use crate::scratch::{padded, with_scratch};
 use crate::simd::{SUM_LANES, Simd, SimdKernel, dispatch, tree_sum};
 use crate::tile::{TileOperands, product};
 
@@ -588,5 +591,4 @@ unsafe fn finish<S: Simd, E: ElementType>(
 }
 
 #[cfg(test)]
-#[path = "attention_tests.rs"]
 pub(crate) mod tests;

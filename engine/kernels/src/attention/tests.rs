@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::append::{LayerPages, NewTokens, kv_append};
+use crate::attention::append::{LayerPages, NewTokens, kv_append};
 use crate::elem::{from_bf16, to_bf16};
 
 /// Deterministic noise in [-1, 1).
