@@ -68,31 +68,22 @@ impl AppState {
         cut: watch::Receiver<bool>,
     ) -> Self {
         let config = Arc::new(config);
+        let fleet = WorkerFleet::new(config.clone(), metrics.clone(), deciders, tls, cut.clone());
+        let feed = FeedHub::new(metrics.feed_clients.clone(), metrics.feed_snapshots.clone());
+        let body_bytes = metrics.body_bytes.clone();
         Self {
-            fleet: Arc::new(WorkerFleet::new(
-                config.clone(),
-                metrics.clone(),
-                deciders,
-                tls,
-                cut.clone(),
-            )),
+            fleet: Arc::new(fleet),
             failover_memory: Arc::new(failover::MemoryBudget::new(config.retry.failover_max_bytes)),
             releases: Arc::new(Semaphore::new(MAX_RELEASES)),
             pair_traffic: PairTraffic::default(),
-            feed: Arc::new(FeedHub::new(
-                metrics.feed_clients.clone(),
-                metrics.feed_snapshots.clone(),
-            )),
+            feed: Arc::new(feed),
             cut,
             sinks: EntrySinks {
                 metrics: metrics.clone(),
                 requests: Arc::new(RequestHistory::new(config.observe.request_history)),
                 tracer: None,
             },
-            body_memory: BodyMemory::new(
-                config.limits.max_total_body_bytes,
-                metrics.body_bytes.clone(),
-            ),
+            body_memory: BodyMemory::new(config.limits.max_total_body_bytes, body_bytes),
             body_threads: BodyThreads::default(),
             metrics,
             admission: AdmissionController::new(&config.limits),

@@ -10,7 +10,7 @@ use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::{self, vllm};
+use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
 use crate::dispatch::types::{
     AttemptFailure, CommittedResponse, NoResponse, ids_for, leg, observe_overhead,
@@ -40,22 +40,7 @@ async fn try_until_committed(
     let mut suspect: Option<(Role, WorkerId)> = None;
     let (mut kept, mut wait) = (None, None);
     loop {
-        let turn = match request.is_paced {
-            true => Some(ResumeTurn::wait(app).await),
-            false => None,
-        };
-        if request.record.attempts > 0 || request.has_lost_time() {
-            request.prepare_again().map_err(NoResponse::Refused)?;
-        }
-        request.record.attempts += 1;
-        request.attempted_at = Instant::now();
-        let attempt = if app.fleet.is_pd() {
-            disaggregated::attempt(app, request, &mut kept).await
-        } else {
-            single(app, request).await
-        };
-        drop(turn);
-        let (failure, is_stale) = match attempt {
+        let (failure, is_stale) = match attempt_in_turn(app, request, &mut kept).await {
             Ok(committed) => {
                 if let Some((role, worker)) = suspect {
                     app.fleet.registry.count_failure(role, worker);
@@ -122,6 +107,27 @@ async fn try_until_committed(
             let pause_ms = app.retry.backoff_ms(request.failed.count(), &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
+    }
+}
+
+/// Attempt once, in its turn if the request is paced.
+async fn attempt_in_turn(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    kept: &mut Option<PendingPrefill>,
+) -> Result<CommittedResponse, AttemptFailure> {
+    let _turn = match request.is_paced {
+        true => Some(ResumeTurn::wait(app).await),
+        false => None,
+    };
+    if request.record.attempts > 0 || request.has_lost_time() {
+        request.prepare_again()?;
+    }
+    request.record.attempts += 1;
+    request.attempted_at = Instant::now();
+    match app.fleet.is_pd() {
+        true => disaggregated::attempt(app, request, kept).await,
+        false => single(app, request).await,
     }
 }
 

@@ -27,6 +27,7 @@ use tokio::time::timeout;
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
@@ -99,7 +100,6 @@ async fn try_attempt(
     let ids = ids_for(app, request, candidate);
     let body = prefilled.meeting.decode_body(request, candidate, ids);
     observe_overhead(app, request);
-    let prefill_id = prefilled.meeting.prefill.id;
     let pair = (prefilled.meeting.prefill.worker.id, decode.guard.candidate.worker.id);
     let decode_id = decode.guard.candidate.id;
     let decode = leg(app, request, decode, body).open();
@@ -135,20 +135,10 @@ async fn try_attempt(
             };
             Ok((opened, Some(prefilled.leg)))
         }
-        Err(mut failure) if failure.blames_partner() => {
+        Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
-                Ok(Some(Err(its))) => Err(its.into()),
-                // The pages of the earlier attempt are gone: nobody's fault, and P still has most of them in its cache.
-                _ if is_second_reader => Err(AttemptFailure::Stale(failure)),
-                _ => {
-                    // Nobody knows who it was; the decode worker only reports it, so avoid the prefill worker.
-                    debug_assert_eq!(failure.worker, decode_id);
-                    failure.role = Role::Prefill;
-                    failure.worker = prefill_id;
-                    Err(failure.into())
-                }
-            }
+            debug_assert_eq!(failure.worker, decode_id);
+            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await)
         }
         Err(failure) => {
             let mut tried = request.avoid.clone();
@@ -161,6 +151,25 @@ async fn try_attempt(
                 *kept = Some(prefilled);
             }
             Err(failure.into())
+        }
+    }
+}
+
+/// Decide which worker to avoid after a decode worker reported what is more likely its prefill worker's trouble.
+async fn attribute_failure(
+    mut failure: AttemptError,
+    prefilled: &mut PendingPrefill,
+    is_second_reader: bool,
+) -> AttemptFailure {
+    match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
+        Ok(Some(Err(its))) => its.into(),
+        // The pages of the earlier attempt are gone: no worker's fault, and P still has most of them in its cache.
+        _ if is_second_reader => AttemptFailure::Stale(failure),
+        _ => {
+            // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill worker.
+            failure.role = Role::Prefill;
+            failure.worker = prefilled.meeting.prefill.id;
+            failure.into()
         }
     }
 }
