@@ -105,7 +105,7 @@ fn open_before_its_offer_waits_and_is_then_served() {
         until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
         pair.p.prefill(1, &span(0, 5), 2);
         assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
-        assert_eq!(pair.p.detail("opens_parked"), 1);
+        assert_eq!(pair.p.detail("opens_early"), 1);
         pair.assert_idle();
     }
 }

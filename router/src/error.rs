@@ -37,7 +37,7 @@ pub enum RouteError {
     #[error(
         "no request {id} is known; it was never here, or more than --request-history others ended since"
     )]
-    NoStory { id: String },
+    UnknownTimeline { id: String },
     #[error("{method} is not allowed on {path}")]
     MethodNotAllowed { method: String, path: String },
     #[error("worker {url} is registered already as {role} (id {id}); DELETE /workers/{id} first")]
@@ -107,7 +107,7 @@ pub enum RouteError {
     #[error(
         "none of the {ready} ready {role} workers can resume the answer: it needs the feature resume and an equal fingerprint; see GET /workers"
     )]
-    NoHeir { role: Role, ready: usize },
+    NoResumeWorker { role: Role, ready: usize },
     #[error(
         "the router cannot open another connection to a worker: {cause}; raise its limit of open files (ulimit -n), or lower --max-connections or --http2-max-streams"
     )]
@@ -215,7 +215,7 @@ impl RouteError {
             | RouteError::NoRequestPath { .. }
             | RouteError::UnknownWorker { .. }
             | RouteError::UnknownRequest { .. }
-            | RouteError::NoStory { .. } => "not_found",
+            | RouteError::UnknownTimeline { .. } => "not_found",
             RouteError::MethodNotAllowed { .. } => "method_not_allowed",
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
@@ -233,7 +233,7 @@ impl RouteError {
             RouteError::Draining => "draining",
             RouteError::TooManyRooms { .. } => "queue_full",
             RouteError::NoWorker { .. }
-            | RouteError::NoHeir { .. }
+            | RouteError::NoResumeWorker { .. }
             | RouteError::Undiscovered { .. } => "no_worker",
             RouteError::Exhausted { .. } => "connections_exhausted",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
@@ -266,7 +266,7 @@ impl RouteError {
             | RouteError::ModelNotFound { .. }
             | RouteError::UnknownWorker { .. }
             | RouteError::UnknownRequest { .. }
-            | RouteError::NoStory { .. } => StatusCode::NOT_FOUND,
+            | RouteError::UnknownTimeline { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
             RouteError::PayloadTooLarge { .. } | RouteError::RestTooLarge { .. } => {
@@ -286,7 +286,7 @@ impl RouteError {
             | RouteError::NoWorker { .. }
             | RouteError::Exhausted { .. }
             | RouteError::Undiscovered { .. }
-            | RouteError::NoHeir { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            | RouteError::NoResumeWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }
             | RouteError::PrefillFailed { .. } => StatusCode::BAD_GATEWAY,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.layers.attention.paged_indices import batch_ladder
+from baton.layers.attention.paged_indices import capture_sizes
 from baton.runtime.graphs import capture
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
@@ -100,7 +100,7 @@ def test_every_rung_and_beyond(reference: Callable[[str], Reference], device: De
     flags: dict[str, object] = {"max_running_requests": 20, "chunked_prefill_size": 512}
     params = SamplingParams(**{**PLAIN, "max_new_tokens": 4})  # type: ignore[arg-type]
     host, replayed = make_engine(path, **flags), device.recorded(path, 18, **flags)
-    assert batch_ladder(18) == (1, 2, 4, 8, 16, 18)
+    assert capture_sizes(18) == (1, 2, 4, 8, 16, 18)
     sizes: set[int] = set()
     eager_rows: set[int] = set()
     made = device.runner

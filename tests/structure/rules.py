@@ -54,6 +54,8 @@ WORDS = {
     "parked": "pending, retained", "sicken": "mark unhealthy", "farewell": "shutdown",
 }  # fmt: skip
 """Words of this project alone, spellings that differ from the flags', and what to write instead."""
+OUTSIDE = ("PARKED", 'alias = "told"')
+"""Names on the wire and in old files, which other versions still read or write."""
 
 BARE = re.compile(r"(Of|What|Who|Whose|Whoever|Whether|It|Its|Nobody|One)\b")
 
@@ -159,7 +161,10 @@ def private_words() -> Offenses:
         "README.md": files("README.md", ".md"),
     }  # fmt: skip
     for area, paths in areas.items():
-        every = "\n".join(text(path) for path in paths).lower()
+        every = "\n".join(text(path) for path in paths)
+        for name in OUTSIDE:
+            every = every.replace(name, "")
+        every = every.lower()
         for word in WORDS:
             if count := len(re.findall(rf"(?<![a-z]){word}(?![a-rt-z])" if " " not in word else rf"\b{word}\b", every)):
                 yield f"{area}:{word}", count

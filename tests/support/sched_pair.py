@@ -90,7 +90,7 @@ class Relay:
         while at < len(grant.pages) and grant.start_page + at in ready and self.rng.random() < 0.7:
             page, content = ready[grant.start_page + at]
             if self.p.device.memory[page][: len(content)] != content:
-                assert self._was_unparked(room), "P changed a page it had announced"
+                assert self._was_released(room), "P changed a page it had announced"
                 self._break(room, "STALE_PAGE")
                 return
             self.d.device.memory[grant.pages[at]] = list(content)
@@ -102,8 +102,8 @@ class Relay:
             self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
             self.close(room, tell_d=False)
 
-    def _was_unparked(self, room: int) -> bool:
-        """A suspended prompt lets announced pages go when P is stuck without them (State.unpark)."""
+    def _was_released(self, room: int) -> bool:
+        """A suspended prompt lets announced pages go when P is stuck without them (State.release_retained)."""
         (handle,) = self.p.sched.in_rooms([room])
         return self.p.sched._state.seqs[handle].has_let_go
 

@@ -136,7 +136,7 @@ class WatchedScheduler(Scheduler):
             preemptions={seq.handle: seq.preemptions for seq in running},
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
-            parked=set(state.parked),
+            parked=set(state.retained),
             decoding={seq.handle for seq in running if _decodes(seq)},
             evictions=self._evictions,
             reservation=copy.copy(self._planner._reservation),
@@ -260,7 +260,8 @@ class WatchedScheduler(Scheduler):
             assert seq.private <= set(seq.pages)
             if seq.slot >= 0:
                 slots.append(seq.slot)
-            if seq.state in (SeqState.WAITING, SeqState.OPENING, SeqState.SUSPENDED) and seq.handle not in state.parked:
+            is_waiting = seq.state in (SeqState.WAITING, SeqState.OPENING, SeqState.SUSPENDED)
+            if is_waiting and seq.handle not in state.retained:
                 assert not seq.pages, f"request {seq.handle} waits and holds pages"
                 assert seq.slot < 0
                 assert seq.node is None
@@ -341,7 +342,7 @@ class WatchedScheduler(Scheduler):
         """
         if first.pages or self._is_capped(first, plan) or self._leaves_pages(first, before):
             return
-        new = [h for h in came if h not in before.parked]  # what a parked one will need was kept for it already
+        new = [h for h in came if h not in before.retained]  # what a parked one will need was kept for it already
         need = self._need(first, before.ratio, without=new)
         available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in new)
         assert need > available, f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
@@ -438,7 +439,7 @@ class WatchedScheduler(Scheduler):
 
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         need = -(-len(seq.tokens) // page) - cached // page
-        holding = (*state.running.values(), *state.transfer.values(), *state.parked.values())
+        holding = (*state.running.values(), *state.transfer.values(), *state.retained.values())
         others = [s for s in holding if s is not seq and s.handle not in without]
         if not others and not state.leased:
             return need

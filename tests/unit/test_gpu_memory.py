@@ -188,10 +188,10 @@ def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureF
 
 def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recordable(TorchAttention):
-        def rung_bytes(self, largest: int) -> int:
+        def capture_bytes(self, largest: int) -> int:
             return largest * MIB
 
-        make_rung = plan_rung = enter_rung = rung_bytes
+        prepare_capture = plan_replay = use_capture = capture_bytes
 
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)

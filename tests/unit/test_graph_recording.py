@@ -90,7 +90,7 @@ def test_a_recorded_forward_attends_as_the_eager_one(
     out = torch.zeros(2, 4, heads[0] * case.dim, dtype=torch.bfloat16)
 
     def layers(size: int) -> None:
-        backend.enter_rung(size, static.slot_mapping[:size])
+        backend.use_capture(size, static.slot_mapping[:size])
         for layer in range(2):
             out[layer, :size].copy_(backend.forward(layer, q[:size], k[:size], v[:size]))
 
@@ -118,37 +118,37 @@ def test_a_recorded_forward_attends_as_the_eager_one(
 
 
 def load(backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors) -> None:
-    if size not in backend._rungs:
-        backend.make_rung(size, static)
+    if size not in backend._captured:
+        backend.prepare_capture(size, static)
     assert kv.dummy_page is not None
     padded = pad_decode(rows, size, kv.dummy_page)
     columns = np.zeros((4, size), np.int64)
     columns[2] = pad_slots(slots, size, kv.dummy_page, kv.page_size)
     static.fill(LateStream(), columns, padded)
-    backend.plan_rung(size, padded)
+    backend.plan_replay(size, padded)
 
 
 def test_large_rungs_of_many_heads_get_a_larger_workspace() -> None:
     """64 heads in groups of 8, 256 rows: 383 blocks of 16 queries. Eager steps take 33 blocks of 128."""
     case = Case(heads=64, kv_heads=8, dim=128, lengths=(1,))
     backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
-    assert backend._rung_workspace_bytes(256) == 64 * 383 * 16 * 129 * 4 + (1 << 20)
-    assert backend._rung_workspace_bytes(256) > len(backend._workspace) == 64 * 33 * 128 * 129 * 4 + (1 << 20)
-    assert backend._rung_workspace_bytes(1) == 64 * 33 * 16 * 129 * 4 + (1 << 20), "two blocks per multiprocessor"
-    assert backend._rung_workspace_bytes(8) < len(backend._workspace)
-    assert backend.rung_bytes(8) == 2 << 20, "the integers of two windows; the floats are those of eager steps"
-    assert backend.rung_bytes(256) == (2 << 20) + backend._rung_workspace_bytes(256)
+    assert backend._capture_workspace_bytes(256) == 64 * 383 * 16 * 129 * 4 + (1 << 20)
+    assert backend._capture_workspace_bytes(256) > len(backend._workspace) == 64 * 33 * 128 * 129 * 4 + (1 << 20)
+    assert backend._capture_workspace_bytes(1) == 64 * 33 * 16 * 129 * 4 + (1 << 20), "two blocks per multiprocessor"
+    assert backend._capture_workspace_bytes(8) < len(backend._workspace)
+    assert backend.capture_bytes(8) == 2 << 20, "the integers of two windows; the floats are those of eager steps"
+    assert backend.capture_bytes(256) == (2 << 20) + backend._capture_workspace_bytes(256)
 
 
 class RecordedCheck(DeviceCheck):
-    def rung_bytes(self, largest: int) -> int:
+    def capture_bytes(self, largest: int) -> int:
         return 0
 
-    def make_rung(self, size: int, static: GraphInputs) -> None: ...
-    def plan_rung(self, size: int, rows: PagedRows) -> None:
+    def prepare_capture(self, size: int, static: GraphInputs) -> None: ...
+    def plan_replay(self, size: int, rows: PagedRows) -> None:
         assert len(rows) == size
 
-    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
+    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
         assert slot_mapping.device.type == "cuda"
         assert len(slot_mapping) == size
 

@@ -15,10 +15,10 @@ from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.paged_indices import (
     PagedRows,
     StepIndices,
-    batch_ladder,
+    capture_size,
+    capture_sizes,
     pad_decode,
     pad_slots,
-    rung,
     split_step,
 )
 
@@ -109,23 +109,23 @@ def test_padding_leaves_live_rows_alone_and_touches_the_dummy_page_only(step: St
 
 @given(st.integers(1, 600), st.data())
 def test_the_ladder_holds_each_batch_with_little_padding(largest: int, data: st.DataObject) -> None:
-    ladder = batch_ladder(largest)
+    ladder = capture_sizes(largest)
     assert list(ladder) == sorted(set(ladder))
     assert (ladder[0], ladder[-1]) == (1, largest)
     assert len(ladder) <= 4 + largest // 8
     rows = data.draw(st.integers(1, largest))
-    size = rung(ladder, rows)
+    size = capture_size(ladder, rows)
     assert size is not None
     assert rows <= size < min(2 * rows + (rows == 1), rows + 8) or size == rows
     assert size == min(s for s in ladder if s >= rows)
-    assert rung(ladder, largest + 1) is None
+    assert capture_size(ladder, largest + 1) is None
 
 
 def test_ladder_by_example() -> None:
-    assert batch_ladder(1) == (1,)
-    assert batch_ladder(5) == (1, 2, 4, 5)
-    assert batch_ladder(24) == (1, 2, 4, 8, 16, 24)
-    assert len(batch_ladder(256)) == 35
+    assert capture_sizes(1) == (1,)
+    assert capture_sizes(5) == (1, 2, 4, 5)
+    assert capture_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert len(capture_sizes(256)) == 35
 
 
 CONTRADICTIONS = [
@@ -163,4 +163,4 @@ def test_padding_refuses_a_live_dummy_page_and_a_batch_too_small() -> None:
     with pytest.raises(ValueError, match="2 rows do not fit a batch of 1"):
         pad_slots(np.array([1, 2]), 1, 9, 4)
     with pytest.raises(ValueError, match="empty batch"):
-        rung((1, 2), 0)
+        capture_size((1, 2), 0)

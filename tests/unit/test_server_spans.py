@@ -17,7 +17,7 @@ from baton.server.observability.spans import (
     Span,
     continue_trace,
     request_span,
-    story_spans,
+    timeline_spans,
 )
 
 W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -97,7 +97,7 @@ def test_only_what_the_server_did_wrong_is_an_error(outcome: str, fails: bool) -
 
 
 def test_a_node_that_does_both_phases() -> None:
-    spans = story_spans(
+    spans = timeline_spans(
         told(
             admitted_at=3.0, first_token_at=5.0, ended_at=8.0, cached_tokens=16, computed_tokens=24, steps=2,
             output_tokens=9, retractions=1, finish="stop",
@@ -117,7 +117,7 @@ def test_a_node_that_does_both_phases() -> None:
 
 
 def test_a_prefill_node_holds_a_lease() -> None:
-    spans = story_spans(
+    spans = timeline_spans(
         told(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"), 0, unix
     )
     assert of(spans) == {"queue": (2.0, 3.0), "prefill": (3.0, 5.0), "lease": (5.0, 30.0)}
@@ -128,7 +128,7 @@ def test_a_prefill_node_holds_a_lease() -> None:
 
 def test_a_decode_node_waits_for_pages() -> None:
     pulled = PulledPages("shm", 7, 7 << 14, 0.000_25, 1.0)
-    spans = story_spans(
+    spans = timeline_spans(
         told(
             is_transfer=True, admitted_at=3.0, announced_at=2.5, first_token_at=4.0, ended_at=6.0, pulled=pulled,
             finish="length",
@@ -143,9 +143,9 @@ def test_a_decode_node_waits_for_pages() -> None:
 
 
 def test_one_that_failed_says_so_where_it_failed() -> None:
-    (queue,) = story_spans(told(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix)
+    (queue,) = timeline_spans(told(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix)
     assert (queue.name, queue.error, queue.end) == ("queue", "queue_timeout", 3_000_000_000)
-    spans = story_spans(
+    spans = timeline_spans(
         told(is_transfer=True, admitted_at=3.0, ended_at=4.0, finish="error", error="kv_transfer_failed"), 0, unix
     )
     assert [span.error for span in spans] == [None, "kv_transfer_failed"]
@@ -159,7 +159,7 @@ def test_stages_follow_each_other_and_no_event_is_lost(times: list[float], event
     *stages, end = sorted(times)
     fields = dict(zip(("admitted_at", "first_token_at"), stages, strict=False))
     events = sorted(at for at in events if at <= end)
-    spans = story_spans(
+    spans = timeline_spans(
         told(**fields, ended_at=end, leased_pages=int(leased), events=[(at, "computed", 1) for at in events]), 0, unix
     )
     assert len(spans) == 1 + len(stages)

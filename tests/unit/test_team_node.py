@@ -317,8 +317,8 @@ def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
     merger.begin(ROOM + 1)
     merger.take(0, [("committed", ROOM, b"token")], 10.0)
     merger.take(2, [("committed", ROOM)], 50.0)
-    merger.check_nobody_is_late(70.0, 60.0)
+    merger.check_none_is_late(70.0, 60.0)
     with pytest.raises(FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"):
-        merger.check_nobody_is_late(70.1, 60.0)
+        merger.check_none_is_late(70.1, 60.0)
     assert merger.take(1, [("committed", ROOM)], 71.0)
-    merger.check_nobody_is_late(1e9, 60.0)
+    merger.check_none_is_late(1e9, 60.0)

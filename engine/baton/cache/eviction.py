@@ -26,7 +26,7 @@ from typing import Protocol
 
 
 class Memory(Protocol):
-    """What a node of the tree remembers of its pages. Counters of the tree's own clock, no times."""
+    """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
 
     stamp: int
     """Last use."""

@@ -40,7 +40,7 @@ from baton.cache.radix import TOKEN_BYTES, RadixNode
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
 PIN_SHARE = 0.75
-"""Of the pool: the rest stays a cache for everybody, however many requests are suspended."""
+"""Share of the pool for pinned pages: the rest stays a cache for everybody, however many requests are suspended."""
 DEAD_ENTRIES = 64
 
 
@@ -56,7 +56,7 @@ class CopyRun:
 
 
 class HostPage:
-    """What the host holds for one page of some prefix. A handle for `copy_in` and `pin`; its fields belong to the tier.
+    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
 
     `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.Memory).
     """
@@ -112,7 +112,7 @@ class HostTier:
         """Key of a device page that the tree holds, once it was needed."""
         self._runs: list[CopyRun] = []
         self._targets: set[int] = set()
-        """Of the last run."""
+        """Device pages that the last run writes."""
 
     # ------------------------------------------------------------------ eviction from the device
 
@@ -240,7 +240,7 @@ class HostTier:
         return bool(self._runs)
 
     def take_copies(self) -> tuple[CopyRun, ...]:
-        """What was asked for since the last call, to be carried out in this order before the next step's rows."""
+        """Copies requested since the last call, to be carried out in this order before the next step's rows."""
         runs, self._runs = tuple(self._runs), []
         self._targets = set()
         return runs
@@ -367,5 +367,5 @@ def _root_key(namespace: bytes) -> bytes:
 
 
 def _next_key(key: bytes, tokens: bytes) -> bytes:
-    """Of the page that holds `tokens`, behind the prefix that `key` stands for."""
+    """Key of the page that holds `tokens`, behind the prefix that `key` stands for."""
     return blake2b(key + tokens, digest_size=DIGEST_BYTES).digest()

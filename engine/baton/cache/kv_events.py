@@ -1,4 +1,4 @@
-"""What the radix tree holds, told as a log: others (routers) keep a copy of it by replaying the events.
+"""Contents of the radix tree as a log: others (routers) keep a copy of it by replaying the events.
 
 Life of a block (one page of tokens, named by a hash of its whole prefix):
  1. A page is published to the tree when its computation is *scheduled*; `stored` keeps it pending.
@@ -82,7 +82,7 @@ class _Pending:
 
 
 def first_parent(namespace: bytes) -> int:
-    """What a first block's hash has in place of its parent's."""
+    """Stand-in for the parent's hash of a first block."""
     return int.from_bytes(hashlib.sha256(namespace).digest()[:HASH_BYTES], "big") if namespace else 0
 
 
@@ -151,7 +151,7 @@ class KvEventLog:
     # ------------------------------------------------------------------ to the shell
 
     def take(self, ts: float) -> EventBatch | None:
-        """What happened since the last call, numbered and kept for replay; None: nothing."""
+        """Events since the last call, numbered and kept for replay; None: nothing."""
         if not self._open:
             return None
         batch = EventBatch(self.next_seq, ts, tuple(self._open))

@@ -1,6 +1,6 @@
 """Conservation of pages: each page of the pool is in exactly one of four states, and the four add up to the capacity.
 
-free         nobody's
+free         no owner
 cached       in the radix tree, evictable
 held         locked in the radix tree, or private to a request
 in_transfer  promised to or by a peer: pages a D node granted for a pull, or a P node leased to one
@@ -17,7 +17,7 @@ from baton.cache.radix import RadixCache
 
 
 class LedgerError(RuntimeError):
-    """Pages were lost, counted twice, or are still held by nobody who runs. The message has the numbers."""
+    """Pages were lost, counted twice, or are still held for a request that has ended. The message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PageLedger:
             raise LedgerError(f"pages do not add up: {self} sums to {sum(parts)} of {total}")
 
     def check_idle(self, total: int) -> None:
-        """`check`, and nobody holds anything: what must be true when no request is alive."""
+        """`check`, and no page is held: what must be true when no request is alive."""
         self.check(total)
         if self.held or self.in_transfer:
             raise LedgerError(f"no request is alive, yet pages are still in use: {self}")

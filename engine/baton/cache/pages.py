@@ -1,6 +1,6 @@
-"""The pool's free list: which of the page ids 0..n-1 nobody owns.
+"""The pool's free list: which of the page ids 0..n-1 have no owner.
 
-Life of a page: free → `alloc` → owned by whoever asked (a request, or the radix cache after `insert`) → `free` → free.
+Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`) → `free` → free.
 Invariants: a page is handed out at most once until it is freed; a refused call changes nothing.
 """
 

@@ -38,13 +38,13 @@ from baton.cache.pages import PageAllocator
 
 TOKEN_BYTES = 4
 LOWEST_PRIORITY = -(2**31)
-"""Of pages whose requests stated none."""
+"""Priority of pages whose requests stated none."""
 DEAD_ENTRIES = 64
 """Superseded heap entries that are tolerated beside one per live entry."""
 
 
 class RadixNode:
-    """One edge and what hangs below it; a root (parent None) has its namespace as key and no pages.
+    """Edge and its subtree; a root (parent None) has its namespace as key and no pages.
 
     A handle for lock/unlock; its fields belong to the tree.
     """
@@ -153,7 +153,7 @@ class ProbeWatch:
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """What `insert` did with the caller's pages [from_page, …)."""
+    """Outcome of `insert` for the caller's pages [from_page, …)."""
 
     node: RadixNode
     """The end of the inserted path: lock it to keep the pages."""
@@ -189,7 +189,7 @@ class RadixCache:
         """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
         self.on_remove: Callable[[RadixNode, bool], None] | None = None
         """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
-        good. The pages' content is intact until somebody else has written to them."""
+        good. The pages' content is intact until another owner has written to them."""
         self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
@@ -258,7 +258,7 @@ class RadixCache:
         ]
 
     def watch(self) -> ProbeWatch:
-        """A new watch, told of every change from now on. For as long as the tree lives."""
+        """A new watch of every change from now on, for as long as the tree lives."""
         self._watches.append(ProbeWatch())
         return self._watches[-1]
 
@@ -337,7 +337,7 @@ class RadixCache:
         return fresh
 
     def settle(self, clock: int) -> None:
-        """What was published up to this moment of `clock` has been computed now."""
+        """Mark what was published up to this moment of `clock` as computed."""
         self.settled = max(self.settled, clock)
         if self._log is not None:
             self._log.settled(self.settled)
@@ -378,7 +378,7 @@ class RadixCache:
             at = at.parent
 
     def pages_locked_once(self, node: RadixNode) -> int:
-        """Pages on the path to a locked `node` that nobody else has locked: what its `unlock` makes evictable."""
+        """Pages on the path to a locked `node` without other locks: what its `unlock` makes evictable."""
         count = 0
         while node.parent is not None and node.locks == 1:
             count += len(node.pages)

@@ -79,7 +79,7 @@ class DrainReport:
     left: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
     drained_by: str | None = None
-    """`router`: drained by the asked router alone; other routers are not told."""
+    """`router`: drained by the asked router alone; other routers still send to it."""
     note: str | None = None
     error: str | None = None
 
@@ -119,22 +119,22 @@ class UrlPlace:
     key: str | None
 
     def ask(self, verb: str) -> DrainReport:
-        told = self._send("GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain")
-        reason = told.get("reason")
-        if "left" not in told and verb == "drain":  # a router that drains the worker alone
+        answer = self._send("GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain")
+        reason = answer.get("reason")
+        if "left" not in answer and verb == "drain":  # a router that drains the worker alone
             try:
-                told |= self._send("GET", "drain")
+                answer |= self._send("GET", "drain")
             except Gone:
-                told |= {"state": "gone", "is_drained": True, "left": {}}
-        alone = told.get("drained_by") == "router"
+                answer |= {"state": "gone", "is_drained": True, "left": {}}
+        alone = answer.get("drained_by") == "router"
         return DrainReport(
             self.name,
-            str(told.get("state") or told.get("status")),
-            bool(told.get("is_drained")),
-            told.get("left") or {},
-            bool(told.get("is_final")),
-            told.get("drained_by"),
-            f"drained at this router only: {reason or 'other routers are not told'}" if alone else None,
+            str(answer.get("state") or answer.get("status")),
+            bool(answer.get("is_drained")),
+            answer.get("left") or {},
+            bool(answer.get("is_final")),
+            answer.get("drained_by"),
+            f"drained at this router only: {reason or 'other routers still send to it'}" if alone else None,
         )
 
     def _send(self, method: str, path: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class UrlPlace:
         request = urllib.request.Request(url, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=ASK_SECS) as answer:
-                told = json.load(answer)
+                report = json.load(answer)
         except urllib.error.HTTPError as err:
             raise self._refused(err, method, path) from err
         except urllib.error.URLError as err:
@@ -152,9 +152,9 @@ class UrlPlace:
             raise DrainFailed(f"{url} cannot be asked: {err.reason}") from err
         except (OSError, ValueError) as err:  # cut or silent connections, and answers that are no JSON
             raise DrainFailed(f"{url} gave no answer that can be read: {err}") from err
-        if not isinstance(told, dict):
-            raise DrainFailed(f"{url} answered {told!r}; is it an engine or a router of Baton?")
-        return told
+        if not isinstance(report, dict):
+            raise DrainFailed(f"{url} answered {report!r}; is it an engine or a router of Baton?")
+        return report
 
     def _refused(self, err: urllib.error.HTTPError, method: str, path: str) -> DrainFailed:
         try:
@@ -184,8 +184,8 @@ class PodPlace:
         command = ["exec", self.pod, "-c", self.container, "--", "baton", "drain", "--json", *flag, self.url]
         out = self.kubectl.run(command, exits=(0, FAILED))
         try:
-            told = json.loads(out.splitlines()[-1])["targets"][0]
-            report = DrainReport(**{**told, "target": self.name})
+            target = json.loads(out.splitlines()[-1])["targets"][0]
+            report = DrainReport(**{**target, "target": self.name})
         except (ValueError, KeyError, IndexError, TypeError) as err:
             raise DrainFailed(f"{self.name}: baton drain in its container printed {out[-200:]!r}") from err
         if report.error is not None:
@@ -214,8 +214,8 @@ class Kubectl:
         return done.stdout
 
     def pods(self, words: Sequence[str]) -> list[dict[str, Any]]:
-        told = json.loads(self.run(["get", *words, "-o", "json"]))
-        return list(told["items"]) if "items" in told else [told]
+        found = json.loads(self.run(["get", *words, "-o", "json"]))
+        return list(found["items"]) if "items" in found else [found]
 
 
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:

@@ -1,4 +1,4 @@
-"""What --kv-events-config may say: the keys of vLLM's option of that name, checked.
+"""--kv-events-config: the keys of vLLM's option of that name, checked.
 
 Pure: read by baton.config (the check), sched.setup (how much is kept) and the server (where it goes).
 """
@@ -66,7 +66,7 @@ def read(text: str) -> KvEventsConfig:
 
 
 def mistakes(text: str, dp_size: int) -> list[str]:
-    """What is wrong with the flag's value, one sentence each."""
+    """List the mistakes in the flag's value, one sentence each."""
     if not text:
         return []
     try:

@@ -88,7 +88,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class FirstToken(msgspec.Struct, array_like=True):
-    """What P tells D beside the pages: the payload of FINAL."""
+    """Data sent from P to D beside the pages: the payload of FINAL."""
 
     token: TokenId
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

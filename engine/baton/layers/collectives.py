@@ -33,7 +33,7 @@ class PeerLost(Exception):
 
 
 class Collectives(Protocol):
-    """What a model asks of its group. Called from one thread."""
+    """Operations of a tensor-parallel group. Called from one thread."""
 
     @property
     def size(self) -> int: ...
@@ -149,14 +149,14 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
 
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    patience = timedelta(seconds=timeout_secs)
+    limit = timedelta(seconds=timeout_secs)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     try:
         store = dist.FileStore(str(meeting_point), shard.size)
-        store.set_timeout(patience)
+        store.set_timeout(limit)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=store, rank=shard.rank, world_size=shard.size, timeout=patience, **options,
+            store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options,
         )  # fmt: skip
     except RuntimeError as err:
         raise PeerLost(

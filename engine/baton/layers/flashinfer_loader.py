@@ -32,7 +32,7 @@ def load() -> Any:
 
 @functools.cache
 def obstacle() -> str | None:
-    """What keeps flashinfer from working in this process, as the middle of a sentence; None: nothing."""
+    """Reason that keeps flashinfer from working in this process, as the middle of a sentence; None: nothing."""
     try:
         load()
     except (ImportError, RuntimeError, OSError) as err:
@@ -102,7 +102,7 @@ def nvcc_version(nvcc: str) -> str | None:
 
 
 def _no_ninja() -> str | None:
-    """It is called by name. A virtual environment that was not activated has it beside its interpreter only."""
+    """Find ninja, which is called by name: an environment that was not activated has it beside its interpreter."""
     if shutil.which("ninja"):
         return None
     try:

@@ -63,7 +63,7 @@ class KvTensors:
         return self.spec.page_bytes(self.page_size)
 
     def layout(self, model_hash: str) -> dict[str, object]:
-        """What two nodes compare before pages travel: TransferNode's `layout`."""
+        """Layout that two nodes compare before pages travel: TransferNode's `layout`."""
         return {
             "order": LAYOUT_ORDER,
             "layers": self.spec.num_layers,

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about its model, checked: `config.json` in, `ModelSpec` out. No torch here.
+"""Description of a checkpoint's model, checked: `config.json` in, `ModelSpec` out. No torch here.
 
 1. `read_spec(path)` reads config.json and generation_config.json as written by transformers 4 or 5.
 2. Every field that changes the arithmetic is either understood or refused with a ConfigError that names file, field,
@@ -114,7 +114,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What transformers' class of this architecture assumes where config.json is silent."""
+    """Defaults of transformers' class of this architecture where config.json is silent."""
 
     kv_heads: int | None
     """Default num_key_value_heads; None: num_attention_heads."""

@@ -79,7 +79,7 @@ class PackedWeight:
 
 
 def set_threads(n: int) -> None:
-    """Threads of every kernel of this process, the caller's included; they park when there is nothing to do."""
+    """Threads of every kernel of this process, the caller's included; they sleep when there is nothing to do."""
     _set_threads(n)
 
 

@@ -30,7 +30,7 @@ _AT_ONCE = 8
 
 
 def obstacle(spec: ModelSpec) -> str | None:
-    """What keeps these kernels from computing this model here, as the middle of a sentence; None: nothing."""
+    """Reason that keeps these kernels from computing this model here, as the middle of a sentence; None: nothing."""
     if spec.dtype not in ("float16", "bfloat16"):
         return f"they compute in float16 or bfloat16, the model in {spec.dtype}"
     if spec.head_dim not in HEAD_DIMS:

@@ -1,8 +1,8 @@
-"""The dense decoder: one class for Llama, Mistral, Qwen2 and Qwen3, told apart by `ModelSpec` alone.
+"""The dense decoder: one class for Llama, Mistral, Qwen2 and Qwen3, distinguished by `ModelSpec` alone.
 
 One forward pass: (1) embed the step's tokens; (2) per layer norm → q, k, v → rotate → attend over the pages → project,
 then norm → gated MLP, each sum folded into the norm that follows it; (3) after the last layer's attention only the rows
-that sample go on, since nobody reads the others: a long prompt's chunk pays neither the last MLP nor the output head.
+that sample go on, since the others are not read: a long prompt's chunk pays neither the last MLP nor the output head.
 
 Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
 With tensor parallelism each rank computes this with its share of the weights (`layers.shard`): partial sums meet after
@@ -29,7 +29,7 @@ from baton.models.rope import RopeTables
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer, in compute dtype, contiguous. Matrices are [out, in]; see `models.weights` for the stacked ones."""
+    """Layer weights in compute dtype, contiguous. Matrices are [out, in]; see `models.weights` for the stacked ones."""
 
     input_norm: Tensor
     qkv: ops.Matrix

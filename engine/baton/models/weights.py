@@ -26,12 +26,12 @@ LAYER_TENSORS = (
 
 Cut: TypeAlias = "slice | EllipsisType"
 Share: TypeAlias = "tuple[slice, ...]"
-"""What is taken of a tensor, per dimension."""
+"""Slice taken of a tensor, per dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is taken of one checkpoint tensor, and the rows of our tensor it fills."""
+    """Share of one checkpoint tensor, and the rows of our tensor it fills."""
 
     source: str
     first_row: int
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One of our tensors: layer -1 for those outside the layers."""
+    """Tensor of the model: layer -1 for those outside the layers."""
 
     layer: int
     name: str

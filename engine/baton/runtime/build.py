@@ -68,7 +68,7 @@ class LoadedModel:
 
     @property
     def native_pool(self) -> Any:
-        """What a TransferNode serves pages of; None for plain memory."""
+        """Pool whose pages a TransferNode serves; None for plain memory."""
         return self.kv.native
 
     @property

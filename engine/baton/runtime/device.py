@@ -22,7 +22,7 @@ def no_cuda() -> str | None:
     """Why there is no CUDA device here; None: there is one."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
-    with warnings.catch_warnings(record=True) as said:  # a driver that does not fit is told as a warning, once
+    with warnings.catch_warnings(record=True) as said:  # a driver that does not fit is reported as a warning, once
         warnings.simplefilter("always")
         is_there = torch.cuda.is_available()
     if is_there:
@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:
 
 
 def _beyond_cuda(config: EngineConfig) -> str | None:
-    """What this version does on CPUs only."""
+    """First requested feature that works on CPUs only."""
     if config.disaggregation_mode != "null" and config.disaggregation_transfer_backend == "shm":
         return "--disaggregation-transfer-backend shm is for host memory; use auto or cuda_ipc"
     if config.dp_size > 1:

@@ -1,4 +1,4 @@
-"""One rank: scheduler, device and (on P and D) the transfer relay, advanced by one thread.
+"""Engine of one rank: scheduler, device and (on P and D) the transfer relay, advanced by one thread.
 
 Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
 pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
@@ -44,7 +44,7 @@ log = logging.getLogger("baton.engine")
 
 
 class Device(Protocol):
-    """What carries a plan out, on the device thread, in plan order."""
+    """Executor of plans, on the device thread, in plan order."""
 
     @property
     def page_bytes(self) -> int: ...
@@ -139,7 +139,7 @@ class EngineLoop:
         self.trouble: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
         self._outputs: list[EmittedTokens] = []
-        self._stories: list[RequestTimeline] = []
+        self._timelines: list[RequestTimeline] = []
         self.counters: dict[str, float] = {
             "engine_steps_total": 0,
             "engine_step_seconds_total": 0,
@@ -215,13 +215,13 @@ class EngineLoop:
         return outputs, busy
 
     def at(self, now: float) -> None:
-        """It is `now`: for the stories of requests that messages or the transfer peer end before the next plan."""
+        """Set the time: for the timelines of requests that messages or the transfer peer end before the next plan."""
         self.sched.stats.now = now
 
-    def take_stories(self) -> list[RequestTimeline]:
-        """Of the traced requests that have ended since the last call."""
-        stories, self._stories = self._stories, []
-        return stories
+    def take_timelines(self) -> list[RequestTimeline]:
+        """Timelines of the traced requests that have ended since the last call."""
+        timelines, self._timelines = self._timelines, []
+        return timelines
 
     def _launch(self, plan: StepPlan) -> None:
         self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
@@ -252,7 +252,7 @@ class EngineLoop:
         if isinstance(event, EmittedTokens):
             self._outputs.append(event)
         elif isinstance(event, RequestTimeline):
-            self._stories.append(event)
+            self._timelines.append(event)
         elif isinstance(event, OrderReviewed):
             if event.after != event.before:
                 log.info("queue order: %s instead of %s", event.after, event.before)

@@ -1,4 +1,4 @@
-"""What the next forward pass computes: one token for every decoding sequence, then prompt chunks in policy order.
+"""Planner of the next forward pass: one token for every decoding sequence, then prompt chunks in policy order.
 
 Works on sched.state.SchedulerState and advances `computed` there, so that the next plan can be made while it runs
 (overlap scheduling). Rules:
@@ -58,7 +58,7 @@ class Planner:
         self.stopped_by = StopReason.QUEUE_EMPTY
         """Why the last plan took no further prompt tokens."""
         self.seconds_budget: float | None = None
-        """What the prompts of the last plan were allowed to take."""
+        """Time the prompts of the last plan were allowed to take."""
         self._budget = 0
         """Prompt tokens that this plan may still take."""
         self._skipped = 0
@@ -138,13 +138,13 @@ class Planner:
         return self._reserved
 
     def _reclaim(self, stopped_by: StopReason) -> bool:
-        """P: prompts wait for pages and nothing runs: have a parked one let go.
+        """P: prompts wait for pages and nothing runs: have a retained one release its pages.
 
         Leases come first: D takes them before anything that is still to be computed here (`_openings`).
         """
         state = self._state
         is_stuck = stopped_by is StopReason.NO_PAGES and state.planned_step == state.committed_step and not state.leased
-        return is_stuck and state.unpark()
+        return is_stuck and state.release_retained()
 
     def _skips_decode(self) -> bool:
         """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
@@ -175,7 +175,7 @@ class Planner:
         for seq in self._transfer_candidates():
             if not state.slots and not limits.priority.enabled:
                 return
-            # One that ran here and was sent back comes first, as long as somebody runs whose end will make room for it:
+            # One that ran here and was sent back comes first, as long as one runs whose end will make room for it:
             # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
             if state.running and first_sent_back and first_sent_back < self._place(seq):
                 return
@@ -249,7 +249,7 @@ class Planner:
         return self._may_pass_reservation(held, seq, without)
 
     def _transfer_needs(self, seq: Seq) -> tuple[PrefixMatch, int]:
-        """Its cached prefix, locked, and how many pages are missing for the rest and for the answers."""
+        """Return the cached prefix, locked, and how many pages are missing for the rest and for the answers."""
         state, memory = self._state, self._memory
         match = memory.match(seq, seq.prompt_len)
         need = memory.pages(seq.prompt_len) - len(match.pages)
@@ -463,7 +463,7 @@ class Planner:
                 self._state.miss_deadline(seq)
                 continue
             is_first = is_new and (seq.cached_tokens < 0 or not seq.has_started)
-            before = self._memory.growth(seq) if not is_new or seq.handle in self._state.parked else 0
+            before = self._memory.growth(seq) if not is_new or seq.handle in self._state.retained else 0
             if is_new:
                 if not self._has_budget_for(seq, seconds, is_first=not started):
                     return StopReason.TOKEN_BUDGET
@@ -680,7 +680,7 @@ class Planner:
         state.run(seq)
         seq.slot = state.slots.pop()
         seq.admitted_step = state.planned_step
-        if seq.pages:  # parked: it goes on where it was
+        if seq.pages:  # retained: it resumes where it was
             memory.cache.unlock(match.node)
             return None
         memory.share(seq, match)
@@ -698,7 +698,7 @@ class Planner:
         growth = self._reserved_growth()
         if need + growth > memory.available >= need and any(s.ends_by_length for s in state.running.values()):
             growth = min(growth, memory.peak_growth(list(self._growing())))
-        if seq.handle in state.parked:
+        if seq.handle in state.retained:
             growth -= memory.growth(seq)
         return need + growth
 
@@ -758,9 +758,9 @@ class Planner:
         return self._reserved
 
     def _growing(self) -> Iterator[Seq]:
-        """Sequences for whose growth room is kept: a parked one could not be finished later without."""
+        """Sequences for whose growth room is kept: a retained one could not be finished later without."""
         state = self._state
-        return itertools.chain(state.running.values(), state.transfer.values(), state.parked.values())
+        return itertools.chain(state.running.values(), state.transfer.values(), state.retained.values())
 
     # ------------------------------------------------------------------ rows
 

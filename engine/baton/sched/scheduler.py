@@ -58,7 +58,7 @@ class Scheduler:
         self._planner = Planner(self._state)
         self._deadlines = DeadlineQueue(with_first_token=limits.aborts_missed_deadlines)
         self.decisions = StepLog()
-        """What the last plans were and why."""
+        """Log of the last plans and their reasons."""
 
     # ------------------------------------------------------------------ ingress
 
@@ -77,7 +77,7 @@ class Scheduler:
                 "it or start the engine with a larger --max-total-tokens"
             )
         if state.fair is not None:
-            state.fair.check(req, state.door.retry_after(max(state.now, req.arrival), state.prefill_rate))
+            state.fair.check(req, state.admission.retry_after(max(state.now, req.arrival), state.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise DuplicateRoom(
@@ -100,8 +100,8 @@ class Scheduler:
     def _make_room(self, req: ValidatedRequest) -> None:
         state = self._state
         now = max(state.now, req.arrival)
-        for seq in state.door.make_room(req, now, state.prefill_rate):
-            retry = state.door.retry_after(now, state.prefill_rate)
+        for seq in state.admission.make_room(req, now, state.prefill_rate):
+            retry = state.admission.retry_after(now, state.prefill_rate)
             error = QueueFull(
                 f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
                 retry_after_secs=retry,
@@ -111,7 +111,7 @@ class Scheduler:
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
         """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows.
 
-        P: a prompt that is computed and waits for D is let go, too, as soon as the transfer runtime releases it.
+        P: a prompt that is computed and waits for D is released, too, as soon as the transfer runtime releases it.
         """
         leased = self._state.leased.get(handle)
         if leased is not None:
@@ -181,7 +181,7 @@ class Scheduler:
         return self._alive(handle) is not None
 
     def request_view(self, handle: int, now: float) -> RequestView | None:
-        """What a hook may know of a waiting request; None: it is unknown, or does not wait now."""
+        """View of a waiting request for a hook; None: it is unknown, or does not wait now."""
         state = self._state
         seq = state.seqs.get(handle)
         if seq is None or not (seq in state.waiting or seq in state.opening):
@@ -221,8 +221,8 @@ class Scheduler:
                 state.end_with_error(seq, error, "DEADLINE")
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
-        for seq in state.door.overdue(now):
-            retry = state.door.retry_after(now, state.prefill_rate)
+        for seq in state.admission.overdue(now):
+            retry = state.admission.retry_after(now, state.prefill_rate)
             waited = self.limits.queue_timeout_secs
             error = QueueTimeout(
                 f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
@@ -232,7 +232,7 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def next_deadline(self) -> float | None:
-        coming = [at for at in (self._deadlines.next(), self._state.door.next_due()) if at is not None]
+        coming = [at for at in (self._deadlines.next(), self._state.admission.next_due()) if at is not None]
         return min(coming, default=None)
 
     def fail(self, handle: int, error: EngineError, code: str = "DEADLINE") -> None:
@@ -392,7 +392,7 @@ class Scheduler:
         state.computed_tokens += plan.num_tokens - plan.num_decode
         state.stats.on_computed(plan, state.now)
         sampled = -1
-        seqs, parked, tokens, logprobs = state.seqs, state.parked, result.tokens, result.logprobs
+        seqs, retained, tokens, logprobs = state.seqs, state.retained, result.tokens, result.logprobs
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
                 sampled += 1
@@ -401,7 +401,7 @@ class Scheduler:
                 continue
             seq.inflight_steps -= 1
             end = start + n
-            if end > seq.committed and (seq.state is RUNNING or handle in parked):
+            if end > seq.committed and (seq.state is RUNNING or handle in retained):
                 seq.committed = end
                 if seq.is_lease and not seq.is_released:
                     self._announce(seq)
@@ -480,16 +480,16 @@ class Scheduler:
         return events
 
     def flush_cache(self) -> int:
-        """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
+        """Drop every cached page without users, on the host too; returns how many of the device."""
         return self._state.memory.flush()
 
     @property
     def stats(self) -> SchedStats:
-        """What it tells operators."""
+        """Statistics for metrics."""
         return self._state.stats
 
     def load(self) -> LoadReport:
-        """What it has to do and could take."""
+        """Load report for routers."""
         return measure(self._state)
 
     @property
@@ -508,11 +508,11 @@ class Scheduler:
 
     def turned_away(self) -> dict[str, float]:
         """Counters: waiting requests that ended without having started, by reason."""
-        door = self._state.door
+        admission = self._state.admission
         return {
-            'queue_turned_away_total{reason="refused"}': door.refused,
-            'queue_turned_away_total{reason="evicted"}': door.evicted,
-            'queue_turned_away_total{reason="timeout"}': door.timed_out,
+            'queue_turned_away_total{reason="refused"}': admission.refused,
+            'queue_turned_away_total{reason="evicted"}': admission.evicted,
+            'queue_turned_away_total{reason="timeout"}': admission.timed_out,
             'queue_turned_away_total{reason="deadline"}': self._state.deadline_aborts,
         }
 
@@ -547,7 +547,7 @@ class Scheduler:
 
     @property
     def kv_events(self) -> KvEventLog | None:
-        """What the tree announces; None unless Limits.kv_event_batches."""
+        """Events of the tree; None unless Limits.kv_event_batches."""
         return self._state.memory.kv_events
 
     def cached_blocks(self) -> list[Stored]:

@@ -4,7 +4,7 @@ Facade (ingress, results) and planner share this state; each move leaves slots, 
 
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
 * A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
-  were announced to D keeps them through a suspension (`parked`), because D may be reading them.
+  were announced to D keeps them through a suspension (`retained`), because D may be reading them.
 * D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
   step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
@@ -44,7 +44,7 @@ class SchedulerState:
         self.times = StepTime(limits.step_tokens)
         self.computed_tokens = 0
         """Prompt tokens computed since the start."""
-        self.door = AdmissionController(limits)
+        self.admission = AdmissionController(limits)
         self.planned_step = 0
         self.committed_step = 0
         self.seqs: dict[int, Seq] = {}
@@ -66,12 +66,12 @@ class SchedulerState:
         """The least important priority that a request has stated."""
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
-        """In order of place from `sort_running` on, until somebody joins."""
+        """In order of place from `sort_running` on, until one joins."""
         self._is_unsorted = False
         self.suspended: dict[int, Seq] = {}
         self.leased: dict[int, Seq] = {}
         self.closing: dict[int, Seq] = {}
-        self.parked: dict[int, Seq] = {}
+        self.retained: dict[int, Seq] = {}
         """P: sequences, suspended or waiting again, that hold pages for D. A view, not a table."""
         self.slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.outbox: list[Event] = []
@@ -94,7 +94,7 @@ class SchedulerState:
             self.memory.ratio.value,
             self.limits.capacity_tokens,
             self.limits.clip_new_tokens,
-            self.door.queued_tokens,
+            self.admission.queued_tokens,
         )
 
     @property
@@ -116,7 +116,7 @@ class SchedulerState:
         return self.planned_step
 
     def step_committed(self, step: int) -> None:
-        """What had been published when this step was planned has been computed."""
+        """Mark what had been published when this step was planned as computed."""
         self.committed_step = step
         self.memory.cache.settle(self._clocks.popleft())
 
@@ -141,7 +141,7 @@ class SchedulerState:
 
     def enqueue(self, seq: Seq) -> None:
         self.waiting.add(seq)
-        self.door.enter(seq, seq.prompt_len, self.now)
+        self.admission.enter(seq, seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
@@ -149,7 +149,7 @@ class SchedulerState:
         self.waiting.discard(seq)
         self.opening.discard(seq)
         self.announced.pop(seq.handle, None)
-        self.door.leave(seq, self.now)
+        self.admission.leave(seq, self.now)
 
     def open(self, seq: Seq) -> None:
         """D: shake hands with P at once; pages come later, so that a full D delays no P."""
@@ -160,14 +160,14 @@ class SchedulerState:
     def _enter_opening(self, seq: Seq) -> None:
         self.opening.add(seq)
         self.stats.on_queued(seq, self.now)
-        self.door.enter(seq, 0, self.now)
+        self.admission.enter(seq, 0, self.now)
 
     # ------------------------------------------------------------------ running
 
     def run(self, seq: Seq) -> None:
         """WAITING or TRANSFER → RUNNING."""
         seq.to(SeqState.RUNNING)
-        self.parked.pop(seq.handle, None)
+        self.retained.pop(seq.handle, None)
         seq.place = self.limits.priority.place(seq, self.now)
         last = next(reversed(self.running.values()), None)
         self._is_unsorted |= last is not None and seq.place < last.place
@@ -210,7 +210,7 @@ class SchedulerState:
         del self.running[seq.handle]
         self._free_slot(seq)
         seq.sent_pages = 0
-        self.parked[seq.handle] = seq
+        self.retained[seq.handle] = seq
 
     def unadmit(self, seq: Seq) -> None:
         """Undo an admission that no row came of."""
@@ -221,16 +221,16 @@ class SchedulerState:
         else:
             self.send_back(seq, "recompute")
 
-    def unpark(self) -> bool:
-        """P: let go of one parked sequence's pages, the newest's, suspended ones first. False: nothing is parked.
+    def release_retained(self) -> bool:
+        """P: release one retained sequence's pages, the newest's, suspended ones first. False: nothing is retained.
 
         D has read most of them long ago; should it come for one that has been reused meanwhile, its transfer fails and
         no wrong token comes of it.
         """
-        if not self.parked:
+        if not self.retained:
             return False
-        seq = max(self.parked.values(), key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle))
-        del self.parked[seq.handle]
+        seq = max(self.retained.values(), key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle))
+        del self.retained[seq.handle]
         self._vacate(seq, "cache")
         return True
 
@@ -281,7 +281,7 @@ class SchedulerState:
         """
         self.dequeue(seq)
         self.stats.on_withdrawn(seq)
-        for table in (self.running, self.suspended, self.parked):
+        for table in (self.running, self.suspended, self.retained):
             table.pop(seq.handle, None)
         seq.to(SeqState.LEASED)
         self.leased[seq.handle] = seq
@@ -315,7 +315,7 @@ class SchedulerState:
             self.outbox.append(RevokeGrant(seq.req))
 
     def ungrant(self, seq: Seq) -> None:
-        """D: TRANSFER → OPENING: nobody writes to its pages any more."""
+        """D: TRANSFER → OPENING: no peer writes to its pages any more."""
         seq.is_revoking = False
         del self.transfer[seq.handle]
         self._let_go(seq)
@@ -376,12 +376,12 @@ class SchedulerState:
 
     def forget(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
-        if seq.state is SeqState.RUNNING or seq.handle in self.parked:
+        if seq.state is SeqState.RUNNING or seq.handle in self.retained:
             self.memory.publish(seq)
         self._let_go(seq)
         self.dequeue(seq)
         for table in (
-            self.transfer, self.running, self.suspended, self.parked, self.leased, self.closing, self.seqs,
+            self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
         ):  # fmt: skip
             table.pop(seq.handle, None)
         meet = seq.req.rendezvous
@@ -391,8 +391,8 @@ class SchedulerState:
         seq.to(SeqState.FINISHED)
 
     def _tell_end(self, seq: Seq) -> None:
-        if (story := self.stats.on_ended(seq)) is not None:
-            self.outbox.append(story)
+        if (timeline := self.stats.on_ended(seq)) is not None:
+            self.outbox.append(timeline)
 
     def _let_go(self, seq: Seq) -> None:
         self.memory.let_go(seq)

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 60, 160, 40, 50
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#44aa99")
-"""Told apart with colour-blind eyes too (Okabe and Ito; Tol)."""
+"""Distinguishable with color-blind eyes too (Okabe and Ito; Tol)."""
 POINTS = 400
 """Per curve at most: enough for the eye, little for the file."""
 LEAST = 1e-3

@@ -285,7 +285,7 @@ class ProgressLine:
 
 
 def simulate(run: SimulatedRun, what: NodeSetting) -> tuple[list[RunSummary], dict[str, list[float]], bool]:
-    """One policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
+    """Run one policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
     summaries: list[RunSummary] = []
     curves: dict[str, list[float]] = {}
     interrupted = False

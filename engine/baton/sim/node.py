@@ -1,4 +1,4 @@
-"""One engine rank on a virtual clock: the loop of `runtime.engine_loop`, with a step-time model instead of a device.
+"""Engine rank on a virtual clock: the loop of `runtime.engine_loop`, with a step-time model instead of a device.
 
 A turn, as in production: take in what has arrived, release leases, expire deadlines, plan, launch; then, with `depth`
 steps in flight or nothing to plan, let the clock run to the end of the oldest step and commit it. Without a step in
@@ -42,7 +42,7 @@ class RequestOutcome(Enum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request of the trace lived through; times in seconds on the virtual clock."""
+    """Outcome of one request of the trace; times in seconds on the virtual clock."""
 
     arrival: float
     prompt_tokens: int
@@ -80,7 +80,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class NodeSetting:
-    """What all compared policies have in common."""
+    """Settings that all compared policies share."""
 
     trace: Sequence[TraceRequest]
     arrivals: Sequence[float]
@@ -158,7 +158,7 @@ class SimNode:
                 self.done += 1
 
     def _take_tokens(self, req: ValidatedRequest) -> None:
-        """What the front does before a request reaches the scheduler."""
+        """Take the tenant's tokens, as the front does before a request reaches the scheduler."""
         wait = self._rates.admit(req.tenant, self.records[req.handle].prompt_tokens, self.now)
         if wait > 0:
             raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
@@ -249,7 +249,7 @@ class SimNode:
 
 
 def _outcome(event: EmittedTokens) -> RequestOutcome:
-    """Of a request's last event; one that lost its place to a higher priority was refused, only later."""
+    """Outcome by a request's last event; one that lost its place to a higher priority was refused, only later."""
     if event.finish is not FinishReason.ERROR or event.error is None:
         return RequestOutcome.COMPLETED
     return RequestOutcome.REFUSED if issubclass(by_code(event.error[0]), QueueFull) else RequestOutcome.TIMED_OUT

@@ -1,4 +1,4 @@
-"""What the requests of a simulation saw: numbers per policy, as a table for people and as JSON for programs."""
+"""Latencies of a simulation's requests: numbers per policy, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordGroup:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One policy's outcome. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
+    """Outcome of a policy. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
 
     policy: str
     requests: int
@@ -147,7 +147,7 @@ HEADER = (
 
 
 def table(summaries: Sequence[RunSummary]) -> str:
-    """One row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
+    """Format a row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
     first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
     rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]

@@ -190,7 +190,7 @@ impl PrefillSide {
         };
         let (code, why) = match self.pending_opens.add(room, open) {
             Ok(()) => {
-                ctx.shared.stats.lock().opens_parked += 1;
+                ctx.shared.stats.lock().opens_early += 1;
                 let note = format!("OPEN before the request, kept {ttl_ms} ms");
                 ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "PARKED", note));
                 self.set_pending_timer(ctx);

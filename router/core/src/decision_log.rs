@@ -1,10 +1,10 @@
-//! The lines of the decision log: everything the policies were asked and told, in order, as JSON.
+//! The lines of the decision log: everything the policies were asked and observed, in order, as JSON.
 //!
 //! ```text
 //! {"decision_log":1,"version":"0.1.0","run":1780000000000,"file":0,"flags":["--policy","cost",…]}
-//! {"n":0,"told":{"role":"regular","event":"added","worker":1,"name":"http://10.0.0.1:30000",…}}
+//! {"n":0,"observed":{"role":"regular","event":"added","worker":1,"name":"http://10.0.0.1:30000",…}}
 //! {"n":1,"decided":{"asked":{"role":"regular","now_ms":12,"seed":…,"hashes":"…","sides":[…]},"choices":[…]}}
-//! {"n":2,"told":{"role":"regular","event":"first_token","ticket":1,…}}
+//! {"n":2,"observed":{"role":"regular","event":"first_token","ticket":1,…}}
 //! ```
 //!
 //! No prompt is in it. Blocks of a prompt are their hashes; text, which `cache_aware` compares character by character, is
@@ -59,10 +59,11 @@ pub enum LogEntry {
         asked: DecisionInput,
         choices: Vec<Option<WorkerChoice>>,
     },
-    Told {
+    #[serde(alias = "told")]
+    Observed {
         role: Role,
         #[serde(flatten)]
-        told: ObservedEvent,
+        observed: ObservedEvent,
     },
     /// Report of a worker about its cache.
     Cached {
@@ -258,7 +259,7 @@ impl LogLine {
             LogEntry::Cached { news: CacheUpdateRecord::Changed { hashes, .. }, .. } => {
                 9 * hashes.0.len()
             }
-            LogEntry::Told { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
+            LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
         };
         size_of::<Self>() + more
     }

@@ -115,7 +115,7 @@ pub struct CostTerms {
     pub partner_ms: f64,
     /// Part of `partner_ms` that the worker costs because the pair is not in one topology domain.
     pub crossing_ms: f64,
-    /// Blocks in its index, and work sent to it of late: they decide between equal costs.
+    /// Blocks in its index, and work sent to it recently: they decide between equal costs.
     pub index_blocks: usize,
     pub recent_ms: f64,
 }

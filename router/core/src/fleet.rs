@@ -245,7 +245,7 @@ impl Fleet<'_> {
         let worker = choice.worker.0 as usize;
         self.loads[worker] += 1;
         self.served[request].worker = worker;
-        self.served[request].forecast_ms = choice.why.forecast().map(|told| told.ttft_ms);
+        self.served[request].forecast_ms = choice.why.forecast().map(|forecast| forecast.ttft_ms);
         self.queues[worker].push_back(job);
         if self.running[worker].is_none() {
             self.start(worker, now_ms);
@@ -496,9 +496,9 @@ mod tests {
         }
     }
 
-    /// One long first prefill must not make a worker look slow for good: at low load nothing would correct that.
+    /// A long first prefill must not make a worker look slow for good: at low load nothing would correct that.
     #[test]
-    fn a_slow_start_banishes_nobody() {
+    fn a_slow_start_excludes_no_worker() {
         for (order, fixed_ms) in [(QueueOrder::Arrival, 5.0), (QueueOrder::ShortestFirst, 1.0)] {
             let config = FleetConfig {
                 workers: 3,

@@ -63,7 +63,7 @@ impl PromptView<'_> {
 }
 
 impl PromptBlocks {
-    /// Blocks of text; `tokens` if somebody counted them.
+    /// Blocks of text; `tokens` if they were counted.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {
         Self::of_text_in(TextScope::default(), text, tokens)
     }
@@ -87,7 +87,7 @@ impl PromptBlocks {
         }
     }
 
-    /// Blocks that were named by somebody else (a trace): each id stands for `block_tokens` tokens behind those before it.
+    /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those before it.
     pub fn of_ids(ids: &[u64], block_tokens: usize, tokens: u32) -> Self {
         let mut state = SEED;
         let named = ids.iter().map(|id| {
@@ -275,7 +275,7 @@ mod tests {
     }
 
     proptest! {
-        /// Of token ids, too; and a chain continued from any block arrives at the same hashes.
+        /// Hashes of token ids, too; and a chain continued from any block arrives at the same hashes.
         #[test]
         fn token_hashes_are_equal_exactly_along_the_common_prefix(
             block_size in 1usize..20,

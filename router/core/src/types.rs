@@ -71,7 +71,7 @@ pub enum QueueOrder {
     /// First come, first served, or nearly so.
     #[default]
     Arrival,
-    /// Shortest remaining prefill first with ageing, re-decided at chunk boundaries.
+    /// Shortest remaining prefill first with aging, re-decided at chunk boundaries.
     ShortestFirst,
 }
 
@@ -155,17 +155,17 @@ pub enum SelectionReason {
     },
     SmallestTree,
     LeastLoaded,
-    /// Least predicted cost, and nobody holds a longer prefix.
+    /// Least predicted cost, and no worker holds a longer prefix.
     BestHolder(PrefillForecast),
     /// Least predicted cost, though another holds a longer prefix.
     Cheaper(PrefillForecast),
-    /// Least predicted cost; nobody holds any of it.
+    /// Least predicted cost; no worker holds any of it.
     NoPrefix(PrefillForecast),
     /// Reports are stale: the cheaper of two drawn from the four cheapest.
     Sampled(PrefillForecast),
     /// The worker this routing key was given before.
     Sticky,
-    /// First request with this routing key, or its workers are out: it was assigned anew.
+    /// First request with this routing key, or its workers are out: it was reassigned.
     NewKey,
     /// No routing key.
     NoKey,
@@ -212,13 +212,13 @@ impl fmt::Display for SelectionReason {
                 write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
             }
             other => match other.forecast() {
-                Some(told) => write!(
+                Some(forecast) => write!(
                     f,
                     "{} {}/{} tokens cached, {} ms",
                     other.label(),
-                    told.cached_tokens,
-                    told.prompt_tokens,
-                    told.ttft_ms
+                    forecast.cached_tokens,
+                    forecast.prompt_tokens,
+                    forecast.ttft_ms
                 ),
                 None => f.write_str(other.label()),
             },
@@ -236,7 +236,7 @@ pub struct WorkerChoice {
 
 /// Events in the order the shell saw them. The only way a policy learns.
 ///
-/// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers it was not told about, so
+/// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers that were not added, so
 /// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back. Each `Routed` is followed by exactly
 /// one `Finished` of its ticket, with `FirstToken` and `TokenUsage` in between if they were seen.
 #[derive(Debug, Clone, Copy)]

@@ -29,7 +29,7 @@ use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
 const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
 /// The whole answer is of use within this [ms].
 const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
-/// Shortest wait in the router's queue that the worker is told; less is sent as the client wrote it.
+/// Queueing delays shorter than this do not rewrite the client's deadline fields.
 const WORTH_TELLING: Duration = Duration::from_millis(10);
 
 pub struct RequestContext {
@@ -68,7 +68,7 @@ pub struct RequestContext {
     /// Held while it waits for a worker and has no answer.
     pub place: Option<QueuePlace>,
     /// Deadlines of its headers; the body's are in `scan`.
-    pub told: RequestDeadlines,
+    pub header_deadlines: RequestDeadlines,
     /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
     pub again: String,
     pub record: AccessLogEntry,
@@ -96,9 +96,9 @@ impl RequestContext {
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
-            story: Some(self.record.story.clone()),
+            timeline: Some(self.record.timeline.clone()),
             explains: self.explains,
-            heir_of: self.begun.as_ref().map(|begun| begun.make),
+            resumes_on: self.begun.as_ref().map(|begun| begun.make),
         }
     }
 
@@ -184,18 +184,18 @@ impl RequestContext {
     /// The least of the times the client gives for the first token or for all of the answer.
     pub fn deadline_ms(&self) -> Option<u64> {
         let RequestDeadlines { ttft, whole } = self.scan.deadlines;
-        let all = [self.told.ttft, self.told.whole, ttft, whole];
+        let all = [self.header_deadlines.ttft, self.header_deadlines.whole, ttft, whole];
         all.into_iter().flatten().min()
     }
 
-    /// True if even the first worker must be told that some of the client's time is gone.
+    /// True if even the first worker must be sent a shorter deadline than the client's.
     pub fn has_lost_time(&self) -> bool {
         self.queued >= WORTH_TELLING && self.deadline_ms().is_some()
     }
 
     /// When the client's time for the whole answer is over.
     pub fn ends_at(&self) -> Option<Instant> {
-        let whole = [self.told.whole, self.scan.deadlines.whole];
+        let whole = [self.header_deadlines.whole, self.scan.deadlines.whole];
         let ms = whole.into_iter().flatten().min()?;
         self.record.started.checked_add(Duration::from_millis(ms))
     }
@@ -218,13 +218,13 @@ impl RequestContext {
             .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
         let resume = begun.map(|begun| begun.resume.clone());
         self.again = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
-        let told = left(self.told);
+        let remaining = left(self.header_deadlines);
         let headers = &mut self.head.headers;
         for name in TTFT_HEADERS {
             headers.remove(name);
         }
         headers.remove(DEADLINE_HEADER);
-        for (name, ms) in [TTFT_HEADERS[0], DEADLINE_HEADER].into_iter().zip(told) {
+        for (name, ms) in [TTFT_HEADERS[0], DEADLINE_HEADER].into_iter().zip(remaining) {
             if let Some(ms) = ms {
                 headers.insert(name, HeaderValue::from(ms));
             }
@@ -240,7 +240,7 @@ fn body_hash(body: &Bytes) -> u64 {
 }
 
 /// Deadlines in the headers of a request.
-pub fn told_deadlines(headers: &HeaderMap) -> RequestDeadlines {
+pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
     let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
     RequestDeadlines {
         ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),

@@ -86,8 +86,8 @@ fn merge_first_event(words: &[u8], pieces: &[Bytes]) -> Option<Vec<Bytes>> {
     if event.get("index").is_some() {
         return None;
     }
-    let told = told(words)?;
-    merge(&told, &mut event);
+    let logprobs = logprobs_of(words)?;
+    merge(&logprobs, &mut event);
     let mut merged = whole[..start].to_vec();
     merged.extend_from_slice(b"data: ");
     merged.extend_from_slice(event.to_string().as_bytes());
@@ -96,7 +96,7 @@ fn merge_first_event(words: &[u8], pieces: &[Bytes]) -> Option<Vec<Bytes>> {
 }
 
 /// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.
-fn told(words: &[u8]) -> Option<Value> {
+fn logprobs_of(words: &[u8]) -> Option<Value> {
     if let Ok(whole) = serde_json::from_slice(words) {
         return Some(whole);
     }

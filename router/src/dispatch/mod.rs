@@ -98,7 +98,7 @@ pub fn refuse(mut request: RequestContext, err: RouteError) -> Response {
 
 /// The last attempt failed: the worker's own words if it had any.
 fn tell(mut request: RequestContext, failure: AttemptError) -> Response {
-    match failure.told {
+    match failure.reply {
         ErrorReply::Error(err) => refuse(request, err),
         ErrorReply::Answer { status, headers, body } => {
             request.record.end(status, failure.reason);

@@ -3,7 +3,7 @@
 //! 1. `ProxyBody::new` with the request and what the leg already read, and the rest of the answer;
 //! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
 //! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
-//! 4. or, where the worker told the tokens behind the text (failover.rs), another one is asked to go on: the client sees a
+//! 4. or, where the worker reports the tokens behind the text (failover.rs), another one is asked to go on: the client sees a
 //!    pause, with comments that keep its connection alive. It waits for its turn and for a worker (pacing.rs), and is given
 //!    up only after --retry-max-retries attempts without a token of progress;
 //! 5. dropped before that (the client left): the guards close both legs' connections and free the load.
@@ -79,7 +79,7 @@ impl RequestState {
         RequestState::Rest { record: request.record, _permit: request.permit }
     }
 
-    /// Let go of what is needed to ask again.
+    /// Release what is needed to ask again.
     fn slim(&mut self) {
         *self = match std::mem::replace(self, RequestState::Away) {
             RequestState::Whole(request) => RequestState::rest(*request),
@@ -93,7 +93,7 @@ struct Resuming {
     asking: Pin<Box<dyn Future<Output = Resumed> + Send>>,
     since: Instant,
     role: Role,
-    /// Error for the client if nobody can.
+    /// Error for the client if no worker can.
     words: Option<StreamFailure>,
     /// Label of the metric; the client leaves unless another is set.
     outcome: &'static str,
@@ -261,11 +261,11 @@ impl ProxyBody {
     /// Once, when the answer is complete.
     fn count(&mut self) {
         if std::mem::take(&mut self.counts) {
-            let told = match &self.tail {
+            let usage = match &self.tail {
                 Some(tail) => tail.usage(),
                 None => usage_in(self.last.iter()),
             };
-            if let (Some(usage), Some(guard)) = (told, &mut self.guard) {
+            if let (Some(usage), Some(guard)) = (usage, &mut self.guard) {
                 guard.usage(usage);
             }
         }
@@ -414,7 +414,7 @@ impl ProxyBody {
         may
     }
 
-    /// Have another worker say the rest. `Err`: nobody is asked.
+    /// Have another worker resume the answer. `Err`: no worker is asked.
     fn fail_over(
         &mut self,
         words: StreamFailure,
@@ -432,7 +432,7 @@ impl ProxyBody {
         };
         said.cut();
         let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
-        request.record.story.fails_over(role, reason, tokens);
+        request.record.timeline.fails_over(role, reason, tokens);
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();

@@ -98,7 +98,7 @@ pub fn may_come(app: &AppState, request: &RequestContext, err: &RouteError) -> b
         RouteError::NoWorker { role, .. } => {
             request.is_accepted || app.fleet.registry.may_return(*role)
         }
-        RouteError::NoPair { .. } | RouteError::NoHeir { .. } => request.is_accepted,
+        RouteError::NoPair { .. } | RouteError::NoResumeWorker { .. } => request.is_accepted,
         _ => false,
     }
 }

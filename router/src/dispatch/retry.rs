@@ -62,7 +62,7 @@ async fn try_until_committed(
             Err(AttemptFailure::Failed(failure)) => (failure, false),
             Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
-        request.record.story.failed(failure.role, failure.reason);
+        request.record.timeline.failed(failure.role, failure.reason);
         let labels = [failure.role.label(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
         let mut avoid = request.avoid.clone();

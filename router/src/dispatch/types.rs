@@ -15,7 +15,7 @@ use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::Candidate;
 use crate::workers::registry::selection::Selection;
 
-/// Attempt failed: by a worker, or because nobody could be chosen.
+/// Attempt failed: at a worker, or because no worker could be chosen.
 pub enum AttemptFailure {
     Failed(AttemptError),
     /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided for that.

@@ -20,10 +20,10 @@ pub struct EntrySinks {
     pub tracer: Option<Arc<SpanExporter>>,
 }
 
-/// Dropped with the response body. Nobody called [`AccessLogEntry::end`]: the client left.
+/// Dropped with the response body. [`AccessLogEntry::end`] was not called: the client left.
 pub struct AccessLogEntry {
     sinks: EntrySinks,
-    pub story: Arc<RequestTimeline>,
+    pub timeline: Arc<RequestTimeline>,
     pub rid: String,
     route: &'static str,
     method: &'static str,
@@ -49,7 +49,7 @@ impl AccessLogEntry {
         let trace = sinks.tracer.as_ref().map(|_| TraceContext::of(headers));
         Self {
             sinks: sinks.clone(),
-            story: sinks.requests.begin(route, &rid, trace),
+            timeline: sinks.requests.begin(route, &rid, trace),
             rid,
             route,
             method,
@@ -72,7 +72,7 @@ impl AccessLogEntry {
     pub fn first_byte(&mut self, status: StatusCode) {
         if self.ttft_ms.is_none() {
             self.status = status;
-            self.story.mark(RequestStage::FirstByte);
+            self.timeline.mark(RequestStage::FirstByte);
             self.ttft_ms = Some(ms_since(self.started));
             let ttft = self.sinks.metrics.ttft.with_label_values(&[self.route]);
             ttft.observe(self.started.elapsed().as_secs_f64());
@@ -107,16 +107,16 @@ impl Drop for AccessLogEntry {
         self.sinks.metrics.requests.with_label_values(&labels).inc();
         let duration = self.sinks.metrics.duration.with_label_values(&[self.route]);
         duration.observe(self.started.elapsed().as_secs_f64());
-        self.sinks.requests.end(&self.story, status, outcome);
+        self.sinks.requests.end(&self.timeline, status, outcome);
         if let Some(tracer) = &self.sinks.tracer
-            && let Some(spans) = self.story.spans(self.method)
+            && let Some(spans) = self.timeline.spans(self.method)
         {
             tracer.put(spans);
         }
-        let stages = self.story.stages();
+        let stages = self.timeline.stages();
         self.sinks.metrics.stages(&stages);
         let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
-        let usage = self.story.usage();
+        let usage = self.timeline.usage();
         let show = |chosen: &Option<(String, SelectionReason)>| match chosen {
             Some((name, why)) => format!("{name} ({why})"),
             None => "-".to_owned(),
@@ -125,13 +125,13 @@ impl Drop for AccessLogEntry {
             target: "access",
             // With its Debug form in text logs: a client's id cannot look like further fields.
             rid = self.rid,
-            trace_id = self.story.trace_id(),
+            trace_id = self.timeline.trace_id(),
             route = self.route,
             prefill = %show(&self.prefill),
             worker = %show(&self.worker),
             room = self.room,
             attempts = self.attempts,
-            failovers = self.story.failovers(),
+            failovers = self.timeline.failovers(),
             status,
             outcome,
             read_ms = ms(stages.read),

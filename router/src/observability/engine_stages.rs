@@ -69,18 +69,18 @@ mod tests {
     fn taken(text: &'static str) -> Option<EngineStages> {
         let mut headers = HeaderMap::new();
         headers.insert(HEADER, HeaderValue::from_static(text));
-        let told = take(&mut headers);
+        let stages = take(&mut headers);
         assert!(headers.is_empty());
-        told
+        stages
     }
 
     #[test]
     fn queue_and_pull_are_read_in_any_order() {
-        let told =
+        let stages =
             taken("bytes=4096;pages=2; transport=shm;new=7;pull_us=1500;queue_us=20").unwrap();
-        assert_eq!(told.queue_ms, Some(0.02));
+        assert_eq!(stages.queue_ms, Some(0.02));
         let pull = PagePull { transport: "shm".into(), pages: 2, bytes: 4096, pull_ms: 1.5 };
-        assert_eq!(told.pull, Some(pull));
+        assert_eq!(stages.pull, Some(pull));
         assert_eq!(take(&mut HeaderMap::new()), None);
     }
 

@@ -1,7 +1,7 @@
 //! Every metric: one table with name, kind, labels and help; docs/metrics.md is printed from it.
 //!
 //! Counters and histograms are written where things happen; gauges about workers are read from the registry when
-//! somebody scrapes, so they cannot drift.
+//! /metrics is scraped, so they cannot drift.
 
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
@@ -114,7 +114,7 @@ specs! {
     DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     RELEASES = Counter "baton_router_prefill_releases_total" ["result"]
-        "Prompts, computed or being computed, that no decode worker will fetch, whose prefill worker was to free their pages; result is told, failed or skipped (too many at once)";
+        "Prompts, computed or being computed, that no decode worker will fetch, whose prefill worker was to free their pages; result is sent, failed or skipped (too many at once)";
     LOCAL_PREFILLS = Counter "baton_router_local_prefills_total" ["why"]
         "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here or batch (docs/routing.md)";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]
@@ -124,7 +124,7 @@ specs! {
     WORKERS = Gauge "baton_router_workers" ["role", "state"]
         "Registered workers";
     UNPAIRED = Gauge "baton_router_unpaired_workers" ["role"]
-        "Of the ready ones, workers whose fingerprint fits nobody of the other role; GET /workers says why";
+        "Ready workers whose fingerprint fits no worker of the other role; GET /workers says why";
     WORKER_LOAD = Gauge "baton_router_worker_load" ["role", "worker"]
         "Requests in flight, per worker and DP rank";
     CIRCUIT = Gauge "baton_router_circuit_state" ["role", "worker"]
@@ -140,7 +140,7 @@ specs! {
     DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]
         "Workers found: named now, or kept because no other worker of their role is ready";
     LOAD_REPORTS = Counter "baton_router_load_reports_total" ["role", "source", "result"]
-        "What workers told of their queues; source is answer or poll, result taken, unused, malformed or failed";
+        "Load reports of workers; source is answer or poll, result taken, unused, malformed or failed";
     BACKLOG = Gauge "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
     UTILISATION = Gauge "baton_router_utilisation_ratio" ["role"]
@@ -148,7 +148,7 @@ specs! {
     PREFILL_SPEED = Gauge "baton_router_prefill_seconds_per_kilotoken" ["role", "worker"]
         "Learned prefill time of a prompt of 1000 tokens (cost)";
     CONFIDENCE = Gauge "baton_router_index_confidence_ratio" ["role", "worker"]
-        "Share of the prefixes expected in a worker's cache that it found there, mean of late (cost)";
+        "Share of the prefixes expected in a worker's cache that it found there, recent mean (cost)";
     INDEX_BLOCKS = Gauge "baton_router_index_blocks" ["role", "worker"]
         "Blocks of prompts remembered for a worker: of --block-size tokens, or of 256 bytes (cost)";
     KV_RANKS = Gauge "baton_router_kv_event_ranks" ["role", "state"]
@@ -400,7 +400,7 @@ impl RouterMetrics {
         error.observe(seconds(took_ms.abs_diff(predicted_ms)));
     }
 
-    /// A worker told of its queue.
+    /// A worker reported its queue.
     pub fn load_report(&self, role: Role, source: &str, result: &str) {
         let labels = [role.label(), source, result];
         self.load_reports.with_label_values(&labels).inc();

@@ -9,7 +9,7 @@
 //! yet (those before the comment of their write, and a last write without [DONE]) wait here.
 //!
 //! Memory: the request's body and 4 bytes per token and stream, of all streams together at most --failover-max-bytes; what
-//! does not fit passes, and cannot be gone on with. Cost of an event, the usual case: about 0.2 µs, no allocation.
+//! does not fit passes, and cannot be resumed. Cost of an event, the usual case: about 0.2 µs, no allocation.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -34,7 +34,7 @@ const MAX_TOKENS: usize = 1 << 18;
 /// Most of a stream that waits for the rest of its event, or for its tokens [bytes].
 const MAX_WAITING: usize = 8 << 20;
 
-/// Why a stream cannot be gone on with any more.
+/// Reason why a stream can no longer be resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotResumable {
     /// More than `MAX_TOKENS`, or an event of more than `MAX_WAITING`.
@@ -55,7 +55,7 @@ impl NotResumable {
     }
 }
 
-/// Memory of all streams that could be gone on with.
+/// Memory used by the resume buffers of all streams.
 #[derive(Debug)]
 pub struct MemoryBudget {
     used: AtomicUsize,
@@ -224,13 +224,13 @@ impl ResumeBuffer {
         let before = self.ids.len();
         if !self.plain_ids(json)? {
             self.ids.truncate(before);
-            let told: Comment =
+            let comment: Comment =
                 serde_json::from_slice(json).map_err(|_| NotResumable::Malformed)?;
-            for id in told.ids {
+            for id in comment.ids {
                 self.push(id)?;
             }
-            self.seed = self.seed.or(told.seed);
-            self.created = self.created.or(told.created);
+            self.seed = self.seed.or(comment.seed);
+            self.created = self.created.or(comment.created);
         }
         match self.seed.and(self.created) {
             Some(_) => Ok(()),
@@ -285,7 +285,7 @@ impl ResumeBuffer {
         out.extend(self.waiting.drain(..));
     }
 
-    /// All that waits, as it came: nobody will go on with this stream.
+    /// All that waits, as it came: this stream is not resumed.
     pub fn flush(&mut self, out: &mut VecDeque<Bytes>) {
         self.release(out);
         if !self.part.is_empty() {
@@ -445,7 +445,7 @@ mod tests {
         let error = |code: &str| format!("data: {{\"error\":{{\"code\":\"{code}\"}}}}\n\n");
         let mut said = said();
         pass(&mut said, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
-        for code in ["internal_error", "timeout", "queue_full", "of nobody's"] {
+        for code in ["internal_error", "timeout", "queue_full", "unknown"] {
             assert_eq!(pass(&mut said, &error(code)).unwrap(), error(code));
         }
         for code in ["engine_dead", "draining"] {
@@ -469,13 +469,13 @@ mod tests {
         let first = ResumeBuffer::new(memory.clone(), 600);
         assert_eq!(ResumeBuffer::new(memory.clone(), 600).lost(), Some(NotResumable::Memory));
         let mut second = ResumeBuffer::new(memory.clone(), 300);
-        let told = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
-        assert_eq!(pass(&mut second, told).unwrap(), "data: {}\n\n");
+        let comment = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
+        assert_eq!(pass(&mut second, comment).unwrap(), "data: {}\n\n");
         assert_eq!(second.lost(), Some(NotResumable::Memory));
         drop((first, second));
         assert_eq!(memory.used.load(Ordering::Relaxed), 0);
         let mut alone = ResumeBuffer::new(memory, 300);
-        pass(&mut alone, told).unwrap();
+        pass(&mut alone, comment).unwrap();
         assert!(alone.can_resume());
     }
 

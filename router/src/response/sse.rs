@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn endings_are_told_apart() {
+    fn endings_are_distinguished() {
         let open = "data: {\"choices\":[{\"finish_reason\":null}]}\n\n";
         let finished = "data: {\"choices\":[{\"finish_reason\": \"stop\"}]}\n\n";
         let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";

@@ -11,7 +11,7 @@ use router_core::TokenUsage;
 /// text.
 const LOOKED_AT: usize = 4096;
 
-/// The usage told by the last pieces of an answer, if any. Cost: one copy and a few scans of at most `LOOKED_AT` bytes.
+/// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most `LOOKED_AT` bytes.
 pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<TokenUsage> {
     let (mut last, mut len) = (Vec::new(), 0);
     for piece in pieces.rev() {
@@ -44,7 +44,7 @@ fn number(text: &[u8], name: &[u8]) -> Option<u32> {
 mod tests {
     use super::*;
 
-    fn told(pieces: &[&str]) -> Option<TokenUsage> {
+    fn usage_of(pieces: &[&str]) -> Option<TokenUsage> {
         let pieces: Vec<Bytes> =
             pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
         usage_in(pieces.iter())
@@ -56,28 +56,28 @@ mod tests {
             \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
         let usage =
             TokenUsage { prompt_tokens: 70, cached_tokens: Some(64), completion_tokens: Some(5) };
-        assert_eq!(told(&[openai]), Some(usage));
+        assert_eq!(usage_of(&[openai]), Some(usage));
         let (a, b) = openai.split_at(60); // a name cut in two
-        assert_eq!(told(&["data: {}\n\n", a, b]), Some(usage));
+        assert_eq!(usage_of(&["data: {}\n\n", a, b]), Some(usage));
         let native = "{\"text\":\"x\",\"meta_info\":{\"prompt_tokens\":9,\"completion_tokens\":1,\"cached_tokens\":0}}";
-        let usage = told(&[native]);
+        let usage = usage_of(&[native]);
         assert_eq!(usage.map(|u| (u.prompt_tokens, u.cached_tokens)), Some((9, Some(0))));
         assert_eq!(
-            told(&["{\"usage\":{\"prompt_tokens\":9}}"]).map(|u| u.cached_tokens),
+            usage_of(&["{\"usage\":{\"prompt_tokens\":9}}"]).map(|u| u.cached_tokens),
             Some(None)
         );
     }
 
     #[test]
     fn text_of_the_model_and_odd_values_are_not_taken_for_counts() {
-        assert_eq!(told(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]), None);
-        assert_eq!(told(&["{\"usage\":{\"prompt_tokens\":null}}"]), None);
-        assert_eq!(told(&["{\"usage\":{\"prompt_tokens\":99999999999}}"]), None);
-        assert_eq!(told(&[""]), None);
+        assert_eq!(usage_of(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]), None);
+        assert_eq!(usage_of(&["{\"usage\":{\"prompt_tokens\":null}}"]), None);
+        assert_eq!(usage_of(&["{\"usage\":{\"prompt_tokens\":99999999999}}"]), None);
+        assert_eq!(usage_of(&[""]), None);
         // The last one counts, and only the end is looked at.
         let far = format!("{{\"prompt_tokens\":1}}{}", " ".repeat(LOOKED_AT));
-        assert_eq!(told(&[&far]), None);
+        assert_eq!(usage_of(&[&far]), None);
         let two = "{\"prompt_tokens\":1}{\"prompt_tokens\":2}";
-        assert_eq!(told(&[two]).map(|u| u.prompt_tokens), Some(2));
+        assert_eq!(usage_of(&[two]).map(|u| u.prompt_tokens), Some(2));
     }
 }

@@ -43,7 +43,7 @@ use crate::transport::tls_reload::ClientTls;
 
 /// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its 431 [bytes].
 const HEAD_SLACK: usize = 8 << 10;
-/// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
+/// How long a client may take over its TLS handshake (nginx: 60 s, which no client needs).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Out of file descriptors: wait for some to be closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -80,7 +80,7 @@ impl ConnectionConfig {
     }
 }
 
-/// Accept until told to close; returns the connections that are still open.
+/// Accept until the shutdown signal; returns the connections that are still open.
 pub async fn accept(
     listener: TcpListener,
     terms: ConnectionConfig,
@@ -91,7 +91,7 @@ pub async fn accept(
     let places = Arc::new(Semaphore::new(places));
     let mut warning = FullWarning::default();
     let mut failures = AcceptFailures::default();
-    // Dropped when accepting ends: connections without a request are told.
+    // Dropped when accepting ends: idle connections close.
     let (_closing, closing) = watch::channel(());
     loop {
         let accepted = tokio::select! {
@@ -259,13 +259,13 @@ where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;
-    let patience = HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
+    let header_timeout = HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
-    let stream = patience.watch(stream);
+    let stream = header_timeout.watch(stream);
     let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());
     let connection = http1::Builder::new()
-        .timer(patience.clone())
-        .header_read_timeout(patience.idle())
+        .timer(header_timeout.clone())
+        .header_read_timeout(header_timeout.idle())
         .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
         .max_header_size(limits.max_header_bytes)
         .max_headers(MAX_HEADERS)
@@ -273,7 +273,7 @@ where
     // The client left, or sent no HTTP: its request's record says so where there was one.
     if let Err(err) = watcher.watch(connection).await {
         tracing::debug!(%err, "connection ended");
-        if err.is_timeout() && patience.has_begun() {
+        if err.is_timeout() && header_timeout.has_begun() {
             terms.cut("head");
         }
     }
@@ -446,13 +446,13 @@ mod tests {
     }
 
     #[test]
-    fn failures_to_accept_are_told_once_a_second_with_their_number() {
+    fn accept_failures_are_logged_once_a_second_with_their_count() {
         let start = Instant::now();
         let mut failures = AcceptFailures::default();
-        let told = [0, 50, 950, 1000, 1050, 2500].map(|ms| {
+        let logged = [0, 50, 950, 1000, 1050, 2500].map(|ms| {
             let now = start + Duration::from_millis(ms);
             failures.count(now)
         });
-        assert_eq!(told, [Some(1), None, None, Some(3), None, Some(2)]);
+        assert_eq!(logged, [Some(1), None, None, Some(3), None, Some(2)]);
     }
 }

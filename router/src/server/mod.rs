@@ -54,7 +54,7 @@ const AFTER_CUT: Duration = Duration::from_secs(2);
 /// A collector gets this long to take the spans of the last requests.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
-/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code. `replay` as the first
+/// Parse `argv` (program name first), run the router until a signal stops it, return the exit code. `replay` as the first
 /// argument decides a log again instead.
 pub fn run(argv: Vec<String>) -> i32 {
     if argv.get(1).is_some_and(|word| word == "replay") {
@@ -156,7 +156,7 @@ pub struct RunningServer {
     app: Arc<AppState>,
     log: Option<decision_log::LogWriter>,
     cut: watch::Sender<bool>,
-    /// Told to stop accepting.
+    /// Sent to stop accepting.
     close: oneshot::Sender<()>,
     accepting: JoinHandle<GracefulShutdown>,
 }
@@ -258,7 +258,7 @@ impl RunningServer {
         if timeout(grace, &mut finished).await.is_err() {
             tracing::warn!("grace is over, cutting what still runs");
             self.cut.send_replace(true);
-            let _ = timeout(AFTER_CUT, finished).await; // whoever does not read its last event is not waited for
+            let _ = timeout(AFTER_CUT, finished).await; // a client that does not read its last event is not waited for
         }
     }
 }

@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn lack_of_local_resources_is_told_from_faults_of_the_peer() {
+    fn lack_of_local_resources_is_distinguished_from_faults_of_the_peer() {
         let is = |errno: Errno| is_exhausted(&errno.into());
         assert!(is(Errno::MFILE) && is(Errno::NFILE) && is(Errno::ADDRNOTAVAIL));
         assert!(!is(Errno::CONNREFUSED) && !is(Errno::HOSTUNREACH) && !is(Errno::TIMEDOUT));

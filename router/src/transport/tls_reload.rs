@@ -1,7 +1,7 @@
 //! Certificates and keys that are renewed while the router runs (cert-manager, ACME clients).
 //!
 //! 1. [`TlsFiles::open`] reads all files of the TLS flags; a mistake ends the start.
-//! 2. [`follow`] compares their content every [`POLL`] and, when it changed, builds both sides anew.
+//! 2. [`follow`] compares their content every [`POLL`] and, when it changed, rebuilds both sides.
 //! 3. New connections, from clients and to workers, use the newest that could be built; existing ones keep theirs.
 //!
 //! Files that do not fit together, such as a new certificate beside the old key, change nothing: they are tried again at each poll.

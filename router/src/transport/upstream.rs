@@ -1,4 +1,4 @@
-//! HTTP/1.1 connections to one worker: connect, send, reuse, and close at once when nobody wants the answer any more.
+//! HTTP/1.1 connections to one worker: connect, send, reuse, and close at once when the answer is no longer wanted.
 //!
 //! The life of a connection:
 //!

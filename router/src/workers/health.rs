@@ -5,7 +5,7 @@
 //! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
 //!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
 //!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
-//!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
+//!    the probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs: `Unhealthy` now;
 //! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may report it; vLLM's
 //!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
 //! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if shorter) until it is good: back to 2;
@@ -57,8 +57,8 @@ enum Probe {
 
 /// Start the task of a newly registered worker.
 pub fn start(fleet: &Arc<WorkerFleet>, worker: &Arc<Worker>) {
-    let newcomer = fleet.registry.newcomer();
-    let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), newcomer));
+    let pending_probe = fleet.registry.pending_probe();
+    let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), pending_probe));
     fleet.registry.set_health_task(worker, task.abort_handle());
 }
 
@@ -77,9 +77,9 @@ struct Watch {
 async fn watch(
     fleet: std::sync::Weak<WorkerFleet>,
     worker: std::sync::Weak<Worker>,
-    newcomer: PendingProbe,
+    pending_probe: PendingProbe,
 ) {
-    let mut newcomer = Some(newcomer);
+    let mut pending_probe = Some(pending_probe);
     let mut seen = Watch {
         counter: None,
         registered: Instant::now(),
@@ -101,18 +101,18 @@ async fn watch(
             if is_described {
                 return;
             }
-            drop(newcomer.take());
+            drop(pending_probe.take());
             seen.pause = seen.longer_pause(&fleet);
         } else {
-            let patience = seen.patience(&fleet);
+            let silence_limit = seen.silence_limit(&fleet);
             let begin = Instant::now();
-            let probe = probe(&fleet, &worker, patience, is_silent).await;
+            let probe = probe(&fleet, &worker, silence_limit, is_silent).await;
             if matches!(probe, Probe::Good | Probe::Draining) {
                 seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
             }
             let is_good = matches!(probe, Probe::Good);
             seen.pause = seen.take(&fleet, &worker, probe).await;
-            drop(newcomer.take());
+            drop(pending_probe.take());
             if is_good && worker.is_ready() && worker.tells_loads() {
                 ask_load(&fleet, &worker).await;
             } else if is_good && worker.is_ready() && worker.is_vllm() {
@@ -222,7 +222,7 @@ impl Watch {
     }
 
     /// How long a worker whose requests are silent has for a probe.
-    fn patience(&self, fleet: &WorkerFleet) -> Duration {
+    fn silence_limit(&self, fleet: &WorkerFleet) -> Duration {
         let config = &fleet.config.health;
         let least = SILENCE_STEP * config.health_failure_threshold.max(1);
         let most = Duration::from_secs(config.health_check_timeout_secs);
@@ -245,11 +245,11 @@ fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
     seen.record(false)
 }
 
-/// `patience`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
+/// `silence_limit`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
 async fn probe(
     fleet: &WorkerFleet,
     worker: &Worker,
-    patience: Duration,
+    silence_limit: Duration,
     mut is_silent: bool,
 ) -> Probe {
     let path = &fleet.config.health.health_check_endpoint;
@@ -267,7 +267,7 @@ async fn probe(
         answer = timeout(limit, &mut asking) => answer,
         () = silence => {
             is_silent = true;
-            timeout(patience, &mut asking).await
+            timeout(silence_limit, &mut asking).await
         }
     };
     let probe = match answer {
@@ -341,10 +341,10 @@ async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescript
         }
     }
     // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
-    let told: Version = ask(fleet, worker, "/version").await?;
+    let answer: Version = ask(fleet, worker, "/version").await?;
     Some(WorkerDescription {
         engine: Some("vllm".to_owned()),
-        version: Some(told.version),
+        version: Some(answer.version),
         served_model_names: model_names(fleet, worker).await.unwrap_or_default(),
         ..WorkerDescription::default()
     })
@@ -367,8 +367,8 @@ async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>
     struct Model {
         id: String,
     }
-    let told: Models = ask(fleet, worker, "/v1/models").await?;
-    Some(told.data.into_iter().map(|model| model.id).collect())
+    let answer: Models = ask(fleet, worker, "/v1/models").await?;
+    Some(answer.data.into_iter().map(|model| model.id).collect())
 }
 
 /// Learn which models a vLLM worker serves by now.
@@ -378,8 +378,8 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     };
     let known = worker.description();
     if known.served_model_names != names {
-        let told = WorkerDescription { served_model_names: names, ..(*known).clone() };
-        fleet.registry.set_state(worker, WorkerState::Ready, Some(told));
+        let description = WorkerDescription { served_model_names: names, ..(*known).clone() };
+        fleet.registry.set_state(worker, WorkerState::Ready, Some(description));
     }
 }
 
@@ -394,7 +394,7 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     let fate = match timeout(limit, get(fleet, worker, "/v1/loads")).await {
         Err(_) | Ok(Err(_)) => ReportStatus::Failed,
         Ok(Ok(body)) => match load_report::of_loads(&body) {
-            Ok(reports) if fleet.registry.loads_told(worker, &reports) => ReportStatus::Taken,
+            Ok(reports) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
             Ok(_) => ReportStatus::Unused,
             Err(err) => {
                 tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
@@ -409,8 +409,8 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
 async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     let mut description = describe(fleet, worker).await.unwrap_or_default();
     if let Some(given) = fleet.config.workers.dp_size(worker.role()) {
-        if let Some(told) = description.dp_size.filter(|told| *told != given) {
-            tracing::warn!(url = %worker.url(), told, given, "the worker tells another number of ranks than the flag; the flag counts");
+        if let Some(reported) = description.dp_size.filter(|reported| *reported != given) {
+            tracing::warn!(url = %worker.url(), reported, given, "the worker tells another number of ranks than the flag; the flag counts");
         }
         description.dp_size = Some(given);
     }
@@ -426,13 +426,13 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
 }
 
 /// Why this worker cannot serve in its role.
-fn objection(worker: &Worker, told: &WorkerDescription) -> Option<String> {
+fn objection(worker: &Worker, description: &WorkerDescription) -> Option<String> {
     let wanted = match worker.role() {
         Role::Regular => "null",
         Role::Prefill => "prefill",
         Role::Decode => "decode",
     };
-    let mode = told.disaggregation_mode.as_deref();
+    let mode = description.disaggregation_mode.as_deref();
     if let Some(mode) = mode.filter(|mode| *mode != wanted) {
         return Some(format!(
             "its --disaggregation-mode is {mode}, it is registered as {} worker",

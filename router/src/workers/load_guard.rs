@@ -73,7 +73,7 @@ impl Candidate {
     }
 
     /// True if it could resume an answer of a worker of this make; always true where there is none.
-    pub(super) fn is_heir(&self, of: Option<WorkerFingerprint>) -> bool {
+    pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
         of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(failover::FEATURE))
     }
 
@@ -97,11 +97,11 @@ pub struct LoadGuard {
     pub(super) deciders: Arc<PolicySet>,
     pub(super) outcome: RequestOutcome,
     pub(super) sent: SentRequest,
-    pub(super) story: Option<AttemptRecorder>,
+    pub(super) timeline: Option<AttemptRecorder>,
     pub(super) metrics: Arc<RouterMetrics>,
 }
 
-/// Facts of a sending that the policy will be told about again.
+/// Facts of a sending that later events to the policy repeat.
 pub(super) struct SentRequest {
     pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
@@ -125,13 +125,13 @@ impl LoadGuard {
 
     /// Names this leg to its worker, if there is a trace.
     pub fn traceparent(&self) -> Option<HeaderValue> {
-        self.story.as_ref()?.traceparent()
+        self.timeline.as_ref()?.traceparent()
     }
 
     /// A connection is there, the request goes out.
     pub fn sent(&self) {
-        if let Some(story) = &self.story {
-            story.sent();
+        if let Some(timeline) = &self.timeline {
+            timeline.sent();
         }
     }
 
@@ -140,8 +140,8 @@ impl LoadGuard {
         if std::mem::replace(&mut self.sent.is_first_token_known, true) {
             return;
         }
-        if let Some(story) = &self.story {
-            story.first_token();
+        if let Some(timeline) = &self.timeline {
+            timeline.first_token();
         }
         let now_ms = now_ms();
         self.observe(&PolicyEvent::FirstToken {
@@ -157,9 +157,9 @@ impl LoadGuard {
     }
 
     /// The answer says how much its worker has to do.
-    pub fn load_told(&self, told: &HeaderValue) {
+    pub fn load_reported(&self, report: &HeaderValue) {
         let candidate = &self.candidate;
-        let fate = match load_report::of_header(told) {
+        let fate = match load_report::of_header(report) {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
                 candidate.activity.lock().reported(report, now_ms());
                 self.observe(&reported(candidate.id, report));
@@ -176,9 +176,9 @@ impl LoadGuard {
     }
 
     /// Times the worker reported of the way to its first token.
-    pub fn stages_told(&self, stages: &EngineStages) {
-        if let Some(story) = &self.story {
-            story.stages(stages.clone());
+    pub fn stages_reported(&self, stages: &EngineStages) {
+        if let Some(timeline) = &self.timeline {
+            timeline.stages(stages.clone());
         }
     }
 
@@ -189,8 +189,8 @@ impl LoadGuard {
 
     /// Tokens that the worker counted.
     pub fn usage(&mut self, usage: TokenUsage) {
-        if let Some(story) = &self.story {
-            story.usage(usage);
+        if let Some(timeline) = &self.timeline {
+            timeline.usage(usage);
         }
         self.observe(&PolicyEvent::Usage {
             ticket: self.sent.ticket,
@@ -223,8 +223,8 @@ impl Drop for LoadGuard {
         if let Some(breaker) = &candidate.breaker {
             candidate.count(breaker, self.outcome);
         }
-        if let Some(story) = &self.story {
-            story.ended(self.outcome);
+        if let Some(timeline) = &self.timeline {
+            timeline.ended(self.outcome);
         }
         let blocks = self.sent.blocks.as_ref();
         self.observe(&PolicyEvent::Finished {

@@ -2,7 +2,7 @@
 //!
 //! 1. `dispatch::attempt` takes the header off every answer of a worker: it is meant for routers, not for clients;
 //! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
-//! 3. the policy of the worker's role is told (`Event::Reported`).
+//! 3. the policy of the worker's role observes it (`Event::Reported`).
 
 use http::{HeaderMap, HeaderValue};
 use router_core::RunningLoad;
@@ -38,7 +38,7 @@ pub struct TokenTotals {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportStatus {
     Taken,
-    /// The rank has not told yet, or it is one of several behind one candidate.
+    /// The rank has not reported yet, or it is one of several behind one candidate.
     Unused,
     Malformed,
     /// The worker was asked and gave no answer.
@@ -67,7 +67,7 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
     headers.remove(HEADER)
 }
 
-/// Read the header; `None` when the rank has not told anything yet. Cost: one pass, nothing allocated.
+/// Read the header; `None` when the rank has not reported anything yet. Cost: one pass, nothing allocated.
 pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedReport> {
     let text = value.to_str().map_err(|_| MalformedReport)?;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
@@ -108,7 +108,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
     }))
 }
 
-/// Read the answer of `GET /v1/loads`: the ranks that have told something.
+/// Read the answer of `GET /v1/loads`: the ranks that have reported something.
 pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
     #[derive(Deserialize)]
     struct Loads {
@@ -138,19 +138,19 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
         pages_evictable: u64,
         pages: u64,
     }
-    let running = |told: Running| {
-        let requests = [told.queued_requests, told.transfer_requests];
-        let requests = requests.iter().fold(told.running_requests, |sum, n| sum.saturating_add(*n));
-        let free = told.pages_free.saturating_add(told.pages_evictable);
-        running_load(requests, free, told.pages)
+    let running = |load: Running| {
+        let requests = [load.queued_requests, load.transfer_requests];
+        let requests = requests.iter().fold(load.running_requests, |sum, n| sum.saturating_add(*n));
+        let free = load.pages_free.saturating_add(load.pages_evictable);
+        running_load(requests, free, load.pages)
     };
-    let told: Loads = serde_json::from_slice(body)?;
-    let told = told.loads.into_iter().filter_map(|of| {
+    let reports: Loads = serde_json::from_slice(body)?;
+    let reports = reports.loads.into_iter().filter_map(|of| {
         let load = of.load?;
         Some(LoadReport {
             rank: of.dp_rank,
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
-            queued_requests: load.running.as_ref().map(|told| told.queued_requests),
+            queued_requests: load.running.as_ref().map(|running| running.queued_requests),
             running: load.running.map(running),
             totals: of
                 .prefilled_tokens
@@ -159,7 +159,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
             age_ms: of.age_ms?,
         })
     });
-    Ok(told.collect())
+    Ok(reports.collect())
 }
 
 fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
@@ -256,16 +256,16 @@ mod tests {
             {"dp_rank":2,"num_reqs":1,"age_ms":30,"prefilled_tokens":5,"generated_tokens":1,"load":{"queued_tokens":0,"started_tokens":9,
                 "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
             {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
-        let told = of_loads(body).unwrap();
-        assert_eq!(told.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2, 3]);
-        let all = sum(&told[..2]).unwrap();
+        let reports = of_loads(body).unwrap();
+        assert_eq!(reports.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2, 3]);
+        let all = sum(&reports[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
         assert_eq!(all.queued_requests, Some(2));
         let totals = TokenTotals { prefilled: 105, generated: 21 };
         assert_eq!(all.totals, Some(totals));
         let running = RunningLoad { requests: 7, pages_used: 7, pages: 32 };
         assert_eq!(all.running, Some(running));
-        assert_eq!(sum(&told).unwrap().running, None, "one rank does not tell");
+        assert_eq!(sum(&reports).unwrap().running, None, "one rank does not tell");
         assert_eq!(sum(&[]), None);
         assert!(of_loads(b"[]").is_err());
     }

@@ -141,8 +141,8 @@ impl WorkerDescription {
     /// Value that it reports under `aspect`. SGLang's workers report their page size, if nothing else.
     pub fn aspect(&self, aspect: &str) -> Option<String> {
         let size = || self.page_size.map(|size| size.to_string());
-        let told = self.fingerprint.get(aspect).cloned();
-        told.or_else(|| (aspect == "page_size").then(size).flatten())
+        let reported = self.fingerprint.get(aspect).cloned();
+        reported.or_else(|| (aspect == "page_size").then(size).flatten())
     }
 }
 
@@ -151,7 +151,7 @@ pub struct Worker {
     pub id: u64,
     pub spec: WorkerSpec,
     pub pool: Arc<ConnectionPool>,
-    /// Told when a request met a refused or broken connection: probe now.
+    /// Notified when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
     /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
     /// resumed has paused (`dispatch::proxy_body`): probe soon.
@@ -159,7 +159,7 @@ pub struct Worker {
     pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
     pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
-    /// Told when the load of a rank falls to 0.
+    /// Notified when the load of a rank falls to 0.
     pub(super) idle: Notify,
     /// When a request's connection last broke here; 0: never.
     pub(super) last_break_ms: AtomicU64,
@@ -251,11 +251,11 @@ impl Worker {
     pub async fn until_idle(&self) {
         loop {
             // Made before looking: it is woken by what happens from here on.
-            let told = self.idle.notified();
+            let is_idle = self.idle.notified();
             if self.load() == 0 {
                 return;
             }
-            told.await;
+            is_idle.await;
         }
     }
 
@@ -269,20 +269,20 @@ impl Worker {
 
     /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).
     pub(super) fn facts(&self) -> WorkerFacts {
-        let told = self.description();
-        let order = match (told.schedule_policy.as_deref(), self.role()) {
+        let description = self.description();
+        let order = match (description.schedule_policy.as_deref(), self.role()) {
             (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
                 QueueOrder::ShortestFirst
             }
             _ => QueueOrder::Arrival,
         };
         let is_sglang_decode =
-            told.engine.is_none() && told.disaggregation_mode.as_deref() == Some("decode");
-        let has_decode_cache = told.disaggregation_decode_enable_radix_cache == Some(true);
+            description.engine.is_none() && description.disaggregation_mode.as_deref() == Some("decode");
+        let has_decode_cache = description.disaggregation_decode_enable_radix_cache == Some(true);
         WorkerFacts {
-            is_cacheless: told.disable_radix_cache == Some(true)
+            is_cacheless: description.disable_radix_cache == Some(true)
                 || (is_sglang_decode && !has_decode_cache),
-            capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            capacity_tokens: description.max_total_num_tokens.filter(|tokens| *tokens > 0),
             order,
             domain: self.spec.topology.as_deref().map(number_of),
         }
@@ -309,14 +309,14 @@ impl Worker {
 
     /// True if it can do something of docs/protocol.md §2.
     pub fn has_feature(&self, name: &str) -> bool {
-        let told = self.description();
-        told.baton_features.iter().any(|feature| feature == name)
+        let description = self.description();
+        description.baton_features.iter().any(|feature| feature == name)
     }
 
     /// True if it takes token ids beside a body, and would have come to the same.
     pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
-        let told = self.description();
-        self.tells_loads() && told.tokenizer_fingerprint.as_deref() == Some(fingerprint)
+        let description = self.description();
+        self.tells_loads() && description.tokenizer_fingerprint.as_deref() == Some(fingerprint)
     }
 
     pub fn dp_size(&self) -> u32 {

@@ -1,4 +1,4 @@
-"""One request and what its client saw of it; and the closed-loop load made of them.
+"""Measured request, and the closed-loop load made of such.
 
 In a round `concurrency` clients each send their next request when the last is answered. Prompts are random token ids of
 a fixed length (the first `shared_tokens` equal in all of them), answers have a fixed length, so that servers get the
@@ -23,7 +23,7 @@ FIRST_ID, LAST_ID = 3, 1000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one round sends."""
+    """Requests of one round."""
 
     requests: int
     concurrency: int
@@ -34,7 +34,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one client saw of one request [s]."""
+    """Times of one request as its client saw them [s]."""
 
     ttft: float
     e2e: float
@@ -101,7 +101,7 @@ async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: 
 async def send(
     session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, tokens: int, *, chat: bool = False
 ) -> Timing:
-    """One streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
+    """Receive a streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
 
     `chat`: the prompt is a user's message, not a completion's; it is text then.
     """

@@ -30,7 +30,7 @@ PROBE_SECS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request to send. `at`: seconds from the start."""
+    """Request to send. `at`: seconds from the start."""
 
     at: float
     request: TraceRequest
@@ -79,7 +79,7 @@ def prompt_text(request: TraceRequest, scale: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a replay; a failure is the reason as text."""
+    """Outcome of a replay; a failure is the reason as text."""
 
     seconds: float
     timings: tuple[Timing, ...]

@@ -114,10 +114,10 @@ def _offset(date: str | None, began: float) -> float | None:
     if date is None:
         return None
     try:
-        told = email.utils.parsedate_to_datetime(date).timestamp()
+        server_secs = email.utils.parsedate_to_datetime(date).timestamp()
     except ValueError:
         return None
-    return told + 0.5 - (began + time.time()) / 2
+    return server_secs + 0.5 - (began + time.time()) / 2
 
 
 def _error_message(text: str, status: int) -> str:

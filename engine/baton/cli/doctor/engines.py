@@ -71,9 +71,9 @@ def check_engine_versions(view: FleetView) -> list[CheckResult]:
         if router.version is not None:
             by_version.setdefault(router.version, []).append(f"router {router.url}")
     if len(by_version) > 1:
-        told = "; ".join(f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items()))
+        listed = "; ".join(f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items()))
         remedy = "finish the rollout; until then only nodes with equal fingerprints are paired"
-        return [warn(name, f"{len(by_version)} versions run: {told}", remedy)]
+        return [warn(name, f"{len(by_version)} versions run: {listed}", remedy)]
     for engine in view.diagnosed:
         facts = engine.facts
         if facts is not None and (result := host.check_versions(facts)).remedy and "torch" in facts.versions:
@@ -171,8 +171,8 @@ def check_time_limits(view: FleetView) -> list[CheckResult]:
     for engine in view.engines:
         if not engine.is_baton:
             continue
-        told = {k: float(v) for k, v in engine.info.items() if k.endswith("_secs") and isinstance(v, (int, float))}
-        for broken, text, remedy in _contradictions(engine.role, told):
+        limits = {k: float(v) for k, v in engine.info.items() if k.endswith("_secs") and isinstance(v, (int, float))}
+        for broken, text, remedy in _contradictions(engine.role, limits):
             if broken:
                 problems.append(warn(name, f"{engine.label}: {text}", remedy))
     return problems_or_ok(name, problems, "no time limit contradicts another")
@@ -182,10 +182,10 @@ HEARTBEATS_SECS = 3.0
 """A peer is dead after so many seconds without its heartbeat."""
 
 
-def _contradictions(role: str, told: dict[str, float]) -> list[tuple[bool, str, str]]:
-    drain, lease = told.get("drain_timeout_secs", 60.0), told.get("kv_lease_secs", 30.0)
-    request, queue = told.get("request_timeout_secs", 1800.0), told.get("queue_timeout_secs", 0.0)
-    transfer = told.get("kv_transfer_timeout_secs", 60.0)
+def _contradictions(role: str, limits: dict[str, float]) -> list[tuple[bool, str, str]]:
+    drain, lease = limits.get("drain_timeout_secs", 60.0), limits.get("kv_lease_secs", 30.0)
+    request, queue = limits.get("request_timeout_secs", 1800.0), limits.get("queue_timeout_secs", 0.0)
+    transfer = limits.get("kv_transfer_timeout_secs", 60.0)
     return [
         (
             role == "prefill" and drain < lease,

@@ -101,17 +101,17 @@ def check_clock(facts: HostFacts) -> CheckResult:
 
 def check_versions(facts: HostFacts) -> CheckResult:
     versions = facts.versions
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     if "extension" not in versions:
         return fail(
-            "versions", f"baton._native cannot be imported ({told})", "install the wheel, or build it: make build"
+            "versions", f"baton._native cannot be imported ({listed})", "install the wheel, or build it: make build"
         )
     if "torch" not in versions:
-        return fail("versions", f"torch is not installed ({told}): engines cannot start", "pip install 'torch>=2.6'")
+        return fail("versions", f"torch is not installed ({listed}): engines cannot start", "pip install 'torch>=2.6'")
     if "baton" in versions and versions["baton"] != versions["extension"]:
         sentence = f"baton {versions['baton']} has an extension of version {versions['extension']}"
         return fail("versions", sentence, "install one wheel of Baton into a clean environment")
-    return ok("versions", told)
+    return ok("versions", listed)
 
 
 def skew(subject: str, offset_secs: float) -> CheckResult:

@@ -346,7 +346,7 @@ def check_probes(view: KubeView) -> list[CheckResult]:
 def check_grace(view: KubeView) -> list[CheckResult]:
     """preStop + drain + 10 s must fit into terminationGracePeriodSeconds, or Kubernetes kills running requests."""
     name, problems = "kube.grace", []
-    told = []
+    notes = []
     for workload in view.workloads:
         flag, default = DRAIN_FLAGS[str(program(workload))]
         text = flag_value(arguments(workload, view), flag)
@@ -359,7 +359,7 @@ def check_grace(view: KubeView) -> list[CheckResult]:
         pause = _prestop_seconds(main_container(workload) or {})
         grace = int(pod_spec(workload).get("terminationGracePeriodSeconds", 30))
         needed = pause + drain + SPARE_GRACE_SECS
-        told.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
+        notes.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
         if grace < needed:
             sentence = (
                 f"{label(workload)}: Kubernetes kills its pods after {grace} s, but they need {needed:g} s: "
@@ -369,7 +369,7 @@ def check_grace(view: KubeView) -> list[CheckResult]:
         if pause == 0:
             sentence = f"{label(workload)} has no preStop pause: requests still arrive when it refuses them already"
             problems.append(warn(name, sentence, "lifecycle: preStop: sleep: seconds: 5"))
-    return problems_or_ok(name, problems, "; ".join(told))
+    return problems_or_ok(name, problems, "; ".join(notes))
 
 
 def _seconds(text: str | None, default: float) -> float | None:

@@ -228,7 +228,7 @@ def check_transports(view: FleetView) -> list[CheckResult]:
     """Name the transport of each pair, and why it is not a better one."""
     name = "pair.transport"
     prefill = {engine.bootstrap: engine for engine in view.of_role("prefill") if engine.bootstrap}
-    problems, told = [], []
+    problems, notes = [], []
     for engine in view.of_role("decode"):
         for look in engine.diagnosis.get("prefill", []):
             p = prefill[(look["host"], look["port"])]
@@ -242,17 +242,17 @@ def check_transports(view: FleetView) -> list[CheckResult]:
                 remedy = "give both --disaggregation-transfer-backend auto, or one that both can use"
                 problems.append(fail(name, f"{pair}: no transport serves this pair{why}", remedy))
             elif not used:
-                told.append(f"{pair}: {choice.best} expected, not connected yet{why}")
+                notes.append(f"{pair}: {choice.best} expected, not connected yet{why}")
             elif choice.best is not None and used != [choice.best]:
                 sentence = f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
                 remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
                 problems.append(warn(name, sentence, remedy))
             else:
-                told.append(f"{pair}: {', '.join(used)}{why}")
-    if not problems and not told:
+                notes.append(f"{pair}: {', '.join(used)}{why}")
+    if not problems and not notes:
         return [skip(name, "no pair of Baton engines reports its transport")]
-    return [*problems, *(ok(name, sentence) for sentence in told[:SHOWN])] + (
-        [ok(name, f"and {len(told) - SHOWN} more pairs like these")] if len(told) > SHOWN else []
+    return [*problems, *(ok(name, sentence) for sentence in notes[:SHOWN])] + (
+        [ok(name, f"and {len(notes) - SHOWN} more pairs like these")] if len(notes) > SHOWN else []
     )
 
 

@@ -111,8 +111,8 @@ def check_routers_agree(view: FleetView) -> list[CheckResult]:
             problems.append(warn(name, sentence, "give all routers the same discovery flags"))
     versions = {router.version for router in routers}
     if len(versions) > 1:
-        told = ", ".join(f"{router.url} {router.version}" for router in routers)
-        problems.append(warn(name, f"routers have different versions: {told}", "finish the rollout"))
+        listed = ", ".join(f"{router.url} {router.version}" for router in routers)
+        problems.append(warn(name, f"routers have different versions: {listed}", "finish the rollout"))
     return problems_or_ok(name, problems, f"{len(routers)} routers know the same {len(everything)} workers")
 
 

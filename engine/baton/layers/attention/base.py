@@ -1,4 +1,4 @@
-"""What a forward pass is told about its rows, and what an attention backend promises.
+"""Description of a forward pass's rows, and the protocol of attention backends.
 
 A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(batch)` once; (3) per layer
 `backend.forward(layer, q, k, v)` writes the step's K and V into the pool, then attends; (4) the batch is dropped.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's rows as tensors: T tokens, R rows, S sampling rows.
+    """Rows of a step as tensors: T tokens, R rows, S sampling rows.
 
     What each token needs (ids, positions, slots, sample_index) is on the device that computes; what each row needs
     (indptr, lengths, pages) is on the host, where backends plan.
@@ -115,26 +115,27 @@ class GraphInputs:
 class GraphAttention(AttentionBackend, Protocol):
     """A backend whose `forward` can be recorded (runtime.graphs.capture), for steps of `size` decode rows.
 
-    `rung_bytes` says what all rungs will take; `make_rung` once per size, the largest first; `plan_rung` before
-    recording and before each replay; `enter_rung` is the first thing recorded, the layers' `forward` follow.
+    `capture_bytes` says what all captures will take; `prepare_capture` runs once per size, the largest first;
+    `plan_replay` before recording and before each replay; `use_capture` is the first thing recorded, the layers'
+    `forward` follow.
     """
 
-    def rung_bytes(self, largest: int) -> int:
-        """Device memory that rungs of up to `largest` rows take for good, besides what `forward` allocates."""
+    def capture_bytes(self, largest: int) -> int:
+        """Device memory that captures of up to `largest` rows take for good, besides what `forward` allocates."""
 
-    def make_rung(self, size: int, static: GraphInputs) -> None:
-        """`static`: where the step's index arrays will lie; they are filled before the work of `plan_rung` is done."""
+    def prepare_capture(self, size: int, static: GraphInputs) -> None:
+        """`static`: where the step's index arrays will lie, filled before the work of `plan_replay` is done."""
 
-    def plan_rung(self, size: int, rows: PagedRows) -> None:
+    def plan_replay(self, size: int, rows: PagedRows) -> None:
         """Prepare for `rows`, padded to `size`; the same as in `static`."""
 
-    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
-        """What `forward` works with from here on. Args: `slot_mapping`: as in ForwardBatch, at a fixed place."""
+    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
+        """Make `forward` use this capture's buffers. Args: `slot_mapping`: as in ForwardBatch, at a fixed place."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One row of a batch as plain Python: `token_ids` are computed at positions start, start + 1, …"""
+    """Row of a batch as plain Python: `token_ids` are computed at positions start, start + 1, …"""
 
     token_ids: Sequence[int]
     start: int

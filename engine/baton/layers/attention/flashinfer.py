@@ -49,15 +49,15 @@ HEAD_DIMS = (64, 128, 256)
 MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
 """Workspace that flashinfer's documentation recommends for a wrapper."""
-RUNG_INT_WORKSPACE_BYTES = 1 << 20
-"""For the wrappers of all rungs with one window together. A rung takes some 30 bytes for each row and each thread
+CAPTURE_INT_WORKSPACE_BYTES = 1 << 20
+"""For the wrappers of all captures with one window together. A capture takes some 30 bytes for each row and each thread
 block, of which there are a few thousand."""
 KERNELS = "fa2"
-"""One family of kernels for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
+"""Kernel family for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
 
 
 def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
-    """What keeps flashinfer from serving this model and pool here, as the middle of a sentence; None: nothing."""
+    """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
     return _unsupported(spec, kv) or _missing(kv.data.device)
 
 
@@ -83,7 +83,7 @@ def _missing(device: torch.device) -> str | None:
 class _Wrappers:
     decode: Any
     prefill: Any
-    """None for a rung: it has decode rows only."""
+    """None for a capture: it has decode rows only."""
 
 
 class FlashInferAttention:
@@ -112,12 +112,12 @@ class FlashInferAttention:
         self._tensor_cores = self._group > 2
         self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
         self._wrappers = self._make_wrappers()
-        self._rungs: dict[int, dict[int, _Wrappers]] = {}
+        self._captured: dict[int, dict[int, _Wrappers]] = {}
         """By rows, then by window."""
-        self._rung_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
+        self._capture_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
         """Floats for all, and integers by window."""
         self._running = self._wrappers
-        """What `forward` uses: the eager ones, or a rung's."""
+        """Wrappers that `forward` uses: the eager ones, or a capture's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
         self._slot_mapping: Tensor | None = None
         self._slots: tuple[Tensor, Tensor] | None = None
@@ -164,16 +164,16 @@ class FlashInferAttention:
         if self._planned is not None:
             self._planned.record()
 
-    def rung_bytes(self, largest: int) -> int:
-        needed = self._rung_workspace_bytes(largest)
-        return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
+    def capture_bytes(self, largest: int) -> int:
+        needed = self._capture_workspace_bytes(largest)
+        return len(self._wrappers) * CAPTURE_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
 
-    def make_rung(self, size: int, static: GraphInputs) -> None:
-        if self._rung_workspaces is None:
-            needed = self._rung_workspace_bytes(size)
+    def prepare_capture(self, size: int, static: GraphInputs) -> None:
+        if self._capture_workspaces is None:
+            needed = self._capture_workspace_bytes(size)
             floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)
-            self._rung_workspaces = (floats, {w: self._zeros(RUNG_INT_WORKSPACE_BYTES) for w in self._wrappers})
-        floats, integers = self._rung_workspaces
+            self._capture_workspaces = (floats, {w: self._zeros(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers})
+        floats, integers = self._capture_workspaces
         any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
         made = {}
         for window in self._wrappers:
@@ -191,15 +191,15 @@ class FlashInferAttention:
             self._plan(wrapper.plan, window, self._tensors(any_rows))
             made[window] = _Wrappers(wrapper, None)
         self._note_plan()
-        self._rungs[size] = made
+        self._captured[size] = made
 
     def _eager_workspace_bytes(self) -> int:
         """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
         tile = 64 if self._spec.head_dim >= 256 else 128
         return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
 
-    def _rung_workspace_bytes(self, size: int) -> int:
-        """Workspace for splitting the rows of the largest rung; there are at least two blocks per multiprocessor."""
+    def _capture_workspace_bytes(self, size: int) -> int:
+        """Workspace for splitting the rows of the largest capture; there are at least two blocks per multiprocessor."""
         if not self._tensor_cores:
             return 0  # a head's share of few blocks: some MiB
         tile = 16 if self._group <= 16 else 64 if self._group <= 64 or self._spec.head_dim >= 256 else 128
@@ -215,15 +215,15 @@ class FlashInferAttention:
             return 132
         return int(torch.cuda.get_device_properties(self._kv.data.device).multi_processor_count)
 
-    def plan_rung(self, size: int, rows: PagedRows) -> None:
+    def plan_replay(self, size: int, rows: PagedRows) -> None:
         self._await_last_plan()
-        for window, wrappers in self._rungs[size].items():
+        for window, wrappers in self._captured[size].items():
             replan = functools.partial(self._library.fast_decode_plan, wrappers.decode)
             self._plan(replan, window, _views(rows))
         self._note_plan()
 
-    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
-        self._running = self._rungs[size]
+    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
+        self._running = self._captured[size]
         self._num_decode = size
         self._slot_mapping, self._slots = slot_mapping, None
 

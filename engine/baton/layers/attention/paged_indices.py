@@ -2,7 +2,7 @@
 
 1. `split_step` cuts a step at `num_decode`: decode rows (one query each) go to one kernel, the others to the other, and
 each kernel sees arrays that start at 0. 2. For a captured CUDA graph, whose batch size is frozen, the decode rows are
-padded up to a rung of `batch_ladder` with `pad_decode` and `pad_slots`.
+padded up to one of the `capture_sizes` with `pad_decode` and `pad_slots`.
 
 The arrays are those of flashinfer's paged wrappers (a CSR page table plus the fill of each last page):
 
@@ -11,7 +11,7 @@ The arrays are those of flashinfer's paged wrappers (a CSR page table plus the f
                         queries [qo_indptr[r] : qo_indptr[r+1])       prefill only; decode rows have one each
 
 Rows may share pages (a cached prefix). Invariant: a padding row names the dummy page only, reads one slot of it and
-writes that slot; its result is nobody's.
+writes that slot; its result is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 LADDER_STEP = 8
-"""Distance of the ladder's rungs from this size on: small enough that padding costs under 8 rows, large enough that a
+"""Distance of capture sizes from this size on: small enough that padding costs under 8 rows, large enough that a
 batch of 256 needs 35 graphs. mini-sglang and vLLM step by 8 too."""
 
 
@@ -51,7 +51,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepIndices:
-    """One step, cut in two. Decode rows own tokens [0, len(decode)), prefill rows the rest."""
+    """Step cut in two. Decode rows own tokens [0, len(decode)), prefill rows the rest."""
 
     decode: PagedRows
     prefill: PagedRows
@@ -94,15 +94,15 @@ def _check_step(
         raise ValueError(f"a row's pages are not what its KV fills at {page_size} tokens a page")
 
 
-def batch_ladder(largest: int) -> tuple[int, ...]:
+def capture_sizes(largest: int) -> tuple[int, ...]:
     """The batch sizes for which decode graphs are captured: 1, 2, 4, then multiples of 8 up to and with `largest`."""
     if largest < 1:
         raise ValueError(f"largest batch {largest}: must be at least 1")
-    rungs = [1, 2, 4, *range(LADDER_STEP, largest, LADDER_STEP)]
-    return (*(r for r in rungs if r < largest), largest)
+    sizes = [1, 2, 4, *range(LADDER_STEP, largest, LADDER_STEP)]
+    return (*(r for r in sizes if r < largest), largest)
 
 
-def rung(ladder: tuple[int, ...], rows: int) -> int | None:
+def capture_size(ladder: tuple[int, ...], rows: int) -> int | None:
     """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without a graph."""
     if rows < 1:
         raise ValueError(f"{rows} rows: an empty batch has no graph")

@@ -57,7 +57,7 @@ class OpenedPages(Protocol):
 
     @property
     def memory(self) -> Tensor:
-        """Its bytes."""
+        """Bytes of the block as a tensor."""
 
     def close(self) -> None: ...
 
@@ -70,7 +70,7 @@ class Sharing(Protocol):
 
 
 def weights(words: int) -> NDArray[np.int64]:
-    """Of the checksum, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
+    """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -228,11 +228,11 @@ class PeerPages:
 
 
 def drop(_: object) -> None:
-    """For calls whose result nobody needs."""
+    """For calls whose result is not needed."""
 
 
 def end_process(why: str) -> NoReturn:
-    """Copies that were asked for may still write to memory that nobody may use before: it cannot be given back."""
+    """Copies that were asked for may still write to memory that must not be used before: it cannot be given back."""
     log.critical("%s; the process ends", why)
     logging.shutdown()
     os._exit(1)
@@ -264,7 +264,7 @@ class CudaQueue:
             with torch.cuda.stream(stream):
                 try:
                     enqueue()
-                finally:  # also what was queued before an error must end before its memory is let go
+                finally:  # also what was queued before an error must end before its memory is freed
                     done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
                     done.record()
                     self._wait(what, done)

@@ -108,20 +108,20 @@ class CudaIpc:
         found = IpcHandle()
         with torch.cuda.device(self._device):
             call("cudaIpcGetMemHandle", ctypes.byref(found), memory.data_ptr())
-        told = {"gpu": self._gpu(), "handle": bytes(found).hex(), "bytes": memory.numel()}
-        return json.dumps(told).encode()
+        described = {"gpu": self._gpu(), "handle": bytes(found).hex(), "bytes": memory.numel()}
+        return json.dumps(described).encode()
 
     def open(self, handle: bytes) -> OpenedBlock:
-        told = json.loads(handle)
-        if told["gpu"] != self._gpu():
+        described = json.loads(handle)
+        if described["gpu"] != self._gpu():
             raise RuntimeError(
-                f"the peer's pages are on GPU {told['gpu']}, ours on {self._gpu()}; cuda_ipc is for one GPU"
+                f"the peer's pages are on GPU {described['gpu']}, ours on {self._gpu()}; cuda_ipc is for one GPU"
             )
         pointer = ctypes.c_void_p()
-        theirs = IpcHandle.from_buffer_copy(bytes.fromhex(told["handle"]))
+        theirs = IpcHandle.from_buffer_copy(bytes.fromhex(described["handle"]))
         with torch.cuda.device(self._device):
             call("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, LAZY_PEER_ACCESS)
-            return OpenedBlock(pointer.value or 0, told["bytes"], self._device)
+            return OpenedBlock(pointer.value or 0, described["bytes"], self._device)
 
 
 class OpenedBlock:

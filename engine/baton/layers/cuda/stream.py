@@ -1,4 +1,4 @@
-"""What a host asks of a CUDA device while it goes on: copies in both directions, and marks to wait for.
+"""Work on a CUDA device beside the host's: copies in both directions, and marks to wait for.
 
 Work is queued on the current stream and done there in order. Host memory for copies is pinned and comes from torch's
 pool of it, which hands a block out again only when the copies that use it are done: any number of steps may be in
@@ -23,7 +23,7 @@ class StreamEvent(Protocol):
         """Until the device has got there. May be called from any thread."""
 
     def seconds_since(self, earlier: StreamEvent) -> float:
-        """What the device took from there to here; both were waited for."""
+        """Device time from there to here; both were waited for."""
 
 
 class ComputeStream(Protocol):

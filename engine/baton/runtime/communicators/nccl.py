@@ -116,7 +116,7 @@ def load() -> Any:
 
 
 class Handle:
-    """One ncclComm_t: its calls, its asynchronous state, and its one abort."""
+    """An ncclComm_t: its calls, its asynchronous state, and its one abort."""
 
     def __init__(self, lib: Any) -> None:
         self._lib = lib
@@ -269,6 +269,6 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         self._handle.abort()
-        self._event.synchronize()  # its last kernel has ended: the slabs may be let go
+        self._event.synchronize()  # its last kernel has ended: the slabs may be freed
         for slab in self._host:
             ipc.unregister(slab)

@@ -1,15 +1,15 @@
 """Decode steps recorded once and replayed: CUDA graphs, which launch a whole step in one call.
 
-1. At start one graph is recorded per rung of a ladder of batch sizes (`paged_plan.batch_ladder`), the largest first, in
-one memory pool; 2. a step of decode rows only is padded to the next rung: its rows are written to buffers at fixed
-places (`GraphInputs`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie in fixed
-buffers, the argmax also in the token table. Any other step, and a larger one, runs eagerly.
+1. At start one graph is recorded per capture size (`paged_indices.capture_sizes`), the largest first, in
+one memory pool; 2. a step of decode rows only is padded to the next capture size: its rows are written to buffers at
+fixed places (`GraphInputs`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie
+in fixed buffers, the argmax also in the token table. Any other step, and a larger one, runs eagerly.
 
-    rows          | row 0 | row 1 | row 2 | padding |  → rung 4
+    rows          | row 0 | row 1 | row 2 | padding |  → capture size 4
     pages             7 3     9       1      dummy      one page beyond those the scheduler knows
     token table       slots of the rows      dummy      one entry beyond the slots
 
-A padding row reads and writes the dummy page and the dummy entry only, so it changes nobody's tokens.
+A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's tokens.
 
 What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python runs at recording only.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
-from baton.layers.attention.paged_indices import PagedRows, batch_ladder, pad_decode, pad_slots, rung
+from baton.layers.attention.paged_indices import PagedRows, capture_size, capture_sizes, pad_decode, pad_slots
 from baton.layers.cuda.stream import ComputeStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
@@ -40,9 +40,9 @@ log = logging.getLogger("baton.graphs")
 
 PROGRESS_SECS = 1.0
 MOST_ROWS = 256
-"""Of a recorded step, unless --cuda-graph-max-bs says otherwise: 35 graphs. Larger steps keep a GPU busy anyway."""
+"""Most rows of a recorded step, by default (--cuda-graph-max-bs): 35 graphs. Larger steps keep a GPU busy anyway."""
 BYTES_EACH = 8 << 20
-"""What one graph is assumed to take besides the memory that all share: a guess, until a GPU has been asked."""
+"""Memory of one graph besides what all share: a guess, until a GPU has been asked."""
 
 
 def rows_to_record(config: EngineConfig) -> int:
@@ -54,7 +54,7 @@ def rows_to_record(config: EngineConfig) -> int:
 
 class GraphRecorder(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` queues on the device, to be queued again by each call. `work` itself is run, perhaps twice."""
+        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
 
 
 class CudaRecorder:
@@ -96,7 +96,7 @@ class DecodeGraphs:
         self._stream = stream
         self._page_size = kv.page_size
         self._dummy_page = kv.dummy_page
-        self.ladder = batch_ladder(largest)
+        self.ladder = capture_sizes(largest)
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
         pages = min(largest * -(-context // kv.page_size), 2 * kv.num_pages) + largest
@@ -109,10 +109,10 @@ class DecodeGraphs:
     def _record_all(self, recorder: GraphRecorder) -> dict[int, Callable[[], None]]:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
-        nobody = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
         for done, size in enumerate(reversed(self.ladder), 1):
-            self._attn.make_rung(size, self._static)
-            self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), nobody)
+            self._attn.prepare_capture(size, self._static)
+            self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
             replays[size] = recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
             now = time.monotonic()
             if done == len(self.ladder) or now - said >= PROGRESS_SECS:
@@ -121,9 +121,9 @@ class DecodeGraphs:
         return replays
 
     def _decode(self, size: int) -> None:
-        """What is recorded."""
+        """Compute a decode step; this is recorded."""
         static, rows = self._static, slice(size)
-        self._attn.enter_rung(size, static.slot_mapping[rows])
+        self._attn.use_capture(size, static.slot_mapping[rows])
         nothing = torch.empty(0, dtype=torch.int32)
         batch = ForwardBatch(
             token_ids=self._table.read(static.token_ids[rows]),
@@ -151,14 +151,14 @@ class DecodeGraphs:
         filled[3, :n] = columns[2]
         filled[3, n:] = self._table.dummy
         self._static.fill(self._stream, filled, padded)
-        self._attn.plan_rung(size, padded)
+        self._attn.plan_replay(size, padded)
 
     def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
-        """The rung that runs this step; None: it runs eagerly."""
+        """Capture size that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
         if step.num_decode < rows or len(indices.sample_index) < rows:
             return None
-        size = rung(self.ladder, rows)
+        size = capture_size(self.ladder, rows)
         if size is None or len(indices.page_indices) + size - rows > self._static.pages:
             return None
         return size

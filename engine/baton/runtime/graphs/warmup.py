@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, run before the engine says that it is ready: kernels are compiled and loaded by them
+"""Steps without requests, run before the engine says that it is ready: kernels are compiled and loaded by them
 instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
 
 1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
@@ -41,7 +41,7 @@ TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class WarmupLimits:
-    """What bounds a step."""
+    """Limits of a step."""
 
     tokens: int
     """Rows of decoding sequences and prompt tokens together."""
@@ -57,7 +57,7 @@ class WarmupLimits:
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """What steps took of the device's memory. In bytes."""
+    """Device memory that steps took [bytes]."""
 
     largest: int
     """The most that any step took."""
@@ -130,7 +130,7 @@ def _largest(limits: WarmupLimits) -> _Step:
 
 
 def pages_needed(limits: WarmupLimits) -> int:
-    """Of the pool that rehearsals run on."""
+    """Pages of the pool that warm-up steps run on."""
     return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
 
 

@@ -33,10 +33,10 @@ class MemoryProbe(Protocol):
     """A device's memory. All numbers in bytes."""
 
     def free(self) -> tuple[int, int]:
-        """What any process could still allocate, and the whole memory; the same is given back first."""
+        """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
 
     def held(self) -> int:
-        """What this process's torch has reserved; blocks without a tensor in them are given back first."""
+        """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
 
     def reset_peak(self) -> None: ...
 
@@ -70,7 +70,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a process takes on its device besides the pool. All in bytes."""
+    """Device memory of a process besides the pool. All in bytes."""
 
     total: int
     """The device's whole memory."""
@@ -86,14 +86,14 @@ class MemoryNeeds:
 
     @property
     def room(self) -> int:
-        """What can be allocated for the pool without a step failing later."""
+        """Bytes that can be allocated for the pool without a step failing later."""
         return self.free - self.workspace - self.activations - self.graphs - MARGIN_BYTES
 
 
 class MemoryPlan(NamedTuple):
     pages: int
     why: str
-    """What bounded them, for the log."""
+    """Limit that bounded the pages, for the log."""
 
 
 def size_pool(needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int | None = None) -> MemoryPlan:

@@ -20,7 +20,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError, EngineError
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import GraphAttention
-from baton.layers.attention.paged_indices import batch_ladder
+from baton.layers.attention.paged_indices import capture_sizes
 from baton.layers.collectives import Place, ProcessGroup
 from baton.layers.flashinfer_loader import SLOWER, reason
 from baton.layers.kv_pool import make_pool
@@ -99,12 +99,12 @@ def fit(
 
 
 class _Tried(NamedTuple):
-    """What a backend takes, in bytes."""
+    """Memory of an attention backend [bytes]."""
 
     workspace: int
-    """Its buffers."""
+    """Buffers of the backend."""
     graphs: int
-    """What recordings of decode steps will take; 0 where it cannot be recorded."""
+    """Memory of recorded decode steps; 0 where it cannot be recorded."""
     took: WarmupResult
 
 
@@ -129,8 +129,8 @@ def _try(
     rows = rows_to_record(config)
     if not rows or not isinstance(attn, GraphAttention):
         return _Tried(workspace, 0, took)
-    graphs = took.largest_decode + len(batch_ladder(rows)) * BYTES_EACH
-    return _Tried(workspace + attn.rung_bytes(rows), graphs, took)
+    graphs = took.largest_decode + len(capture_sizes(rows)) * BYTES_EACH
+    return _Tried(workspace + attn.capture_bytes(rows), graphs, took)
 
 
 @contextlib.contextmanager

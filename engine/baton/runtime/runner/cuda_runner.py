@@ -1,9 +1,9 @@
 """Carries a StepPlan out on a CUDA device that goes on by itself: `execute` queues a step and does not wait for it.
 
 1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
-before, is read on the device from the token table (one entry per slot), so that nobody waits to know it; 3. the model
+before, is read on the device from the token table (one entry per slot), so that no step waits for it; 3. the model
 runs, the draw follows (`sampler`), and what it drew goes into the table; 4. tokens and logprobs are copied to
-the host, a mark is set, and whoever collects the result waits for that mark.
+the host, a mark is set, and collecting the result waits for that mark.
 
     host      plan n+1 | launch n+1 | collect n ...
     device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
@@ -11,7 +11,7 @@ the host, a mark is set, and whoever collects the result waits for that mark.
 A step of decode rows only is replayed from a recording where there is one (`graphs`).
 
 The host needs to know the tokens of earlier steps, and waits for them, in two cases: a row with penalties is drawn
-(they count its tokens), or other tensor-parallel ranks are told the step.
+(they count its tokens), or other tensor-parallel ranks receive the step.
 
 Nothing here knows CUDA: `stream` does.
 """
@@ -44,7 +44,7 @@ from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 class InFlight:
     """A launched step (loop.Launched).
 
-    Whoever commits it has waited for its end, also when nothing was sampled: from then on peers may read the pages it
+    Its commit comes after its end, also when nothing was sampled: from then on peers may read the pages it
     wrote, and transfers may write those it used (layers.cuda.device_pages).
     """
 
@@ -89,7 +89,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def can_record(self) -> bool:
-        """Whether the attention backend can be part of a recording."""
+        """True if the attention backend can be part of a recording."""
         return isinstance(self._attn, GraphAttention)
 
     @torch.inference_mode()
@@ -179,7 +179,7 @@ class DeviceRunner(ModelRunner):
         self._unread.clear()
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Known to the host only where other ranks must be told; else a reference stands for what the table holds."""
+        """Known to the host only where other ranks need it; else a reference stands for what the table holds."""
         return super()._open_tokens(slots) if self._tell is not None else self._table.reference(slots)
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
@@ -209,7 +209,7 @@ class DeviceRunner(ModelRunner):
 
 
 def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> ModelRunner:
-    """Of the kind that suits the pool's device."""
+    """Make a runner of the kind that suits the pool's device."""
     if kv.data.is_cuda:
         return DeviceRunner(model, kv, attn, max_slots, stream=CudaStream(kv.data.device), **more)
     return ModelRunner(model, kv, attn, max_slots, **more)

@@ -68,7 +68,7 @@ class ModelRunner:
         self._native_pool = kv.native if announces_writes else None
         self._tell = tell
         self._check = 0
-        """Of the last step, with `tell` or `follow`."""
+        """Checksum of the last step, with `tell` or `follow`."""
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +102,7 @@ class ModelRunner:
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 
     def follow(self, order: bytes) -> None:
-        """Do this rank's part of a step that the first tensor-parallel rank has told.
+        """Do this rank's part of a step that the first tensor-parallel rank has sent.
 
         Raises PlanDiverged, and what torch and the group raise; the runner is then unusable.
         """
@@ -120,7 +120,7 @@ class ModelRunner:
             self._model.forward(self._batch(step, indices), self._attn)
 
     def _begin(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
-        """All that comes before the device has work: what the plan says, told to whoever takes part."""
+        """All that comes before the device has work: what the plan says, sent to the other ranks."""
         for adm in plan.admitted:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
         step = self._step(plan)

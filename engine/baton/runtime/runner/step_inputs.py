@@ -1,4 +1,4 @@
-"""A step as the device is told to do it: arrays of integers with every token known, made of a plan or of bytes.
+"""A step as the device executes it: arrays of integers with every token known, made of a plan or of bytes.
 
 With tensor parallelism only the first rank plans and samples. Of each plan it makes a `StepInputs`, in which the
 tokens that the plan leaves open are filled in, and sends it as bytes; the other ranks execute what they receive. So a
@@ -57,12 +57,12 @@ class StepInputs:
     growth: list[Growth]
     copies: tuple[CopyRun, ...]
     new_pages: array[int]
-    """Whose content peers must not take for the old one any more (StepPlan); empty where nobody reads them."""
+    """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer reads them."""
 
 
 @dataclass(slots=True)
 class StepIndices:
-    """What a step computes with, on the host: `ForwardBatch` as arrays."""
+    """Inputs of a step on the host: `ForwardBatch` as arrays."""
 
     token_ids: Int64
     positions: Int64

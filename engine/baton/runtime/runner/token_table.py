@@ -20,7 +20,7 @@ class TokenTable:
 
     @staticmethod
     def reference(slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What stands for "the last token of this slot" among token ids."""
+        """References that stand for "the last token of this slot" among token ids."""
         return -1 - slots
 
     def read(self, token_ids: Tensor) -> Tensor:

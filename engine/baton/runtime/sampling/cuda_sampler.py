@@ -26,7 +26,7 @@ from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SamplingResult:
-    """What a step drew, all on one device. Logprobs are of the m rows that asked for them, k is the most one asked."""
+    """Tokens and logprobs of a step, on one device. Logprobs are of the m rows that asked, k is the most one asked."""
 
     tokens: Tensor
     """int64 [S]; INVALID_TOKEN of a row whose logits are not finite, and its logprobs mean nothing"""
@@ -39,7 +39,7 @@ class SamplingResult:
 
 
 class SamplingLaunch:
-    """One token for each of S rows. The rows are read when it is made: they may advance before `run`."""
+    """Draw of one token for each of S rows. The rows are read when it is made: they may advance before `run`."""
 
     def __init__(self, rows: Sequence[SampleRow], vocab: int, put: Put) -> None:
         """`put` must not wait for the device."""

@@ -46,7 +46,7 @@ Put: TypeAlias = Callable[[np.ndarray], Tensor]
 
 
 class SampleRow:
-    """What the sampler knows of one sequence, from admission until it leaves its slot.
+    """State of one sequence in the sampler, from admission until it leaves its slot.
 
     The owner calls `append` with every token drawn; `position` is where the next token will stand in prompt + output.
     """
@@ -65,7 +65,7 @@ class SampleRow:
         self.needs_tokens = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
-        """Its draws depend on the tokens drawn before; of others `append` need not know which they were."""
+        """True if draws depend on the tokens drawn before; other rows need not know which they were."""
         self.is_always_plain = (
             self.is_greedy
             and params.logprobs < 0
@@ -101,7 +101,7 @@ class SampleRow:
 
     @property
     def must_continue(self) -> bool:
-        """It may not stop yet (min_new_tokens)."""
+        """True while the answer may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
 
     def edit(self, logits: Tensor) -> None:
@@ -121,7 +121,7 @@ class SampleRow:
 
 
 class LogitEdits:
-    """What logit_bias, penalties and min_new_tokens change in the logits [S, vocab] of a step, as flat arrays.
+    """Changes by logit_bias, penalties and min_new_tokens to the logits [S, vocab] of a step, as flat arrays.
 
     Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
     """

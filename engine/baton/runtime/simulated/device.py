@@ -25,7 +25,7 @@ WORDS = ("no", "one", "is", "in", "but", "the", "run", "has", "its", "own", "end
 
 
 def answer_tokens(config: EngineConfig) -> Sequence[int]:
-    """What answers consist of, over and over: words of the four-byte tokenizer, or ids that every tokenizer has."""
+    """Tokens that answers repeat: words of the four-byte tokenizer, or ids that every tokenizer has."""
     if uses_four_bytes(config):
         return [int.from_bytes(word.rjust(TOKEN_BYTES).encode(), sys.byteorder) for word in WORDS]
     return range(3, 1000)
@@ -50,7 +50,7 @@ def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
 
 
 class SimRunner:
-    """runtime.engine_loop.Device. `pool`: the native pool, told which pages get new content as on a P node."""
+    """runtime.engine_loop.Device. `pool`: the native pool, notified which pages get new content as on a P node."""
 
     page_bytes = PAGE_BYTES
 

@@ -29,7 +29,7 @@ log = logging.getLogger("baton.sim")
 
 @dataclass(frozen=True, slots=True)
 class SimLoaded:
-    """What runtime.build.LoadedModel is for a model."""
+    """Simulated counterpart of runtime.build.LoadedModel."""
 
     config: EngineConfig
     simulated: Simulated
@@ -104,7 +104,7 @@ class PacedTransfer:
         self._order = itertools.count()
         self._error: Exception | None = None
         self.stopped = threading.Event()
-        """An end could not be told; `poll` raises why."""
+        """An end could not be reported; `poll` raises why."""
         threading.Thread(target=self._run, name="paced-transfer", daemon=True).start()
 
     def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:

@@ -7,7 +7,7 @@ a class alone gets everything (work conserving). The accounts:
 2. it keeps the turn while its credit is above 0; every token planned for it is taken off, the last chunk may overdraw;
 3. tokens of running answers are taken off too, without asking whose turn it is: a running answer is never held up;
 4. a class with nothing to compute loses what credit it has left (idle time earns nothing); its debt is paid off round
-   by round like everybody's. When nobody waits, all accounts are settled: there was nothing to share.
+   by round like any other. When no request waits, all accounts are settled: there was nothing to share.
 
 Bounds, with M the largest single charge (a chunk, at most the step's budget) and q the quantum: over any time in which
 classes i and j both want to compute prompts, |served_i / w_i - served_j / w_j| <= 2 q / w_max + M (1/w_i + 1/w_j),
@@ -51,7 +51,7 @@ class DeficitRoundRobin:
                 return self._at
 
     def _skip_rounds(self, ready: Collection[int]) -> None:
-        """Rounds in which nobody of `ready` would get out of debt, all at once."""
+        """Rounds in which none of `ready` would get out of debt, all at once."""
         rounds = min(-self.credit[c] // self.shares[c] for c in ready)
         if rounds > 0:
             for c, share in enumerate(self.shares):
@@ -60,7 +60,7 @@ class DeficitRoundRobin:
                     self.credit[c] = min(self.credit[c], 0)
 
     def least_served(self, ready: Collection[int]) -> int:
-        """Like `turn`, but the turn stays where it is: for work that goes on while somebody's turn is blocked."""
+        """Like `turn`, but the turn stays where it is: for work that goes on while another's turn is blocked."""
         return max(ready, key=lambda c: (self.credit[c] / self.shares[c], -c))
 
     def charge(self, c: int, tokens: int) -> None:
@@ -71,7 +71,7 @@ class DeficitRoundRobin:
         self.credit[c] = min(self.credit[c], 0)
 
     def settle(self) -> None:
-        """Nobody waits: no debts, no credit."""
+        """Settle all accounts, when no request waits."""
         self.credit = [0] * len(self.shares)
 
     def saved(self) -> tuple[int, list[int]]:

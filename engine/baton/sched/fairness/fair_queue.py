@@ -1,4 +1,4 @@
-"""Whose request is looked at next: classes share by weight, tenants of a class by what they got, then the policy.
+"""Fair order of candidates: classes share by weight, tenants of a class by what they got, then the policy.
 
     candidates ──deal──▶ class ──▶ prompts under way, in the order of the policy
     (policy order)              └▶ tenant ──▶ its requests, in the order of the policy (priority first)
@@ -46,7 +46,7 @@ MAX_LABELS = 100
 
 @dataclass(frozen=True, slots=True)
 class FairnessRules:
-    """What was asked for (names and defaults: baton.config)."""
+    """Configured weights and limits (names and defaults: baton.config)."""
 
     classes: ClassRules = field(default_factory=ClassRules)
     charge_decode: bool = True
@@ -78,7 +78,7 @@ class FairnessRules:
 
 
 class _Lane:
-    """What one class has to offer in this step. Candidates are taken from the policy's order as far as needed."""
+    """Candidates of one class in this step. Candidates are taken from the policy's order as far as needed."""
 
     def __init__(
         self, counters: VirtualCounters, tenants: Iterable[str], pull: Callable[[str], bool], most_skipped: int
@@ -190,7 +190,7 @@ class FairQueue:
         return req.tenant if self._rules.tenants is not None else ""
 
     def _rule(self, tenant: str) -> TenantRule:
-        """Nobody's requests, such as the node's own health probes, have no limits."""
+        """Requests without a tenant, such as the node's own health probes, have no limits."""
         return self._tenants.of(tenant) if tenant else _NO_LIMITS
 
     # ------------------------------------------------------------------ the queue (waiting_queue.QueueWatcher)
@@ -383,7 +383,7 @@ class FairQueue:
         tokens[1] += cached
 
     def charge_generated(self, seq: Seq) -> None:
-        """One token of its answer is there."""
+        """Charge one generated token."""
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         if self._rules.charge_decode:
             self._rounds.charge(c, 1)

@@ -2,7 +2,7 @@
 
 * `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A counter grows by
   what was done for the tenant, divided by its weight. A tenant that comes back from a pause starts at the least counter
-  of those who wait (or of the last one that waited): a pause earns nothing, and nobody pays for capacity that nobody
+  of those who wait (or of the last one that waited): a pause earns nothing, and no tenant pays for capacity that none
   else wanted.
 * `RateLimits` are token buckets of one minute's tokens: they refuse, the counters only order.
 
@@ -73,7 +73,7 @@ class VirtualCounters:
             self._idle.move_to_end(tenant)
 
     def _floor(self) -> float:
-        """The least counter of those who wait; of the last that did when nobody does."""
+        """Least counter of the waiting tenants; of the last that waited when none does."""
         heap = self._lower_bounds
         while heap:
             bound, tenant = heap[0]
@@ -88,7 +88,7 @@ class VirtualCounters:
 
 
 class RateLimits:
-    """One token bucket per tenant with a limit. Times are seconds of one clock that does not go back."""
+    """Token buckets, one per tenant with a limit. Times are seconds of one clock that does not go back."""
 
     def __init__(self, rules: TenantRules, max_tenants: int) -> None:
         self._rules = rules

@@ -36,7 +36,7 @@ device       this node's tree, computed earlier (admission, or between two chunk
 in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
 host         the host tier: evicted from this node's tree, and copied back
 decode_tree  D: its own tree, so that P does not send them
-rematch      found again by a request that had let go of its pages (retraction, preemption, suspension): no saving over
+rematch      found again by a request that had released its pages (retraction, preemption, suspension): no saving over
              a run without them, and counted in no request's cached_tokens
 """
 
@@ -155,7 +155,7 @@ class KvManager:
         return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
-        """(pages that become available, tokens to compute again) if this running sequence let go of everything.
+        """(pages that become available, tokens to compute again) if this running sequence released everything.
 
         Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
         """
@@ -294,7 +294,7 @@ class KvManager:
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
     def vacate(self, seq: Seq, mode: str, prefill_rate: float) -> None:
-        """Let go of everything a sequence holds that is going to come back.
+        """Release everything a sequence holds that is going to come back.
 
         Args:
             mode: recompute: the KV is lost, but for what was published. cache: it stays in the tree, evictable.
@@ -314,7 +314,7 @@ class KvManager:
             self._offload(seq, node, self.host)
 
     def _offload(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
-        """Send the end of a branch that nobody uses to the host, and keep it there for this sequence."""
+        """Send the end of a branch without users to the host, and keep it there for this sequence."""
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):
             return
@@ -347,7 +347,7 @@ class KvManager:
             self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)
 
     def flush(self) -> int:
-        """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
+        """Drop every cached page without users, on the host too; returns how many of the device."""
         if self.host is not None:
             self.host.clear()
         return self.cache.flush()

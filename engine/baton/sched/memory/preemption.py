@@ -1,4 +1,4 @@
-"""Who has to give way: choices only; the planner carries them out.
+"""Victims of preemption and retraction: choices only; the planner carries them out.
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
 Both take what is cheapest to compute again, and never a prompt with pages promised to a decode node: it was admitted
@@ -61,7 +61,7 @@ def priority_victims(
     Args:
         place: of `head` among the running (PriorityRule.place).
         freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
-            victims share with nobody else is not counted for either: the set frees at least what it promises.
+            only victims share is not counted for either: the set frees at least what it promises.
     """
     rule = limits.priority
     below = rule.base(head) - rule.preemption_threshold

@@ -1,4 +1,4 @@
-"""Who was admitted before whom: for each waiting request, how many that arrived after it went first.
+"""Counts of overtaking: for each waiting request, how many that arrived after it went first.
 
 Requests that wait stand in order of arrival (arrival, handle). Between two neighbours stands a counter: `passed[r]` is
 the number of admissions, since r came, of requests that arrived between r and the next one waiting after it. A request
@@ -63,7 +63,7 @@ class BypassCounter:
         self._at: dict[int, int] = {}
         """Place → handle."""
         self._base: dict[int, int] = {}
-        """What stood from its place on when the request came."""
+        """Entries from its place on when the request came."""
         self._passed_at: dict[int, int] = {}
         self._clear(LEAST * SPARE)
 
@@ -98,7 +98,7 @@ class BypassCounter:
         return self._remove(handle, 1)
 
     def leave(self, handle: int) -> None:
-        """A waiting request gives up: it overtakes nobody. One that does not wait is ignored."""
+        """Remove a waiting request: it overtakes none. One that does not wait is ignored."""
         if handle in self._keys:
             self._remove(handle, 0)
 
@@ -114,7 +114,7 @@ class BypassCounter:
         self._base[handle] = self._passed.total - self._passed.before(place)
 
     def _insert(self, handle: int, key: Key) -> None:
-        """One that arrived before another that came here first: a place between two."""
+        """Insert between two places: the request arrived before another that was entered first."""
         low, high = 0, self._present.total
         while low < high:  # how many arrived before it
             middle = (low + high) // 2

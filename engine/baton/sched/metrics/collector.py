@@ -1,4 +1,4 @@
-"""What the scheduler tells operators: who waits too long, who gave way to whom, what it cost.
+"""Statistics of the scheduler: requests that wait too long or gave way, and the cost of that.
 
 The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under the names of
 docs/metrics.md. Nothing here influences a decision.
@@ -8,7 +8,7 @@ docs/metrics.md. Nothing here influences a decision.
 3. `on_suspended`, `on_step`, `on_first_token`, `on_timeout`: on its way.
 4. `on_ended`: forgotten.
 
-The same hooks write the stories of traced requests (sched.metrics.request_timeline); with none of them traced that
+The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of them traced that
 costs nothing.
 
 A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
@@ -46,12 +46,12 @@ MAX_DUE_PER_PLAN = 256
 """Waits that a plan finds to have become too long: some 0.7 ms."""
 
 SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
-"""What a story calls it, by reason."""
+"""Name in a timeline, by reason."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """What is remembered of a live request."""
+    """Times and counts of a live request."""
 
     cls: str
     key: Key
@@ -84,11 +84,11 @@ class SchedStats:
         """Handles that got a token from the step committed last, at `_last_step_at`."""
         self._last_step_at = 0.0
         self._last_token_at: dict[int, float] = {}
-        """Of requests that were not in the last step."""
+        """Requests that were not in the last step."""
         self.now = 0.0
-        """Time as far as it has come, for hooks that are not told."""
-        self._stories: dict[int, RequestTimeline] = {}
-        """Of traced requests that live."""
+        """Time as far as it has come, for hooks without a time argument."""
+        self._timelines: dict[int, RequestTimeline] = {}
+        """Timelines of traced requests that live."""
         self.queued: Counter[str] = Counter()
         """Waiting requests by class."""
         self.starving: Counter[str] = Counter()
@@ -120,13 +120,13 @@ class SchedStats:
             life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             self._lives[seq.handle] = life
             if seq.req.trace:
-                self._stories[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
+                self._timelines[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
             return
         else:
             life.waits, life.since = True, now
-            if seq.state is SeqState.OPENING and (story := self._stories.get(seq.handle)) is not None:
-                story.note(self.now, "revoked", 0)
+            if seq.state is SeqState.OPENING and (timeline := self._timelines.get(seq.handle)) is not None:
+                timeline.note(self.now, "revoked", 0)
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
@@ -174,11 +174,11 @@ class SchedStats:
             life.queue_seconds = max(now - seq.req.arrival, 0.0)
             times.observe(life.queue_seconds)
         self._stop_waiting(life)
-        if (story := self._stories.get(seq.handle)) is not None:
-            if story.admitted_at is None:
-                story.admitted_at, story.is_transfer = now, seq.state is SeqState.TRANSFER
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            if timeline.admitted_at is None:
+                timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
             else:
-                story.note(now, "admitted", seq.computed)
+                timeline.note(now, "admitted", seq.computed)
         if life.lost_tokens:
             self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
             life.lost_tokens = 0
@@ -210,8 +210,8 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._lives[seq.handle]
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.note(self.now, SENT_BACK[reason], seq.computed)
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.note(self.now, SENT_BACK[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
@@ -223,10 +223,10 @@ class SchedStats:
     def on_computed(self, plan: StepPlan, now: float) -> None:
         """A step is done; its tokens have not been handed out yet."""
         self.now = now
-        if self._stories:
+        if self._timelines:
             for row in plan.rows[plan.num_decode :]:
-                if (story := self._stories.get(row.handle)) is not None:
-                    story.computed(now, row.n)
+                if (timeline := self._timelines.get(row.handle)) is not None:
+                    timeline.computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
         """A step is committed: how long did running requests wait for its token because of other work?
@@ -258,8 +258,8 @@ class SchedStats:
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
         now = max(now, self.now)
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.first_token_at = now
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.first_token_at = now
         if seq.req.ttft_deadline is not None:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
@@ -269,8 +269,8 @@ class SchedStats:
 
     def on_announced(self, seq: Seq) -> None:
         """D: P holds pages of it."""
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.announced_at = self.now
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.announced_at = self.now
 
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
@@ -278,24 +278,24 @@ class SchedStats:
         if pulled is not None:
             times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
             times.observe(pulled.pull_seconds)
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.pulled = pulled
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.leased_pages = pages
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.leased_pages = pages
 
     def on_released(self, seq: Seq, code: str) -> None:
-        """P: nobody reads its pages any more; why."""
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.finish = code
+        """P: end of its lease, with the reason."""
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.finish = code
 
     def on_failed(self, seq: Seq, code: str) -> None:
-        """It is about to end with this error."""
-        if (story := self._stories.get(seq.handle)) is not None:
-            story.error = code
+        """Note the error with which the request is about to end."""
+        if (timeline := self._timelines.get(seq.handle)) is not None:
+            timeline.error = code
 
     def on_timeout(self) -> None:
         """A request ended because its deadline passed."""
@@ -309,20 +309,20 @@ class SchedStats:
             self._stop_waiting(life)
 
     def on_ended(self, seq: Seq) -> RequestTimeline | None:
-        """Returns its story, once, if it was traced."""
+        """Returns its timeline, once, if it was traced."""
         self.on_withdrawn(seq)
         self._lives.pop(seq.handle, None)
         self._last_token_at.pop(seq.handle, None)
         self._leased_at.pop(seq.handle, None)
-        story = self._stories.pop(seq.handle, None)
-        if story is not None:
-            story.ended_at = self.now
-            story.cached_tokens = max(seq.cached_tokens, 0)
-            story.output_tokens = len(seq.tokens) - seq.prompt_len
-            story.retractions, story.preemptions = seq.retractions, seq.preemptions
+        timeline = self._timelines.pop(seq.handle, None)
+        if timeline is not None:
+            timeline.ended_at = self.now
+            timeline.cached_tokens = max(seq.cached_tokens, 0)
+            timeline.output_tokens = len(seq.tokens) - seq.prompt_len
+            timeline.retractions, timeline.preemptions = seq.retractions, seq.preemptions
             if seq.finish is not None:
-                story.finish = seq.finish.name.lower()
-        return story
+                timeline.finish = seq.finish.name.lower()
+        return timeline
 
     # ------------------------------------------------------------------ reports
 

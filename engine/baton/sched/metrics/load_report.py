@@ -1,7 +1,7 @@
-"""What a rank has to do and could take: what a router needs to choose a rank, without a coordinator.
+"""Load of a rank: what a router needs to choose a rank, without a coordinator.
 
-The work that waits is told by band of the order key, so that a router can ask how many tokens a new request would wait
-behind (`tokens_ahead`): with priorities a band holds the requests whose priority now, ageing included, lies in it
+The work that waits is reported by band of the order key, so that a router can ask how many tokens a new request would
+wait behind (`tokens_ahead`): with priorities a band holds the requests whose priority now, aging included, lies in it
 (sched.queue.priority_buckets). Priorities that age at the same rate everywhere order requests of different ranks
 consistently: P + R *
 (now - t0) orders like the constant P - R * t0, and t0 is stamped once.
@@ -30,7 +30,7 @@ class WaitingLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One rank at one moment. Tokens count KV slots; pages hold `page_size` of them."""
+    """State of a rank at one moment. Tokens count KV slots; pages hold `page_size` of them."""
 
     bands: dict[str, WaitingLoad]
     """Waiting requests by band of the order key, most important first; bands without any are left out."""
@@ -110,7 +110,7 @@ def tokens_ahead(bands: Mapping[str, WaitingLoad], started_tokens: int, priority
 
     Args:
         bands, started_tokens: of the rank's Load.
-        priority: of the request, normalised (larger is better), plus what ageing gave it since its t0; None: no
+        priority: of the request, normalised (larger is better), plus what aging gave it since its t0; None: no
             priorities are used, or it has none.
     Its own band counts whole: who is there already arrived earlier. So the answer is exact but for those of its band
     that are less important than it, and for what has changed since the report.

@@ -1,8 +1,8 @@
-"""What a traced request went through in the scheduler: times and amounts, from which the front makes spans.
+"""Timeline of a traced request in the scheduler: times and amounts, from which the front makes spans.
 
-1. a request that carries a trace (`Validated.trace`) gets a Story when it is queued first;
+1. a request that carries a trace (`Validated.trace`) gets a RequestTimeline when it is queued first;
 2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests for the metrics;
-3. when the scheduler forgets the request its Story leaves as an event, complete.
+3. when the scheduler forgets the request its timeline leaves as an event, complete.
 
 Times are seconds on the clock of Validated.arrival. Bounded: after MAX_EVENTS further ones are only counted.
 """

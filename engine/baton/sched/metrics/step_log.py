@@ -1,4 +1,4 @@
-"""What the planner decided and why: one record per plan, the last ones in a ring.
+"""Decisions of the planner and their reasons: one record per plan, the last ones in a ring.
 
 The ring answers `GET /v1/scheduler/steps`; a shell may also take every record as it is made (`sink`, --decision-log).
 Times of plans that chose nothing although requests wait are recorded when they begin, not while they go on.
@@ -17,10 +17,10 @@ RING = 256
 
 
 class StepDecision(NamedTuple):
-    """One plan. Handles are the front's numbers of requests (its log has them beside the rid)."""
+    """Record of a plan. Handles are the front's numbers of requests (its log has them beside the rid)."""
 
     step: int
-    """Of the plan; for an idle one that of the last plan made."""
+    """Number of the plan; for an idle one that of the last plan made."""
     now: float
     """Seconds on the scheduler's monotonic clock."""
     mode: str
@@ -34,7 +34,7 @@ class StepDecision(NamedTuple):
     token_budget: int
     """Most tokens of a step, decode rows included."""
     seconds_budget: float | None
-    """What the step's prompts may take (--step-target-ms); None: there is no such limit."""
+    """Time limit of the step's prompts (--step-target-ms); None: there is no such limit."""
     request_budget: int | None
     """Most prompts of a step (--prefill-max-requests)."""
     pages_available: int

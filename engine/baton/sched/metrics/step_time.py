@@ -117,7 +117,7 @@ class StepTime:
         return self._decode.a + self._decode.b * rows
 
     def chunk_seconds(self, start: int, n: int) -> float:
-        """What prompt tokens [start, start + n) add to a step."""
+        """Time that prompt tokens [start, start + n) add to a step."""
         return self._prompt.a * n / TOKENS_UNIT + self._prompt.b * attended_pairs(start, n) / PAIRS_UNIT
 
     def chunk_tokens(self, start: int, seconds: float) -> int:

@@ -56,12 +56,12 @@ WORK_PER_REQUEST = 8
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """One request of a snapshot; times in seconds, lengths in tokens."""
+    """Request of a snapshot; times in seconds, lengths in tokens."""
 
     wait: float
     tokens: int
     answer: float
-    """What short-first adds for the answer."""
+    """Tokens short-first adds for the answer."""
     waited_tokens: int
     """Tokens the engine has computed for others since this one arrived."""
     blocks: tuple[int, ...]

@@ -10,9 +10,9 @@ from baton.sched.types.sequence import Seq
 
 
 class SrptAging(Policy):
-    """Ageing is a share of the prefill rate, smaller in proportion when more than so many seconds of work wait.
+    """Aging is a share of the prefill rate, smaller in proportion when more than so many seconds of work wait.
 
-    Without that an overloaded engine, where everybody waits for minutes, would serve by arrival: minutes of ageing
+    Without that an overloaded engine, where everybody waits for minutes, would serve by arrival: minutes of aging
     outweigh every prompt.
     """
 

@@ -1,10 +1,10 @@
-"""The door of the waiting queue: who may wait, for how long, and when those turned away should come back.
+"""Admission control of the waiting queue: which requests may wait, for how long, and Retry-After of the others.
 
 1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`) it is refused, or,
    with priorities, takes the place of waiting requests of strictly lower priority: least important first, newest first
    among equals (as SGLang 0.5.7 does). Only base priorities count: an aged request must not be immune.
-2. It `enter`s, and `leave`s when it is admitted or ended; the door measures how fast the queue moves.
-3. Whoever has waited longer than `--queue-timeout-secs` without having started is `overdue`.
+2. It `enter`s, and `leave`s when it is admitted or ended; the controller measures how fast the queue moves.
+3. A request that has waited longer than `--queue-timeout-secs` without having started is `overdue`.
 
 A request that has started (preempted, retracted, suspended) is never turned away and never overdue: its work is paid.
 `retry_after` is the time until the queue is expected to have room, from the rate at which it moves, within bounds.
@@ -24,7 +24,7 @@ from baton.sched.types.sequence import Seq
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 MIN_RETRY_SECS, MAX_RETRY_SECS = 1, 60
-"""Bounds of Retry-After [s]: sooner would be a busy loop over HTTP, later nobody believes."""
+"""Bounds of Retry-After [s]: below, clients would busy-loop; above, most give up."""
 HORIZON_SECS = 30.0
 """The rate at which the queue moves is an average over about so long [s]."""
 
@@ -110,14 +110,14 @@ class AdmissionController:
             heapq.heappush(self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle))
 
     def leave(self, seq: Seq, now: float) -> None:
-        """One that is not inside is ignored."""
+        """Remove a request; one that is not inside is ignored."""
         _, tokens = self._inside.pop(seq.handle, (None, -1))
         if tokens >= 0:
             self.queued_tokens -= tokens
             self._rate.left(tokens, now)
 
     def make_room(self, req: ValidatedRequest, now: float, prefill_rate: float) -> list[Seq]:
-        """Who has to go so that `req` may enter: nobody, or requests of lower priority.
+        """Requests of lower priority that have to leave so that `req` may enter.
 
         Raises:
             QueueFull: the limits are reached by requests that are as important; nothing has changed.

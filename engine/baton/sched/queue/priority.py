@@ -48,7 +48,7 @@ class PriorityRule:
             return seq.adjusted_priority
         return self.base(seq) if seq.start_priority is None else seq.start_priority
 
-    def ageing_key(self, seq: Seq) -> float:
+    def aging_key(self, seq: Seq) -> float:
         """Smaller is earlier, among requests that still age; true at all times."""
         if not self.enabled:
             return 0.0
@@ -70,7 +70,7 @@ class PriorityRule:
         """The definition, for any two requests at one time."""
         if now >= self.capped_from(seq):
             return self.capped_key(seq)
-        return self.ageing_key(seq) - (self.aging_rate * now if self.enabled else 0.0)
+        return self.aging_key(seq) - (self.aging_rate * now if self.enabled else 0.0)
 
     @property
     def is_capped(self) -> bool:
@@ -79,7 +79,7 @@ class PriorityRule:
 
     def place(self, seq: Seq, now: float) -> tuple[float, float, int]:
         """Where no policy decides: (priority, arrival, handle). Without a cap it never changes."""
-        key = self.key(seq, now) if self.is_capped else self.ageing_key(seq)
+        key = self.key(seq, now) if self.is_capped else self.aging_key(seq)
         return key, seq.req.arrival, seq.handle
 
 

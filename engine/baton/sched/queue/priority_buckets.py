@@ -21,7 +21,7 @@ BANDS = (*(str(edge) for edge in reversed(EDGES)), LOW, DEFAULT)
 
 def band(value: float) -> str:
     """The band's name, e.g. "4" for 4 to 15; "low" below all edges; "default" for a missing priority."""
-    if value <= LOWEST_PRIORITY / 2:  # ageing lifts it a little
+    if value <= LOWEST_PRIORITY / 2:  # aging lifts it a little
         return DEFAULT
     at = bisect.bisect_right(EDGES, value)
     return str(EDGES[at - 1]) if at else LOW

@@ -1,4 +1,4 @@
-"""What --priority-adjustment-function gets to see: values, so that a hook can keep them and can break nothing."""
+"""Arguments of --priority-adjustment-function: values, so that a hook can keep them and can break nothing."""
 
 from __future__ import annotations
 

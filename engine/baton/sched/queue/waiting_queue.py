@@ -10,10 +10,10 @@ it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no
 3. When the policy's `inputs` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
    built from the new ones beside the one in force, and takes its place when it is complete.
 
-A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all anew, a long queue
+A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all again, a long queue
 over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
 
-Priority ageing with a maximum needs two lists: among requests that still age the order never changes, among those that
+Priority aging with a maximum needs two lists: among requests that still age the order never changes, among those that
 have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
 second at arrival + maximum / rate.
 """
@@ -59,7 +59,7 @@ class _Order:
     def __init__(self, rule: PriorityRule, inputs: Hashable) -> None:
         self.inputs = inputs
         self.entries: dict[int, Entry] = {}
-        self.ageing: list[Entry] = []
+        self.aging: list[Entry] = []
         self.aged: list[Entry] = []
         self.changes = 0
         """Grows with every change of a sorted list."""
@@ -73,10 +73,10 @@ class _Order:
         rule, entries = self._rule, self.entries
         has_priority, is_capped = rule.enabled, rule.is_capped
         for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
-            handle, lane = seq.handle, self.ageing
+            handle, lane = seq.handle, self.aging
             if handle in entries:
                 self.remove(handle)
-            rank = rule.ageing_key(seq) if has_priority else 0.0
+            rank = rule.aging_key(seq) if has_priority else 0.0
             if is_capped:
                 capped_from = rule.capped_from(seq)
                 if capped_from <= now:
@@ -102,7 +102,7 @@ class _Order:
         entry = self.entries.pop(handle, None)
         if entry is None:
             return
-        for lane in (self.ageing, self.aged):
+        for lane in (self.aging, self.aged):
             at = bisect.bisect_left(lane, entry)
             if at < len(lane) and lane[at][3] == handle:
                 del lane[at]
@@ -146,7 +146,7 @@ class WaitingQueue:
         self._to_build: list[int] = []
         """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None
-        """The tree's version that the order in force knows, if all is sorted anew for another one."""
+        """The tree's version that the order in force knows, if all is sorted again for another one."""
         self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
         """Sorted parts that `_next` is built from; None when nothing is being sorted."""
         self._probes: ProbeWatch | None = None
@@ -218,7 +218,7 @@ class WaitingQueue:
         self._update(view)
         order = self._order
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        lanes = [_Lane(self, order, order.ageing, -gained), _Lane(self, order, order.aged, 0.0)]
+        lanes = [_Lane(self, order, order.aging, -gained), _Lane(self, order, order.aged, 0.0)]
         if under_way:
             others = self._entries_of(under_way, view, order.inputs)
             lanes.append(_Lane(None, order, others, 0.0))
@@ -279,7 +279,7 @@ class WaitingQueue:
 
     def _await_place(self, seq: Seq, number: int) -> None:
         self._joined[seq.handle] = number
-        heapq.heappush(self._to_join, (self.priority.ageing_key(seq), seq.req.arrival, seq.handle, number))
+        heapq.heappush(self._to_join, (self.priority.aging_key(seq), seq.req.arrival, seq.handle, number))
         if len(self._to_join) > 2 * len(self._joined) + MAX_DEAD_ENTRIES:
             self._to_join = [entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]]
             heapq.heapify(self._to_join)
@@ -409,7 +409,7 @@ class _Lane:
         self.queue = queue
         self.entries = entries
         self.rank: tuple[float, float, float, int] | None = None
-        """Of the sequence that `take` would return; None at the end."""
+        """Rank of the sequence that `take` would return; None at the end."""
         self._order = order
         self._shift = shift
         """Makes priorities of the list comparable with those of other lists at the present time."""

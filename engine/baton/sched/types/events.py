@@ -1,4 +1,4 @@
-"""What the scheduler tells its shell: values, in the order in which they must be carried out."""
+"""Events of the scheduler for its shell: values, in the order in which they must be carried out."""
 
 from __future__ import annotations
 

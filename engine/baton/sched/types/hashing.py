@@ -1,4 +1,4 @@
-"""One hash for every random decision: pure functions of their arguments, no generator state to carry or to replay."""
+"""Hash behind every random decision: pure functions of their arguments, no generator state to carry or to replay."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Limits:
     long_prefill_tokens: int = 0
     """Most tokens of one prompt per step; 0: as many as the step's budget allows."""
     preemption_mode: str = "cache"
-    """What becomes of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""
+    """Treatment of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""
     host_pages: int = 0
     """Size of the host tier; 0: none."""
     host_pages_per_s: float = 10_000.0

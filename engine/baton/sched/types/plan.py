@@ -1,4 +1,4 @@
-"""What one forward pass does, and what it produced: integers only, so that a plan can be logged, sent and replayed."""
+"""Plan and result of a forward pass: integers only, so that a plan can be logged, sent and replayed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """Tokens [start, start + n) of one sequence.
 
     `tokens` holds the n input ids (UNKNOWN_TOKEN for the one still being sampled). `pages` continue the slot's page
-    table at index `page_base`: only what the runner has not been told yet. `sample`: draw the next token after it.
+    table at index `page_base`: only what the runner does not know yet. `sample`: draw the next token after it.
     A tuple: a step makes hundreds, and frozen dataclasses take three times as long to make. `new_row` halves it again.
     """
 
@@ -113,7 +113,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One token per row of the plan with `sample`, in row order; logprobs by index into `tokens` where asked for."""
+    """Tokens of a step, one per row with `sample`, in row order; logprobs by index into `tokens` where asked for."""
 
     tokens: Sequence[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a request is once it has been checked: tokens, sampling parameters, and where its KV comes from.
+"""Validated request: tokens, sampling parameters, and where its KV comes from.
 
 A request changes type as it earns trust: the wire body (server) becomes `ValidatedRequest` (here), which the scheduler
 wraps in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard library only.
@@ -71,11 +71,11 @@ class ValidatedRequest:
     ttft_deadline: float | None = None
     """Absolute: when the client wants the first token (policy edf, metric deadline_missed)."""
     priority_class: str = ""
-    """One of --priority-classes; "" counts as the middle one."""
+    """Name from --priority-classes; "" counts as the middle one."""
     trace: bytes = b""
-    """Not empty: what happens to it is told (sched.metrics.request_timeline), with this handed back."""
+    """Not empty: a timeline (sched.metrics.request_timeline) is recorded, and handed back with this."""
     tenant: str = ""
-    """For whom this is computed (sched.fairness.tenants); "": for nobody, and without a tenant's limits."""
+    """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's limits."""
 
 
 class FinishReason(enum.IntEnum):

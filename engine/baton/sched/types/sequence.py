@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, its pages and where it stands.
+"""Sequence: a request inside the scheduler: its tokens, its pages and where it stands.
 
 Life of a sequence, by node role (`pages` in brackets = what it holds):
 
@@ -8,7 +8,7 @@ Life of a sequence, by node role (`pages` in brackets = what it holds):
     revoke   TRANSFER ─▶ OPENING (D: nothing had come; pages that P holds already go first)
     retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
     suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
-    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has let go of the pages) ─▶ FINISHED
+    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has released the pages)─▶ FINISHED
 
 Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to the radix tree and are
 locked through `node`; computed ≤ len(tokens) + inflight.
@@ -99,7 +99,7 @@ class Seq:
     cached_tokens: int = -1
     """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
     has_let_go: bool = False
-    """It had pages and gave them up: what it finds in the cache now may be its own work."""
+    """Set once it had pages and gave them up: what it finds in the cache now may be its own work."""
     admitted_step: int = -1
     """Steps that had been planned when it was last admitted."""
     born_tokens: int = 0
@@ -118,7 +118,7 @@ class Seq:
     start_priority: float | None = None
     """Replaces the base priority in the queue order of a request that states none, where requests age."""
     probe: PrefixProbe | None = None
-    """What the radix tree had of this sequence when an order last asked."""
+    """Cached prefix of this sequence when an order last asked."""
     _key: bytes = b""
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ def is_partial(seq: Seq) -> bool:
 
 
 def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
-    """Those of `seqs` that are partial. Most decode: they are told apart without a call."""
+    """Those of `seqs` that are partial. Most decode: they are distinguished without a call."""
     return [
         seq
         for seq in seqs

@@ -1,4 +1,4 @@
-"""Reading a JSON object field by field: types, ranges, and which names nobody asked for.
+"""Reading a JSON object field by field: types, ranges, and which names are unknown.
 
 Every getter marks its name as known, so what is left at the end is truly unknown. JSON null means absent, as in
 OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
@@ -56,7 +56,7 @@ class JsonObjectReader:
         return self._body.get(field)
 
     def first(self, *fields: str) -> str:
-        """Of several names for one thing the first that is present (all become known); else the first name."""
+        """Return of several names for one thing the first that is present (all become known); else the first name."""
         self._known.update(fields)
         return next((f for f in fields if self._body.get(f) is not None), fields[0])
 

@@ -31,7 +31,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 class Answer:
-    """What one item has produced so far, for a whole response."""
+    """Text and tokens of one item so far, for a whole response."""
 
     __slots__ = ("logprobs", "text", "tokens")
 
@@ -48,7 +48,7 @@ class Answer:
 
 
 class _Format(ABC):
-    """What chat and completion responses share."""
+    """Common part of chat and completion responses."""
 
     id_prefix = ""
     object = ""
@@ -126,7 +126,7 @@ class _Format(ABC):
 
     @abstractmethod
     def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
-        """One entry of `choices` in the whole answer."""
+        """Entry of `choices` in the whole answer."""
 
 
 class ChatFormat(_Format):

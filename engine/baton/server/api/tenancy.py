@@ -1,4 +1,4 @@
-"""Who asks, and in which class: from a request's fields and headers to what the scheduler shares by.
+"""Tenant and priority class: from a request's fields and headers to what the scheduler shares by.
 
 1. `read` takes the fields when the body is checked: `priority_class` or OpenAI's `service_tier`, and `tenant`. Without
    --priority-classes and --tenant-config they are fields without effect, like any unknown one.
@@ -30,7 +30,7 @@ TENANT_HEADER = "x-tenant-id"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the body says; None: nothing."""
+    """Values of the body; None: not given."""
 
     priority_class: str | None = None
     tenant: str | None = None

@@ -52,7 +52,7 @@ COMPLETION_MAX_TOKENS = 16
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
 MAX_DEADLINE_MS = 86_400_000
-"""One day: beyond it a deadline says nothing."""
+"""A day: longer deadlines are refused as mistakes."""
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 
@@ -69,7 +69,7 @@ class TextRules:
 
 @dataclass(frozen=True, slots=True)
 class PromptItem:
-    """One generation: choice `choice` of prompt `prompt_index`."""
+    """Generation: choice `choice` of prompt `prompt_index`."""
 
     prompt_index: int
     choice: int

@@ -99,7 +99,7 @@ class HttpServer:
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
-            ranks.on_stories = self.tracer.told
+            ranks.on_timelines = self.tracer.on_timelines
         self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
         ranks.on_stats = self._on_stats
 
@@ -261,7 +261,7 @@ class HttpServer:
         return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """One real token on every rank, on the path that requests take."""
+        """Generate a real token on every rank, on the path that requests take."""
         self._refuse_if_not_accepting()
         token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -451,7 +451,7 @@ class HttpServer:
         except web.HTTPException as err:
             return error_response(BadRequest(f"{err.reason}"))
         except ConnectionError:
-            # The client is gone and nobody reads this; an exception would be logged by aiohttp as ours.
+            # The client is gone and will not read this; an exception would be logged by aiohttp as ours.
             return error_response(Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)

@@ -1,4 +1,4 @@
-"""One running request in the front: its items on the ranks, their text, and what the response builder takes next.
+"""Running request in the front: its items on the ranks, their text, and what the response builder takes next.
 
 1. `Generation.start` submits every item (all or none);
 2. rows arrive in the event loop: tokens become text and stop strings are looked for at once, so that the rank stops
@@ -50,7 +50,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one item produced since the last take."""
+    """Output of one item since the last take."""
 
     item: ChoiceState
     text: str = ""
@@ -90,7 +90,7 @@ class ChoiceState:
         self.seen = False
         """For response builders: an event of this item was already sent."""
         self.resumed_text = ""
-        """What the client has seen of it, from another engine."""
+        """Text the client has seen of it, from another engine."""
         if resume := owner.accepted.resume:
             self.resumed_text = self._text(list(resume.ids), None)[0]
             self.completion_tokens = len(resume.ids)
@@ -242,7 +242,7 @@ class Generation:
             self._waiter.set_result(None)
 
     def fail(self, error: EngineError) -> None:
-        """One item failed: the request fails, and the other items stop."""
+        """Fail the request because one item failed; the other items stop."""
         if self._error is None:
             self._error = error
             self.close()
@@ -263,13 +263,13 @@ class Generation:
             self._metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
         track.last_token_at = now
 
-    async def next(self, patience_secs: float | None = None) -> list[TextDelta] | None:
-        """What piled up, in item order; waits for something. None: `patience_secs` passed. [] never: see `finished`.
+    async def next(self, timeout_secs: float | None = None) -> list[TextDelta] | None:
+        """Wait for output and return all of it, in item order. None: `timeout_secs` passed. [] never: see `finished`.
 
         Raises the request's error once what came before it has been taken.
         """
         limit = self._deadline + DEADLINE_GRACE_SECS
-        patience = math.inf if patience_secs is None else time.monotonic() + patience_secs
+        wait_until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
         while True:
             deltas = [d for t in self.tracks if (d := t.delta) is not None]
             if deltas:
@@ -281,9 +281,9 @@ class Generation:
             now = time.monotonic()
             if now >= limit:
                 raise RequestTimeout(f"no end after {self._timeout_secs:g} s; the engine hangs or is overloaded")
-            if now >= patience:
+            if now >= wait_until:
                 return None
-            await self._woken_within(min(limit, patience) - now)
+            await self._woken_within(min(limit, wait_until) - now)
 
     async def _woken_within(self, secs: float) -> None:
         """Sleep until `wake` or for `secs`. Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation."""

@@ -204,7 +204,7 @@ class RequestHandler:
                 self._tracer.answered(parent, request, generation, status, outcome, arrived)
 
     def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
-        """Its class and tenant, and the tenant's tokens for its prompt. Raises RateLimited."""
+        """Set class and tenant, and take the tenant's tokens for its prompt. Raises RateLimited."""
         placed = self._tenancy.resolve(accepted.asked, accepted.priority, headers)
         try:
             self._tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())

@@ -55,7 +55,7 @@ _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBat
 
 
 def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -> bytes:
-    """One batch as a message's payload. `ts`: Unix time [s]."""
+    """Encode a batch as a message's payload. `ts`: Unix time [s]."""
     return _encoder.encode(EventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank))
 
 

@@ -3,7 +3,7 @@
 1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks,
    with --tp-size several processes each;
 2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
-3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks are told to go; a second signal
+3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks exit; a second signal
    ends at once;
 4. a rank that dies fails its requests, and is dead when one of its processes is; the other ranks finish theirs, then
    the process exits with 1 and a supervisor starts it again.

@@ -100,7 +100,7 @@ class UpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What will run: checked flags, no process yet."""
+    """Processes that will run: checked flags, no process yet."""
 
     up: UpConfig
     counts: dict[str, int]
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
 
 
 def _engine_complaint(engine: dict[str, Any]) -> str | None:
-    """What every engine would say, before any of them is started."""
+    """Complaint that every engine would make, before any of them is started."""
     try:
         build(dict(engine))
     except ConfigError as err:
@@ -170,7 +170,7 @@ def _engine_complaint(engine: dict[str, Any]) -> str | None:
 
 
 def _role_flags(up: UpConfig, role: str) -> tuple[dict[str, Any], list[str]]:
-    """What --prefill-args and its like say, and what is wrong with it."""
+    """Flags in --prefill-args and its like, and the mistakes in them."""
     name = f"{role}_args"
     try:
         words = shlex.split(getattr(up, name))
@@ -214,7 +214,7 @@ def _complaint(counts: dict[str, int]) -> str | None:
 
 @dataclass
 class ClusterNode:
-    """One engine. Port 0 until it has told the one it got; from then on it keeps it."""
+    """Engine of the cluster. Port 0 until it has reported the one it got; from then on it keeps it."""
 
     role: str
     name: str
@@ -334,14 +334,14 @@ class LocalCluster:
 
     async def _tell_progress(self) -> None:
         """Print the newest log line of each node that is not ready, whenever it changes; until canceled."""
-        told: dict[str, str] = {}
+        shown: dict[str, str] = {}
         while True:
             await asyncio.sleep(PROGRESS_SECS)
             for node in self.nodes:
                 if node.child.ready_at is None and node.child.pid and (text := node.child.last_progress()):
-                    if told.get(node.name) != text:
+                    if shown.get(node.name) != text:
                         self._say(f"{node.name:<10} {text}")
-                    told[node.name] = text
+                    shown[node.name] = text
 
     async def _start_router_first(self) -> None:
         """Start the router; on another free port if the one chosen before the nodes started is taken by now."""
@@ -369,7 +369,7 @@ class LocalCluster:
 
     def _router_argv(self) -> list[str]:
         argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
-        # A laptop's cluster comes and goes: probe it every second, and do not linger when it is told to stop.
+        # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to stop.
         argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
         argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
         if self.plan.counts["worker"]:
@@ -532,20 +532,20 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     print(f"starting router + {shape}; logs in {log_dir}", flush=True)
     cluster = LocalCluster(plan, log_dir, say)
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stop = asyncio.Event()
 
     def on_signal() -> None:
-        if told.is_set():
-            cluster.kill()  # asked twice: no more patience
-        told.set()
+        if stop.is_set():
+            cluster.kill()  # asked twice: do not wait
+        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     serving = asyncio.ensure_future(_serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")))
-    stopping = asyncio.ensure_future(told.wait())
+    stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if told.is_set():
+        if stop.is_set():
             print("stopping; once more to kill", flush=True)
             return 0
         return serving.result()
@@ -574,7 +574,7 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 
 
 def _router_flags(plan: ClusterPlan) -> list[str]:
-    """What the user says about the router, and about router and nodes together."""
+    """User's flags for the router, and for router and nodes together."""
     up, flags = plan.up, []
     if plan.engine.get("enable_trace"):
         flags += ["--enable-trace"]

@@ -1,4 +1,4 @@
-"""One child process that is kept alive: started, watched, restarted with back-off, and never left behind.
+"""Child process that is kept alive: started, watched, restarted with back-off, and never left behind.
 
  1. `start` spawns it in a process group of its own, with a signal that reaches it even if we are killed (Linux);
  2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
@@ -40,7 +40,7 @@ class ChildFailed(Exception):
 
 
 class RestartBackoff:
-    """Pauses between restarts: doubling from `first` to `longest`; a process that lived well starts anew at `first`."""
+    """Pauses between restarts: doubling from `first` to `longest`; a process that lived well restarts at `first`."""
 
     def __init__(self, first: float = 0.5, longest: float = 30.0, forgive_after: float = 60.0) -> None:
         self._first = first
@@ -68,7 +68,7 @@ def describe_exit(code: int) -> str:
 
 
 class ChildProcess:
-    """One process under our care. `argv` is asked for at every start, so that a restart can name the port it had."""
+    """Supervised process. `argv` is asked for at every start, so that a restart can name the port it had."""
 
     def __init__(self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class ChildProcess:
         self._log_start = 0
         """Size of its log when it was last started."""
         self._is_swept = True
-        """Nothing of its group is left: the group's id may belong to somebody else by now."""
+        """Nothing of its group is left: the group's id may belong to another process by now."""
 
     @property
     def pid(self) -> int:
@@ -151,7 +151,7 @@ class ChildProcess:
         return code
 
     async def stop(self, grace_secs: float) -> bool:
-        """SIGTERM, at most `grace_secs` of patience, SIGKILL for the whole group. Safe to call on a dead process.
+        """SIGTERM, wait at most `grace_secs`, SIGKILL for the whole group. Safe to call on a dead process.
 
         Returns whether it ended by itself.
         """
@@ -168,7 +168,7 @@ class ChildProcess:
         return ended
 
     def kill(self) -> None:
-        """No patience: SIGKILL for the whole group."""
+        """SIGKILL for the whole group, at once."""
         self._kill_group()
 
     def last_errors(self, count: int = 20) -> str:
@@ -188,7 +188,7 @@ class ChildProcess:
             return log.read().decode(errors="replace").splitlines()
 
     def _kill_group(self) -> None:
-        """Its members too: a group outlives its leader."""
+        """Kill the members too: a group outlives its leader."""
         if self._is_swept:
             return
         with contextlib.suppress(ProcessLookupError):

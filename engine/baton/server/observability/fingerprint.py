@@ -1,4 +1,4 @@
-"""What two nodes must have in common before one decodes what the other prefilled: a short hash per aspect.
+"""Fingerprint of a node: a short hash per aspect that P and D must have in common.
 
 `GET /get_server_info` tells them under `fingerprint`, the router pairs P and D only when all that both tell are equal
 (docs/protocol.md §2). Two nodes would notice later too, when the pages do not fit or the prompts' hashes differ: per
@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.server.text.model_info import ModelFacts
 
 LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
-"""As far as a layout has them: `tp_size` is told where pages are divided among several processes."""
+"""As far as a layout has them: `tp_size` is reported where pages are divided among several processes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 
 
@@ -26,7 +26,7 @@ def _short(*parts: bytes) -> str:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Of the files that decide which text is which ids, as far as the directory has them."""
+    """Hash of the files that decide which text is which ids, as far as the directory has them."""
     files = [path / name for name in TOKENIZER_FILES]
     return _short(*(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes())))
 

@@ -1,4 +1,4 @@
-"""What the front tells routers about its ranks: GET /v1/loads, GET /get_load and the header of every answer.
+"""Load reports of the front's ranks for routers: GET /v1/loads, GET /get_load and the header of every answer.
 
 The ranks report their load with their metrics, once a second and when they turn idle; what is in flight in this process
 is known at any moment. A dead rank, or one that has not reported, shows only the latter.
@@ -17,7 +17,7 @@ STAGES_HEADER = "x-baton-stages"
 
 
 def short(rank: RankClient) -> dict[str, Any]:
-    """One element of SGLang's GET /get_load."""
+    """Element of SGLang's GET /get_load."""
     return {
         "dp_rank": rank.dp_rank,
         "num_reqs": len(rank.sinks),

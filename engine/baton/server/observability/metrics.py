@@ -40,7 +40,7 @@ PREFIX = "baton_"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. `name` is without the prefix."""
+    """Definition of a metric. `name` is without the prefix."""
 
     name: str
     kind: str
@@ -280,7 +280,7 @@ class EngineMetrics:
         self, version: str = "", mode: str = "", model: str = "", page_size: int = 16, compat_names: str = "none"
     ) -> None:
         """`compat_names`: --metrics-compat."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = CollectorRegistry()
         made = {s.name: self._make(s) for s in FRONT}
         self.requests: Counter = made["http_requests"]
@@ -330,7 +330,7 @@ class EngineMetrics:
         counters: dict[str, float],
         histograms: dict[str, HistogramColumns] | None = None,
     ) -> None:
-        """What a rank said last; empty tables when it died."""
+        """Set the last report of a rank; empty tables when it died."""
         self._ranks.reports[dp_rank] = (gauges, counters, histograms or {})
 
     def text(self) -> bytes:

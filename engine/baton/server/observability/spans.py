@@ -4,7 +4,7 @@
       └ POST /v1/…                 the front: body read to last byte              request_span
           ├ queue                  submitted to its place on the device
           ├ prefill | transfer     to the first token: computed here | by P and pulled (D)
-          └ lease | decode         P: until D has the pages | to the last token   story_spans
+          └ lease | decode         P: until D has the pages | to the last token   timeline_spans
 
 A span that its request did not live to begin is not there; the last one carries how the request ended.
 """
@@ -59,7 +59,7 @@ class ParentSpan:
     above: int | None
 
     def packed(self, submitted: float) -> bytes:
-        """What a rank hands back with its story."""
+        """Pack ids for the rank, which hands them back with its timeline."""
         return _PACKED.pack(self.trace.to_bytes(16, "big"), self.span, submitted)
 
 
@@ -81,54 +81,56 @@ class AnsweredRequest:
     route: str
     request_id: str
     status: int | None
-    """None: nobody was there to get one."""
+    """None: the client had left."""
     outcome: str
     """ok, client_disconnected, or an error's code."""
     arrived: float
     ended: float
     submitted: float | None = None
-    """It had been checked and tokenized, and went to a rank."""
+    """Time when it had been checked and tokenized, and went to a rank."""
     first_token: float | None = None
     more: tuple[tuple[str, str | int], ...] = ()
 
 
-def request_span(parent: ParentSpan, told: AnsweredRequest, unix: ToUnix) -> Span:
+def request_span(parent: ParentSpan, answered: AnsweredRequest, unix: ToUnix) -> Span:
     attributes: Attributes = [
-        ("http.request.method", told.method),
-        ("http.route", told.route),
-        ("baton.request_id", told.request_id),
-        ("baton.outcome", told.outcome),
-        *told.more,
+        ("http.request.method", answered.method),
+        ("http.route", answered.route),
+        ("baton.request_id", answered.request_id),
+        ("baton.outcome", answered.outcome),
+        *answered.more,
     ]
-    if told.status is not None:
-        attributes.append(("http.response.status_code", told.status))
-    marks = (("submitted", told.submitted), ("first_token", told.first_token))
+    if answered.status is not None:
+        attributes.append(("http.response.status_code", answered.status))
+    marks = (("submitted", answered.submitted), ("first_token", answered.first_token))
     events: list[tuple[int, str, Attributes]] = [(unix(at), name, []) for name, at in marks if at is not None]
-    failed = told.outcome not in ("ok", "client_disconnected") and by_code(told.outcome).status >= 500
+    failed = answered.outcome not in ("ok", "client_disconnected") and by_code(answered.outcome).status >= 500
     return Span(
-        parent.trace, parent.span, parent.above, f"{told.method} {told.route}", True, unix(told.arrived),
-        unix(told.ended), attributes, events, told.outcome if failed else None,
+        parent.trace, parent.span, parent.above, f"{answered.method} {answered.route}", True, unix(answered.arrived),
+        unix(answered.ended), attributes, events, answered.outcome if failed else None,
     )  # fmt: skip
 
 
-def story_spans(story: RequestTimeline, dp_rank: int, unix: ToUnix) -> list[Span]:
-    """What a rank told of one item, in order of time. Children of the front's span."""
-    trace, parent, submitted = _PACKED.unpack(story.trace)
-    stages = [_Stage("queue", submitted, [("baton.prompt_tokens", story.prompt_tokens)])]
-    if story.admitted_at is not None:
-        name, told = ("transfer", _transfer(story)) if story.is_transfer else ("prefill", _prefill(story))
-        stages.append(_Stage(name, story.admitted_at, told))
-    if story.first_token_at is not None:
-        name, told = ("lease", _lease(story)) if story.leased_pages else ("decode", _decode(story))
-        stages.append(_Stage(name, story.first_token_at, told))
-    stages[-1].attributes.append(("baton.finish", story.finish))
-    if story.lost_events:
-        stages[-1].attributes.append(("baton.lost_events", story.lost_events))
-    ends = [stage.start for stage in stages[1:]] + [max(story.ended_at, stages[-1].start)]
-    events: list[tuple[float, str, Attributes]] = [(at, name, [("baton.tokens", n)]) for at, name, n in story.events]
-    if story.announced_at is not None:
-        events = sorted([*events, (story.announced_at, "announced", [])], key=lambda event: event[0])
-    who: Attributes = [("baton.dp_rank", dp_rank), ("baton.handle", story.handle)]
+def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> list[Span]:
+    """Stages of one item at a rank, in order of time. Children of the front's span."""
+    trace, parent, submitted = _PACKED.unpack(timeline.trace)
+    stages = [_Stage("queue", submitted, [("baton.prompt_tokens", timeline.prompt_tokens)])]
+    if timeline.admitted_at is not None:
+        name, attributes = (
+            ("transfer", _transfer(timeline)) if timeline.is_transfer else ("prefill", _prefill(timeline))
+        )
+        stages.append(_Stage(name, timeline.admitted_at, attributes))
+    if timeline.first_token_at is not None:
+        name, attributes = ("lease", _lease(timeline)) if timeline.leased_pages else ("decode", _decode(timeline))
+        stages.append(_Stage(name, timeline.first_token_at, attributes))
+    stages[-1].attributes.append(("baton.finish", timeline.finish))
+    if timeline.lost_events:
+        stages[-1].attributes.append(("baton.lost_events", timeline.lost_events))
+    ends = [stage.start for stage in stages[1:]] + [max(timeline.ended_at, stages[-1].start)]
+    events: list[tuple[float, str, Attributes]] = [(at, name, [("baton.tokens", n)]) for at, name, n in timeline.events]
+    if timeline.announced_at is not None:
+        events = sorted([*events, (timeline.announced_at, "announced", [])], key=lambda event: event[0])
+    who: Attributes = [("baton.dp_rank", dp_rank), ("baton.handle", timeline.handle)]
     spans = []
     for (name, start, attributes), end in zip(stages, ends, strict=True):
         # What happens at the border of two belongs to the first: the step that made the first token.
@@ -147,7 +149,7 @@ def story_spans(story: RequestTimeline, dp_rank: int, unix: ToUnix) -> list[Span
             error=None,
         )
         spans.append(span)
-    spans[-1] = spans[-1]._replace(error=story.error or None)
+    spans[-1] = spans[-1]._replace(error=timeline.error or None)
     return spans
 
 
@@ -157,34 +159,34 @@ class _Stage(NamedTuple):
     attributes: Attributes
 
 
-def _prefill(story: RequestTimeline) -> Attributes:
+def _prefill(timeline: RequestTimeline) -> Attributes:
     return [
-        ("baton.cached_tokens", story.cached_tokens),
-        ("baton.computed_tokens", story.computed_tokens),
-        ("baton.steps", story.steps),
+        ("baton.cached_tokens", timeline.cached_tokens),
+        ("baton.computed_tokens", timeline.computed_tokens),
+        ("baton.steps", timeline.steps),
     ]
 
 
-def _transfer(story: RequestTimeline) -> Attributes:
-    told: Attributes = [("baton.cached_tokens", story.cached_tokens)]
-    if (pulled := story.pulled) is not None:
-        told += [
+def _transfer(timeline: RequestTimeline) -> Attributes:
+    attributes: Attributes = [("baton.cached_tokens", timeline.cached_tokens)]
+    if (pulled := timeline.pulled) is not None:
+        attributes += [
             ("baton.transport", pulled.transport),
             ("baton.pages", pulled.pages),
             ("baton.bytes", pulled.bytes),
             ("baton.pull_us", round(pulled.pull_seconds * 1e6)),
         ]
-    return told
+    return attributes
 
 
-def _lease(story: RequestTimeline) -> Attributes:
-    return [("baton.pages", story.leased_pages)]
+def _lease(timeline: RequestTimeline) -> Attributes:
+    return [("baton.pages", timeline.leased_pages)]
 
 
-def _decode(story: RequestTimeline) -> Attributes:
+def _decode(timeline: RequestTimeline) -> Attributes:
     return [
-        ("gen_ai.usage.output_tokens", story.output_tokens),
-        ("baton.retractions", story.retractions),
-        ("baton.preemptions", story.preemptions),
-        ("baton.recomputed_tokens", story.recomputed_tokens),
+        ("gen_ai.usage.output_tokens", timeline.output_tokens),
+        ("baton.retractions", timeline.retractions),
+        ("baton.preemptions", timeline.preemptions),
+        ("baton.recomputed_tokens", timeline.recomputed_tokens),
     ]

@@ -1,12 +1,13 @@
-"""--enable-trace: this process's door to the span exporter, which sends from a native thread of its own.
+"""--enable-trace: this process's access to the span exporter, which sends from a native thread of its own.
 
-Spans are made when a request has ended (front) or a rank has told its story, so a running request pays for ids only.
+Spans are made when a request has ended (front) or a rank has sent its timeline, so a running request pays for ids only.
 The exporter's queue is bounded: a slow or dead collector costs spans, counted in the metric, never a request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import time
@@ -26,7 +27,7 @@ from baton.server.observability.spans import (
     ToUnix,
     continue_trace,
     request_span,
-    story_spans,
+    timeline_spans,
 )
 from baton.server.worker.messages import TimelinesMessage
 
@@ -91,7 +92,7 @@ class SpanTracer:
                 more.append(("baton.dp_rank", first.rank.dp_rank))
             if first.item.rendezvous is not None:
                 more.append(("baton.room", first.item.rendezvous.room))
-        told = AnsweredRequest(
+        answered = AnsweredRequest(
             method=request.method,
             route=request.path,
             request_id=request[REQUEST_ID],
@@ -103,12 +104,13 @@ class SpanTracer:
             first_token=None if generation is None else generation.first_token_at,
             more=tuple(more),
         )
-        self._exporter.put([request_span(parent, told, self._to_unix())])
+        self._exporter.put([request_span(parent, answered, self._to_unix())])
 
-    def told(self, message: TimelinesMessage) -> None:
+    def on_timelines(self, message: TimelinesMessage) -> None:
         """A rank is through with some requests."""
         unix = self._to_unix()
-        self._exporter.put([span for story in message.stories for span in story_spans(story, message.dp_rank, unix)])
+        spans = (timeline_spans(timeline, message.dp_rank, unix) for timeline in message.timelines)
+        self._exporter.put([*itertools.chain.from_iterable(spans)])
 
     def count(self, metric: Counter) -> None:
         """Bring the metric's series up to what the exporter has counted."""
@@ -121,7 +123,7 @@ class SpanTracer:
         await asyncio.to_thread(self._exporter.flush, LAST_SPANS_SECS)
 
     def _to_unix(self) -> ToUnix:
-        """One offset for all spans as long as nobody sets the clock, so that children lie within their parents."""
+        """Offset for all spans as long as the clock is not set, so that children lie within their parents."""
         offset = time.time_ns() - time.monotonic_ns()
         if abs(offset - self._offset) > CLOCKS_APART_NS:
             self._offset = offset

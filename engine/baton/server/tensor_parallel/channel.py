@@ -102,7 +102,7 @@ class TpWorkers:
         self._timeout_secs = timeout_secs
         self._group: ProcessGroup | None = None
         self._lock = threading.Lock()
-        """Of the order sockets: steps come from the device thread, calls of transfer runtimes from the scheduler's."""
+        """Guards the order sockets: steps come from the device thread, calls of transfer runtimes from the other."""
         self.reports = context.socket(zmq.PULL)
         """Readable while `heard` has something."""
         self.reports.bind(team.address(0))
@@ -140,7 +140,7 @@ class TpWorkers:
         self._tell(NODE + msgspec.msgpack.encode((call, args)))
 
     def heard(self) -> list[TransferEvents]:
-        """What followers reported since the last call."""
+        """Reports of followers since the last call."""
         found = []
         while True:
             try:
@@ -151,7 +151,7 @@ class TpWorkers:
             found.append(report)
 
     def stop(self) -> None:
-        """Let them end. Nothing may be told afterwards. One that has ended already, or is stuck, takes no message."""
+        """Let them end. Nothing may be sent afterwards. One that has ended already, or is stuck, takes no message."""
         from baton.layers import collectives
 
         with self._lock:

@@ -57,7 +57,7 @@ def follow(
     bootstrap: Bootstrap | None,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Load this rank's share and execute orders until told to stop. What it raises ends the process, and the group."""
+    """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
     from baton.layers import collectives
     from baton.layers.collectives import Place
     from baton.layers.shard import Shard
@@ -83,7 +83,7 @@ def follow(
 def _execute(
     team: TpGroup, loaded: LoadedModel, node: Any, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]
 ) -> None:
-    """Until told to stop."""
+    """Run until the stop order."""
     poller = zmq.Poller()
     poller.register(orders, zmq.POLLIN)
     if node is not None:
@@ -112,6 +112,6 @@ def _execute(
             loaded.runner.follow(body)
         else:
             call, args = msgspec.msgpack.decode(body)
-            refused = transfer_node.obey(node, team, call, args)
+            refused = transfer_node.execute_call(node, team, call, args)
             if refused is not None:
                 reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))

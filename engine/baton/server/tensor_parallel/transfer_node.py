@@ -1,9 +1,9 @@
 """The transfer runtimes of all tensor-parallel ranks as one: what the first rank's relay (baton.disagg) drives.
 
-A call is made on the first rank's runtime and told to the followers, which make it on theirs, in one order with the
+A call is made on the first rank's runtime and sent to the followers, which make it on theirs, in one order with the
 steps: a follower publishes pages after the step that computed them, whenever that ends. Events are merged:
 
-    end of a room   told when every rank's is over. All committed: committed; else the first failure. When one rank's
+    end of a room   sent when every rank's is over. All committed: committed; else the first failure. When one rank's
                     room fails, the others' are aborted: either all heads of a page are there, or none is used.
     announced       when P holds pages for all ranks
     revoked         when all ranks gave their pages back. Where some could not (P came first, or the rank has all its
@@ -37,7 +37,7 @@ ENDS = ("committed", "failed", "aborted", "released")
 
 @dataclass(slots=True)
 class Room:
-    """What the ranks said of one room so far, by TP rank."""
+    """Reports of the ranks about one room so far, by TP rank."""
 
     ends: dict[int, Event] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
@@ -78,7 +78,7 @@ class EventMerger:
         if (known := self._rooms.get(room)) is not None:
             known.is_aborted = True
 
-    def check_nobody_is_late(self, now: float, limit_secs: float) -> None:
+    def check_none_is_late(self, now: float, limit_secs: float) -> None:
         """Raises FollowerStuck when a room's first end was longer ago than this, and its last has not come."""
         if not self._ending or now - self._ending[number := next(iter(self._ending))] <= limit_secs:
             return
@@ -188,7 +188,7 @@ class TeamNode:
             merged += self._merger.take(heard.tp_rank, heard.events, now)
             if heard.failure is not None:
                 self._failure = f"tensor-parallel rank {heard.tp_rank}: {heard.failure}"
-        self._merger.check_nobody_is_late(now, self._late_secs)
+        self._merger.check_none_is_late(now, self._late_secs)
         return merged
 
     def drain(self) -> None:
@@ -200,7 +200,7 @@ class TeamNode:
 
     @property
     def event_fd(self) -> int:
-        """Of this process; `TpWorkers.reports` is readable when the others have something."""
+        """Event descriptor of this process; `TpWorkers.reports` is readable when the others have something."""
         return int(self._node.event_fd)
 
     def rooms_json(self, room: int | None) -> str:
@@ -218,16 +218,16 @@ class TeamNode:
         """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
         if room in self._merger:
             raise ValueError(f"room {room} is live on another tensor-parallel rank")
-        obey_or_raise(self._node, self._team, call, args)
+        call_or_raise(self._node, self._team, call, args)
         self._merger.begin(room)
         self._followers.tell_node(call, *args)
 
     def _everywhere(self, call: str, *args: Any) -> None:
-        obey_or_raise(self._node, self._team, call, args)
+        call_or_raise(self._node, self._team, call, args)
         self._followers.tell_node(call, *args)
 
 
-def obey_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
+def call_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
     """Make a call of `TeamNode` on one rank's own runtime."""
     if call == "open":
         room, attempt, host, port, prefill_dp_rank, *rest = args
@@ -242,13 +242,13 @@ def obey_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[A
         getattr(node, call)(*args)
 
 
-def obey(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> Event | None:
-    """As `obey_or_raise`, on a follower, where a call that fails ends its room only.
+def execute_call(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> Event | None:
+    """As `call_or_raise`, on a follower, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
     """
     try:
-        obey_or_raise(node, team, call, args)
+        call_or_raise(node, team, call, args)
     except (ValueError, RuntimeError) as err:
         log.error("%s of room %s: %s", call, args[0] if args else None, err)
         code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"

@@ -24,7 +24,7 @@ from baton.server.api.fields import JsonObjectReader
 MARK = "\ue000baton-continues-here\ue000"
 """Private-use characters: no client text holds them by accident."""
 MARK_SPACE = MARK + " "
-"""What is appended: a template that trims its messages takes the space away, and so tells that it trims."""
+"""Probe text to append: a template that trims its messages takes the space away, and so tells that it trims."""
 
 
 class _Generation(Extension):
@@ -143,7 +143,7 @@ def read_messages(f: JsonObjectReader) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """One message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
+    """Return a message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
     if type(message) is not dict:
         raise BadRequest(f"{where} must be an object with role and content", param=where)
     if type(message.get("role")) is not str:

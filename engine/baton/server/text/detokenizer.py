@@ -98,7 +98,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, search: bool = True) -> str:
-        """What may be shown now. After a match `matched` is set and nothing more comes out.
+        """Take text in and return what may be shown now. After a match `matched` is set and nothing more comes out.
 
         `search=False` (fewer than min_tokens so far) lets the text through unexamined.
         """

@@ -1,4 +1,4 @@
-"""What the front needs to know of a model directory, read from its JSON files alone (no torch, no transformers).
+"""Facts of a model directory for the front, read from its JSON files alone (no torch, no transformers).
 
 1. `resolve(path)` turns `--model-path` into a directory ('demo' is the model inside the package);
 2. `load(config)` reads config.json, generation_config.json, tokenizer_config.json and the chat template into a
@@ -32,7 +32,7 @@ FALLBACK_CONTEXT_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the directory says; nothing here changes while the engine runs."""
+    """Facts of the directory; nothing here changes while the engine runs."""
 
     path: Path
     tokenizer_path: Path

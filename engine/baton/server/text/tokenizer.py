@@ -119,7 +119,7 @@ class Tokenizer:
         self._offloaded -= 1
 
     def token_text(self, token_id: int) -> str:
-        """One token as text for logprobs; bytes that are no UTF-8 alone become U+FFFD."""
+        """Return a token as text for logprobs; bytes that are no UTF-8 alone become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _token_bytes(self, token_id: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to whoever waits.
+"""The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the waiting calls.
 
 1. `submit` sends one item to one rank and remembers its sink under a fresh handle;
 2. every TokenBatch row is given to the sink of its handle, in the event loop, in the order it was sent;
@@ -66,7 +66,7 @@ class EventSink(Protocol):
 
 @dataclass(slots=True)
 class RankClient:
-    """One scheduler process as the front sees it."""
+    """Scheduler process as the front sees it."""
 
     dp_rank: int
     socket: zmq.Socket[bytes]
@@ -126,7 +126,7 @@ class RankSet:
         self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
         self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
-        self.on_stories: Callable[[TimelinesMessage], None] = lambda message: None
+        self.on_timelines: Callable[[TimelinesMessage], None] = lambda message: None
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -200,7 +200,7 @@ class RankSet:
                     log.error("abort lost: %s", err.message)  # the rank hangs; its deadline frees the requests
 
     async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> ReplyMessage:
-        """One question to one rank. Raises EngineDead or RequestTimeout."""
+        """Ask one rank. Raises EngineDead or RequestTimeout."""
         if rank.dead is not None:
             raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
         id = next(self._control_ids)
@@ -261,7 +261,7 @@ class RankSet:
         elif isinstance(message, KvEvents):
             self.on_kv_events(message)
         elif isinstance(message, TimelinesMessage):
-            self.on_stories(message)
+            self.on_timelines(message)
         else:
             self.died(message.dp_rank, message.message)
 

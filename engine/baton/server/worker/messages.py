@@ -17,7 +17,7 @@ __all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """One checked request (request.ValidatedRequest on the wire). `age_secs`: time it already spent in the front."""
+    """Checked request (request.ValidatedRequest on the wire). `age_secs`: time it already spent in the front."""
 
     handle: int
     rid: str
@@ -65,7 +65,7 @@ class LogprobsMessage(msgspec.Struct, array_like=True):
 
 
 class TokenBatch(msgspec.Struct, tag="tokens"):
-    """What one step produced. Columns of equal length, one entry per row that has something to say."""
+    """Output of one step. Columns of equal length, one entry per row that has something to say."""
 
     handles: list[int]
     counts: bytes
@@ -142,18 +142,18 @@ class FatalMessage(msgspec.Struct, tag="fatal"):
 
 
 class KvEvents(msgspec.Struct, tag="kv_events"):
-    """One batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
+    """Batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
 
     dp_rank: int
     seq: int
     payload: bytes
 
 
-class TimelinesMessage(msgspec.Struct, tag="stories"):
-    """What traced requests went through, after their end: on P that is when D has pulled."""
+class TimelinesMessage(msgspec.Struct, tag="timelines"):
+    """Timelines of traced requests, after their end: on P that is when D has pulled."""
 
     dp_rank: int
-    stories: list[RequestTimeline]
+    timelines: list[RequestTimeline]
 
 
 ToFront = (

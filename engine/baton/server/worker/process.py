@@ -240,8 +240,8 @@ class RankProcess:
             outputs, busy = self.engine.advance(time.monotonic())
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
-            if stories := self.engine.take_stories():
-                self._send(TimelinesMessage(self.dp_rank, stories))
+            if timelines := self.engine.take_timelines():
+                self._send(TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
                 self._kv.publish()
             now = time.monotonic()
@@ -461,7 +461,7 @@ class StreamBuffer:
 
 
 def token_batch(outputs: list[EmittedTokens]) -> TokenBatch:
-    """One message of columns for everything a turn produced. A handle may have several rows, in order."""
+    """Put everything a turn produced into one message of columns. A handle may have several rows, in order."""
     tokens = array("i")
     logprobs: dict[int, LogprobsMessage] = {}
     errors: dict[int, tuple[str, str]] = {}

@@ -35,7 +35,7 @@ ON_DEVICE = {
 
 
 def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
-    """What may carry pages that are in host memory, or on a device.
+    """List the transports for pages in host memory, or on a device.
 
     Raises ConfigError when --disaggregation-transfer-backend is for the other place.
     """
@@ -80,8 +80,8 @@ def warn_of_reach(config: EngineConfig) -> None:
         return
     if config.insecure_kv:
         log.warning(
-            "--insecure-kv: WITHOUT A CLUSTER KEY WHOEVER REACHES THIS ENGINE'S KV PORTS CAN READ PROMPTS AND FORGE "
-            "ANSWERS; give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
+            "--insecure-kv: WITHOUT A CLUSTER KEY ANY HOST THAT REACHES THIS ENGINE'S KV PORTS CAN READ PROMPTS AND "
+            "FORGE ANSWERS; give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
         )
     elif config.bootstrap_listen_host != config.host:
         log.warning(

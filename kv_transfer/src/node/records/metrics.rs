@@ -68,7 +68,7 @@ pub struct NodeStats {
     /// open() until commit.
     pub room_seconds: Histogram,
     pub opens_received: u64,
-    pub opens_parked: u64,
+    pub opens_early: u64,
     pub opens_rejected: u64,
     pub pages_hashed: u64,
     /// Pairs that changed to a slower transport.

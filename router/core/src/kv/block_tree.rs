@@ -10,7 +10,7 @@
 //! removed block stays as a ghost as long as blocks behind it are stored, and they count again when it returns.
 //!
 //! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes handed out add up to the
-//! router blocks completed by blocks that count; a ghost has children. Memory is bounded by the rank's cache, and told
+//! router blocks completed by blocks that count; a ghost has children. Memory is bounded by the rank's cache, and passed on
 //! ([`EngineBlockTree::bytes`]).
 
 use std::collections::HashMap;
@@ -145,7 +145,7 @@ impl EngineBlockTree {
         *self = Self { page_tokens: self.page_tokens, ..Self::new(self.block_tokens) };
     }
 
-    /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch began anew (`Cleared`), in
+    /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch restarted the cache (`Cleared`), in
     /// which case `changes` has only what came after that. An error leaves the mirror unusable until it is cleared.
     pub fn apply(
         &mut self,

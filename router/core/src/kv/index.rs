@@ -87,7 +87,7 @@ impl Holders {
         true
     }
 
-    /// Returns whether nobody is left.
+    /// Returns whether no holder is left.
     fn remove(&mut self, set: u32) -> bool {
         match self {
             Holders::One(only) => *only == set,
@@ -153,7 +153,7 @@ pub struct KvRank {
     /// True if it is the stored set; else it is a guess.
     pub is_exact: bool,
     pub blocks: usize,
-    /// Tokens of the rank's pages, 0 if it told none: it reuses whole pages only.
+    /// Tokens of the rank's pages, 0 if it reported none: it reuses whole pages only.
     pub page_tokens: u32,
 }
 
@@ -169,7 +169,7 @@ impl KvRank {
     }
 }
 
-/// Why news were not taken in. The sender begins anew, now or later.
+/// Why news were not taken in. The sender restarts, now or later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NewsError {
     #[error("this rank's entry was forgotten")]

@@ -168,7 +168,7 @@ impl Engine {
         vec![self.removed(prefix)]
     }
 
-    /// Everything stored, parents first. What lies behind a hole cannot be told so: it is evicted before.
+    /// Everything stored, parents first. What lies behind a hole cannot be announced so: it is evicted before.
     fn snapshot(&mut self) -> Vec<KvEvent> {
         let held: BTreeSet<Prefix> = self.held().cloned().collect();
         let orphans = self.copies.keys().filter(|prefix| !held.contains(*prefix));

@@ -1,4 +1,4 @@
-//! A rank's numbered batches, in order: what to take in, what is missing, and what the index is told.
+//! A rank's numbered batches, in order: what to take in, what is missing, and what is passed to the index.
 //!
 //! ```text
 //!                 snapshot, batch 0, a batch with Cleared
@@ -8,7 +8,7 @@
 
 use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 
-/// Most changes told at once: the index is locked meanwhile.
+/// Most changes passed on at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
@@ -53,7 +53,7 @@ pub enum ReplicaError {
     Refused(#[from] NewsError),
 }
 
-/// Where the index is told.
+/// Receiver of the changes, the index.
 pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), NewsError>;
 
 /// See the module.
@@ -168,12 +168,12 @@ impl CacheReplica {
     }
 
     /// Another copy follows from number 0 on; the one in use stays a guess until that is served.
-    pub fn begin_anew(&mut self) {
+    pub fn restart(&mut self) {
         self.mirror.clear();
         (self.next, self.is_exact) = (None, false);
     }
 
-    /// The rank is another process now: numbers begin anew, and it holds nothing of what this knew.
+    /// The rank is another process now: numbers restart, and it holds nothing of what this knew.
     pub fn forget(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         self.mirror.clear();
         (self.next, self.is_exact) = (None, false);
@@ -189,7 +189,7 @@ impl CacheReplica {
         Ok(())
     }
 
-    /// If the events began anew, what follows is told as a new copy.
+    /// If the events restarted, what follows is passed on as a new copy.
     fn take_in(&mut self, events: &[KvEvent], tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         self.changes.clear();
         if self.mirror.apply(events, &mut self.changes)? {

@@ -39,7 +39,7 @@ impl LiveRooms {
         Self { live: HashSet::new(), limit }
     }
 
-    /// Take `count` rooms that nobody uses, drawn as by [`draw_room`]. `None`: there would be more than the limit, or
+    /// Take `count` rooms that are not in use, drawn as by [`draw_room`]. `None`: there would be more than the limit, or
     /// the rank has no free room left; then nothing is taken.
     pub fn draw(
         &mut self,

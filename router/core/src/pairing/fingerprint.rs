@@ -13,9 +13,9 @@ pub const ASPECTS: [&str; 6] =
 pub struct WorkerFingerprint([u64; ASPECTS.len()]);
 
 impl WorkerFingerprint {
-    /// `told` is asked for each aspect.
-    pub fn of(told: impl Fn(&str) -> Option<String>) -> Self {
-        Self(ASPECTS.map(|aspect| told(aspect).map_or(0, |text| number(&text))))
+    /// `value_of` gives the value of each aspect.
+    pub fn of(value_of: impl Fn(&str) -> Option<String>) -> Self {
+        Self(ASPECTS.map(|aspect| value_of(aspect).map_or(0, |text| number(&text))))
     }
 
     pub fn fits(&self, other: &WorkerFingerprint) -> bool {
@@ -50,9 +50,9 @@ mod tests {
 
     #[test]
     fn only_what_both_tell_can_differ() {
-        let (a, b, untold) = (make("16", "bf16"), make("32", "bf16"), WorkerFingerprint::default());
+        let (a, b, unreported) = (make("16", "bf16"), make("32", "bf16"), WorkerFingerprint::default());
         assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
-        assert!(a.fits(&a) && a.fits(&untold) && untold.fits(&b));
+        assert!(a.fits(&a) && a.fits(&unreported) && unreported.fits(&b));
         assert!(make("", "bf16").fits(&a) && !make("", "f32").fits(&a));
     }
 }

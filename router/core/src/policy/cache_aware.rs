@@ -64,7 +64,7 @@ impl Default for CacheAwareParams {
     }
 }
 
-/// Rule for a request whose prefix nobody holds well enough.
+/// Rule for a request whose prefix no worker holds well enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MissPolicy {
@@ -158,12 +158,12 @@ impl CacheAware {
 
     fn read(&self) -> RwLockReadGuard<'_, PrefixTree<str>> {
         if self.tree.is_poisoned() {
-            drop(self.write()); // starts anew
+            drop(self.write()); // resets it
         }
         self.tree.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A panic while the tree was written may have left it half changed. It is only a hint about caches, so it starts anew
+    /// A panic while the tree was written may have left it half changed. It is only a hint about caches, so it restarts empty
     /// with the same workers rather than taking every later request down.
     fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
@@ -388,7 +388,7 @@ mod tests {
         counts
     }
 
-    /// What this rule does, and the reason there are better ones: sglang-router 0.3.2 with default flags sends 400 of 400
+    /// Behavior of this rule, and the reason there are better ones: sglang-router 0.3.2 with default flags sends 400 of 400
     /// such requests to one worker at 16 and at 48 in flight, because the absolute threshold of 64 cannot be exceeded.
     #[test]
     fn hot_prompt_pins_one_worker() {

@@ -238,8 +238,8 @@ impl Policy for ManualPolicy {
             holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
         };
         let has_key = key.is_some();
-        let told = Explanation::of(self.name(), PolicyBasis::Key { has_key }, ready, terms);
-        Some((choice, told))
+        let explanation = Explanation::of(self.name(), PolicyBasis::Key { has_key }, ready, terms);
+        Some((choice, explanation))
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {

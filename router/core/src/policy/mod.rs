@@ -85,9 +85,9 @@ pub trait Policy: Send + Sync {
         rng: &mut dyn RngCore,
     ) -> Option<(WorkerChoice, Explanation)> {
         let choice = self.choose(req, ready, rng)?;
-        let told =
+        let explanation =
             Explanation::of(self.name(), PolicyBasis::Nothing, ready, |_| PolicyTerms::Load {});
-        Some((choice, told))
+        Some((choice, explanation))
     }
 
     /// Learn what happened. Locks inside are held briefly.
@@ -113,7 +113,7 @@ pub struct PolicyStats {
     pub ranks: Vec<RankStats>,
     /// `cost`: tokens in a byte of text, as reported.
     pub tokens_per_unit: f64,
-    /// `cost`: prefill work sent of late, of what the workers can do (rho).
+    /// `cost`: prefill work sent recently, of what the workers can do (rho).
     pub utilisation: f64,
     /// `manual`: routing keys.
     pub keys: usize,
@@ -158,7 +158,7 @@ pub fn choose_pair(
 pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 
 /// [`choose_pair`] among those that fit. The prefill policy chooses among those that have a partner; `cost` then decides
-/// anew among the workers like that one, jointly. `None`: no two fit.
+/// again among the workers like that one, jointly. `None`: no two fit.
 pub fn choose_fitting_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
@@ -369,16 +369,16 @@ mod tests {
                 policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
             }
             sender.routed(&*policy, 0, &"a".repeat(100));
-            let told = [0..0, 0..1, 0..2].map(|ids| ask(&*policy, &sender, ids));
+            let asked = [0..0, 0..1, 0..2].map(|ids| ask(&*policy, &sender, ids));
             if role == Role::Decode {
-                assert_eq!(told, [None; 3], "no prompts are computed there");
+                assert_eq!(asked, [None; 3], "no prompts are computed there");
                 continue;
             }
-            let [nobody, busy, either] = told;
+            let [none, busy, either] = asked;
             let (Some(busy), Some(either)) = (busy, either) else {
-                panic!("{told:?}");
+                panic!("{asked:?}");
             };
-            assert_eq!(nobody, None);
+            assert_eq!(none, None);
             assert!(busy.queue_ms > 100.0 && busy.prefill_ms > 0.0, "{busy:?}");
             assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
         }
@@ -461,7 +461,7 @@ mod tests {
             let request = RequestView { text: &text, prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
             let explained = policy.explain(&request, &ready, &mut rng(seed));
             prop_assert_eq!(explained.as_ref().map(|(same, _)| *same), choice);
-            prop_assert_eq!(explained.map_or(0, |(_, told)| told.candidates.len()), ready.len());
+            prop_assert_eq!(explained.map_or(0, |(_, explanation)| explanation.candidates.len()), ready.len());
             prop_assert_eq!(choice.is_none(), ready.is_empty());
             if let Some(choice) = choice {
                 prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));

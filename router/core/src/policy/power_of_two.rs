@@ -31,10 +31,10 @@ impl Policy for PowerOfTwo {
         rng: &mut dyn RngCore,
     ) -> Option<(WorkerChoice, Explanation)> {
         let (choice, drawn) = decide(ready, rng)?;
-        let told = Explanation::of(self.name(), PolicyBasis::Nothing, ready, |worker| {
+        let explanation = Explanation::of(self.name(), PolicyBasis::Nothing, ready, |worker| {
             PolicyTerms::Drawn { is_drawn: drawn.contains(&worker.id) }
         });
-        Some((choice, told))
+        Some((choice, explanation))
     }
 }
 

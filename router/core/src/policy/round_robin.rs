@@ -13,7 +13,7 @@ use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, Work
 pub struct RoundRobin {
     /// Requests sent so far that had a choice.
     turn: AtomicUsize,
-    /// True if the last request had a choice. With a single candidate (a retry that avoids the others) nobody's turn
+    /// True if the last request had a choice. With a single candidate (a retry that avoids the others) no worker's turn
     /// passes.
     had_choice: AtomicBool,
 }

@@ -1,4 +1,4 @@
-//! The policies of a router, one per role, and the one door to them: what they are asked and told passes here, and with a
+//! The policies of a router, one per role, and the only access to them: all questions and observations pass here, and with a
 //! [`Journal`] is written down in the order in which it happened, so that [`replay`](crate::policy_set::replay) can do it again.
 //!
 //! Without a journal this adds nothing to the policies but a match on `None`. With one, calls are made one at a time:
@@ -37,7 +37,7 @@ struct Journal {
     sink: Box<dyn LogSink>,
     /// Number of the next line.
     turn: Mutex<u64>,
-    /// Tells prompts and keys apart without showing them; drawn anew for each run.
+    /// Tells prompts and keys apart without showing them; drawn at random for each run.
     secret: u64,
 }
 
@@ -86,8 +86,8 @@ impl PolicySet {
         let decided = match sending.explains {
             false => policy.choose(&sending.request, ready, rng).map(|c| (c, None)),
             true => {
-                let told = policy.explain(&sending.request, ready, rng);
-                told.map(|(choice, told)| (choice, Some(told)))
+                let explained = policy.explain(&sending.request, ready, rng);
+                explained.map(|(choice, explanation)| (choice, Some(explanation)))
             }
         };
         if let Some((choice, _)) = &decided {
@@ -118,7 +118,7 @@ impl PolicySet {
             false => pair(p, d, request, ready, fits.as_deref(), rng)
                 .map(|(p, d)| [(p, None), (d, None)]),
             true => explain_pair(p, d, request, ready, fits.as_deref(), rng)
-                .map(|pair| pair.map(|(choice, told)| (choice, Some(told)))),
+                .map(|pair| pair.map(|(choice, explanation)| (choice, Some(explanation)))),
         };
         if let Some([(p, _), (d, _)]) = &decided {
             self.sent(Role::Prefill, sending, *p, tickets[0]);
@@ -131,7 +131,7 @@ impl PolicySet {
         decided
     }
 
-    /// Decide without effect, and tell all that is weighed. Nothing is sent, nobody learns, nothing is written down.
+    /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written down.
     pub fn dry_run(
         &self,
         role: Role,
@@ -156,7 +156,7 @@ impl PolicySet {
         explain_pair(p, d, request, ready, fits.as_deref(), &mut SplitMix64(seed))
     }
 
-    /// A candidate is there; `name` is for whoever reads the journal.
+    /// A candidate is there; `name` is for readers of the log.
     pub fn added(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
         self.tell(role, &PolicyEvent::WorkerAdded { worker, facts }, Some(name));
     }
@@ -186,8 +186,8 @@ impl PolicySet {
     fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
         let turn = self.turn();
         self.policy(role).observe(event);
-        let told = || ObservedEvent::of(event, name).map(|told| LogEntry::Told { role, told });
-        self.write_with(turn, told);
+        let entry = || ObservedEvent::of(event, name).map(|observed| LogEntry::Observed { role, observed });
+        self.write_with(turn, entry);
     }
 
     /// Bring the policies' memory under its limits; returns the characters or keys dropped.

@@ -2,7 +2,7 @@
 //!
 //! 1. every line goes to new policies as it went to the ones that wrote it; `choose` is asked again with the same request,
 //!    candidates and chance;
-//! 2. what it answers is compared, and judged by a `cost` policy of its own that is told the same: how long until the
+//! 2. what it answers is compared, and judged by a `cost` policy of its own that observes the same: how long until the
 //!    first token, how much of the prompt is there already, for the recorded and for the new choice;
 //! 3. the request goes where it went in truth: that is what all later lines are about. Another policy is asked what it
 //!    would have done in each situation the fleet was in, not what the fleet would have become under it (that needs a
@@ -113,7 +113,7 @@ impl DecisionReplay {
         self.next = line.n + 1;
         match &line.entry {
             LogEntry::Decided { asked, choices } => self.decided(line.n, asked, choices),
-            LogEntry::Told { role, told } => self.told(*role, told),
+            LogEntry::Observed { role, observed } => self.observe(*role, observed),
             LogEntry::Cached { role, worker, news } => {
                 let mut room = Vec::new();
                 let news = news.news(&mut room);
@@ -153,7 +153,7 @@ impl DecisionReplay {
                 )],
                 self.judges[asked.role.index()]
                     .explain(&request, ready, &mut SplitMix64(0))
-                    .map(|(_, told)| vec![told]),
+                    .map(|(_, explanation)| vec![explanation]),
             ),
             [p_ready, d_ready] => {
                 let [_, p, d] = &self.policies;
@@ -166,7 +166,7 @@ impl DecisionReplay {
                 let judged = explain_pair(&**p, &**d, &request, ready, fits, &mut SplitMix64(0));
                 (
                     vec![pair.map(|(p, _)| p), pair.map(|(_, d)| d)],
-                    judged.map(|pair| pair.map(|(_, told)| told).into()),
+                    judged.map(|pair| pair.map(|(_, explanation)| explanation).into()),
                 )
             }
             _ => return, // no decision has no or three sides
@@ -182,9 +182,9 @@ impl DecisionReplay {
             decisions.recorded_policy = self.recorded[role.index()];
             decisions.policy = policy;
             decisions.compare(n, recorded, again[at]);
-            if let Some(told) = judged.as_ref().and_then(|told| told.get(at)) {
-                decisions.recorded.judge(told, recorded);
-                decisions.again.judge(told, again[at]);
+            if let Some(explanation) = judged.as_ref().and_then(|judged| judged.get(at)) {
+                decisions.recorded.judge(explanation, recorded);
+                decisions.again.judge(explanation, again[at]);
             }
             if let Some(choice) = recorded {
                 self.sent(role, side, choice, asked, &request);
@@ -212,14 +212,14 @@ impl DecisionReplay {
         self.in_flight.insert(side.ticket, in_flight);
     }
 
-    fn told(&mut self, role: Role, told: &ObservedEvent) {
-        let sent = match told {
+    fn observe(&mut self, role: Role, observed: &ObservedEvent) {
+        let sent = match observed {
             ObservedEvent::FirstToken { ticket, .. }
             | ObservedEvent::Usage { ticket, .. }
             | ObservedEvent::Finished { ticket, .. } => self.in_flight.get(ticket),
             _ => None,
         };
-        let event = told.event(sent.map_or(&[], |sent| &sent.hashes));
+        let event = observed.event(sent.map_or(&[], |sent| &sent.hashes));
         self.policies[role.index()].observe(&event);
         self.judges[role.index()].observe(&match event {
             // The judge reads hashes whether or not the recorded policy did.
@@ -236,9 +236,9 @@ impl DecisionReplay {
         });
         if let Some(sent) = sent {
             let decisions = self.report.roles.entry(sent.role.label()).or_default();
-            decisions.observed.observe(told, sent);
+            decisions.observed.observe(observed, sent);
         }
-        if let ObservedEvent::Finished { ticket, .. } = told {
+        if let ObservedEvent::Finished { ticket, .. } = observed {
             self.in_flight.remove(ticket);
         }
     }
@@ -256,7 +256,7 @@ fn text_of(asked: &DecisionInput) -> String {
 impl DecisionCounts {
     fn compare(&mut self, n: u64, recorded: Option<WorkerChoice>, again: Option<WorkerChoice>) {
         let why =
-            |choice: Option<WorkerChoice>| choice.map_or("nobody", |choice| choice.why.label());
+            |choice: Option<WorkerChoice>| choice.map_or("no worker", |choice| choice.why.label());
         self.whys.entry(why(recorded)).or_default().0 += 1;
         self.whys.entry(why(again)).or_default().1 += 1;
         if recorded == again {
@@ -277,9 +277,9 @@ impl DecisionCounts {
 }
 
 impl PolicyEvaluation {
-    fn judge(&mut self, told: &Explanation, choice: Option<WorkerChoice>) {
+    fn judge(&mut self, explanation: &Explanation, choice: Option<WorkerChoice>) {
         let worker: Option<WorkerId> = choice.map(|choice| choice.worker);
-        let chosen = told.candidates.iter().find(|c| Some(c.id) == worker);
+        let chosen = explanation.candidates.iter().find(|c| Some(c.id) == worker);
         if let Some(PolicyTerms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
             self.times += 1;
             self.ttft_ms += terms.backlog_ms + terms.prefill_ms;
@@ -289,8 +289,8 @@ impl PolicyEvaluation {
         }
     }
 
-    fn observe(&mut self, told: &ObservedEvent, sent: &InFlight) {
-        match told {
+    fn observe(&mut self, observed: &ObservedEvent, sent: &InFlight) {
+        match observed {
             ObservedEvent::FirstToken { now_ms, .. } => {
                 self.times += 1;
                 self.ttft_ms += now_ms.saturating_sub(sent.sent_ms) as f64;
@@ -374,7 +374,7 @@ impl DecisionCounts {
         if let Some(DecisionDifference { n, recorded, again }) = self.first_difference {
             let show = |choice: Option<WorkerChoice>| match choice {
                 Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
-                None => "nobody".to_owned(),
+                None => "no worker".to_owned(),
             };
             writeln!(
                 f,

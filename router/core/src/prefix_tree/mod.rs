@@ -7,7 +7,7 @@
 //! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]), or for what each
 //!    candidate holds ([`PrefixTree::held_by`]). That changes nothing.
 //! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path towards its start.
-//!    A tree above `max_bytes` does so for whoever was sent something longest ago. This happens at each insert, so memory
+//!    A tree above `max_bytes` does so for the worker that was sent something longest ago. This happens at each insert, so memory
 //!    is bounded at every moment, not from pass to pass.
 //! 4. The request failed: what it alone had claimed is taken back ([`PrefixTree::retract`]).
 //! 5. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is freed, and a node whose
@@ -57,7 +57,7 @@ struct Node<S: TreeSegment + ?Sized> {
     parent: NodeId,
     /// By the first unit of their label.
     children: BTreeMap<S::First, NodeId>,
-    /// Sorted by worker. The root lists nobody.
+    /// Sorted by worker. The root lists none.
     holders: Vec<Holder>,
 }
 
@@ -219,7 +219,7 @@ where
         path.pop().unwrap_or(PrefixMatch { units: 0, holders: &[] })
     }
 
-    /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns how many somebody
+    /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns how many any of them
     /// holds, candidate or not. Allocates nothing.
     pub fn held_by(&self, path: &S, workers: &[WorkerId], held: &mut [usize]) -> usize {
         debug_assert!(workers.is_sorted() && workers.len() == held.len());
@@ -429,7 +429,7 @@ where
         dropped
     }
 
-    /// The end of a path that was sent longest ago, by whoever holds it, is forgotten; false when nobody holds anything.
+    /// The end of a path that was sent longest ago, by any holder, is forgotten; false when no worker holds anything.
     fn forget_oldest(&mut self) -> bool {
         let leaves = |(&worker, tenant): (&WorkerId, &Tenant)| {
             let (&key, &leaf) = tenant.leaves.first_key_value()?;
@@ -541,7 +541,7 @@ where
 
     // --- growing
 
-    /// A new node under `parent`, held by nobody yet.
+    /// A new node under `parent`, without holders yet.
     fn add_child(&mut self, parent: NodeId, label: &S) -> NodeId {
         self.label_bytes += label.bytes();
         let id = self.place(Node::new(label.boxed(), parent));

@@ -198,7 +198,7 @@ mod tests {
         CircuitBreaker::new(config)
     }
 
-    /// One finished request at each time; returns the state after each.
+    /// Finish a request at each time; returns the state after each.
     fn run(breaker: &mut CircuitBreaker, requests: &[(u64, RequestOutcome)]) -> Vec<BreakerState> {
         let mut after = Vec::new();
         for &(now_ms, outcome) in requests {

@@ -80,7 +80,7 @@ impl RetryConfig {
 pub enum RetryClass {
     /// About this request: it would be refused anywhere, or its time or its sender's quota is used up.
     Refused,
-    /// An error nobody explains: one other worker gives a second opinion.
+    /// An unexplained error: one other worker gives a second opinion.
     Unexplained,
     /// The worker or the pair broke: another may do it.
     Broken,

@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 use router_core::LocalRule;
 
-/// How prefill and decode workers are told of each other.
+/// Protocol by which prefill and decode workers find each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PdProtocol {
     /// vLLM's for workers that answer GET /version and have no server info, else SGLang's.

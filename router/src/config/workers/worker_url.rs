@@ -79,7 +79,7 @@ pub enum BootstrapPort {
     FromWorker,
 }
 
-/// A worker as somebody asked for it, by flag or by POST /workers.
+/// A worker as requested, by flag or by POST /workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerSpec {
     pub url: WorkerUrl,

@@ -62,7 +62,7 @@ pub struct UpstreamResponse {
     pub stages: Option<EngineStages>,
 }
 
-/// Reply to the client if nobody else can do better.
+/// Reply to the client if no other worker does better.
 #[derive(Debug)]
 pub enum ErrorReply {
     Error(RouteError),
@@ -86,7 +86,7 @@ pub struct AttemptError {
     pub class: RetryClass,
     /// The worker broke with the request in hand; whether it had no other.
     pub broke_alone: Option<bool>,
-    pub told: ErrorReply,
+    pub reply: ErrorReply,
 }
 
 /// Reasons that mean a worker has gone.
@@ -117,7 +117,7 @@ impl AttemptError {
 
     /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.
     pub fn hide_room(&mut self, worker: String) {
-        self.told = ErrorReply::Error(RouteError::Upstream {
+        self.reply = ErrorReply::Error(RouteError::Upstream {
             role: self.role,
             worker,
             cause: "it says of each bootstrap room drawn for the request that it is in use"
@@ -130,14 +130,14 @@ impl AttemptError {
         PARTNERS_FAULT.contains(&self.reason)
     }
 
-    fn error(leg: &LoadGuard, reason: &'static str, class: RetryClass, told: RouteError) -> Self {
+    fn error(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: RouteError) -> Self {
         Self {
             role: leg.candidate.worker.role(),
             worker: leg.candidate.id,
             reason,
             class,
             broke_alone: None,
-            told: ErrorReply::Error(told),
+            reply: ErrorReply::Error(reply),
         }
     }
 
@@ -146,17 +146,17 @@ impl AttemptError {
             SendError::Refused(_) | SendError::Connect(_) => "connect",
             SendError::Broken(_) => "reset",
             SendError::Exhausted(cause) => {
-                let told = RouteError::Exhausted { cause: cause.clone() };
-                return Self::error(leg, told.code(), RetryClass::Refused, told);
+                let reply = RouteError::Exhausted { cause: cause.clone() };
+                return Self::error(leg, reply.code(), RetryClass::Refused, reply);
             }
         };
-        let told = upstream_error(leg, err.to_string());
-        Self::error(leg, reason, RetryClass::Broken, told)
+        let reply = upstream_error(leg, err.to_string());
+        Self::error(leg, reason, RetryClass::Broken, reply)
     }
 
     fn broke(leg: &LoadGuard, cause: &hyper::Error) -> Self {
-        let told = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
-        Self::error(leg, "reset", RetryClass::Broken, told)
+        let reply = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
+        Self::error(leg, "reset", RetryClass::Broken, reply)
     }
 
     fn silent(leg: &LoadGuard, limit: Duration) -> Self {
@@ -164,9 +164,9 @@ impl AttemptError {
     }
 
     fn hung(leg: &LoadGuard, cause: &str) -> Self {
-        let told =
+        let reply =
             upstream_error(leg, format!("no answer, and it fails its health checks: {cause}"));
-        Self::error(leg, "hung", RetryClass::Broken, told)
+        Self::error(leg, "hung", RetryClass::Broken, reply)
     }
 
     fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
@@ -179,12 +179,12 @@ impl AttemptError {
             reason,
             class,
             broke_alone: None,
-            told: ErrorReply::Answer { status, headers, body },
+            reply: ErrorReply::Answer { status, headers, body },
         }
     }
 
     fn status(&self) -> Option<StatusCode> {
-        match &self.told {
+        match &self.reply {
             ErrorReply::Answer { status, .. } => Some(*status),
             ErrorReply::Error(_) => None,
         }
@@ -207,7 +207,7 @@ impl AttemptError {
 
     /// The time after which the worker asks to be tried again.
     pub fn retry_after_ms(&self) -> Option<u64> {
-        match &self.told {
+        match &self.reply {
             ErrorReply::Answer { headers, .. } => retry_after_ms(headers),
             ErrorReply::Error(_) => None,
         }
@@ -217,7 +217,7 @@ impl AttemptError {
     /// judged when there is a second opinion (dispatch.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error =
-            matches!(&self.told, ErrorReply::Answer { status, .. } if status.is_client_error());
+            matches!(&self.reply, ErrorReply::Answer { status, .. } if status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();
         let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
@@ -444,7 +444,7 @@ impl UpstreamAttempt {
 
     fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
         let stages = engine_stages::take(headers)?;
-        self.guard.stages_told(&stages);
+        self.guard.stages_reported(&stages);
         Some(stages)
     }
 
@@ -488,8 +488,8 @@ impl UpstreamAttempt {
             Ok(Ok(response)) => response,
         };
         let (mut head, mut answer) = response.into_parts();
-        if let Some(told) = load_report::take(&mut head.headers) {
-            self.guard.load_told(&told);
+        if let Some(report) = load_report::take(&mut head.headers) {
+            self.guard.load_reported(&report);
         }
         if head.status.as_u16() >= 400 {
             let status = head.status;
@@ -503,9 +503,9 @@ impl UpstreamAttempt {
             loop {
                 let Some(piece) = self.next_piece(&mut answer).await? else {
                     let cause = "ended the stream before it began".into();
-                    let told = upstream_error(&self.guard, cause);
+                    let reply = upstream_error(&self.guard, cause);
                     let class = RetryClass::Broken;
-                    return Err(AttemptError::error(&self.guard, "reset", class, told));
+                    return Err(AttemptError::error(&self.guard, "reset", class, reply));
                 };
                 text.extend_from_slice(&piece);
                 pieces.push(piece);
@@ -550,7 +550,7 @@ impl UpstreamAttempt {
         }
     }
 
-    /// A stream whose event is an error. If nobody else can do better the client gets the stream as it came.
+    /// A stream whose event is an error. If no other worker does better, the client gets the stream as it came.
     async fn error_in_stream(
         &self,
         headers: HeaderMap,

@@ -63,7 +63,7 @@ fn error_behind_other_events_is_found_however_the_stream_is_cut() {
 }
 
 #[test]
-fn start_of_a_stream_is_told_however_it_is_cut() {
+fn start_of_a_stream_is_recognized_however_it_is_cut() {
     let error = "data: {\"error\":{\"code\":\"draining\"}}\n\n";
     for (before, event) in
         [("", error.to_owned()), (": keep-alive\n\n: x\r\n\r\n", format!("event: error\n{error}"))]

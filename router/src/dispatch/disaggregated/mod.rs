@@ -1,11 +1,11 @@
 //! Attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a room.
 //!
-//! 1. choose P and D, take rooms that nobody uses; the body with the bootstrap fields goes to both at once;
+//! 1. choose P and D, take rooms that are not in use; the body with the bootstrap fields goes to both at once;
 //! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here until it opens;
 //! 3. the prefill leg fails first: the decode leg is dropped, which closes its connection;
 //! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader (`reopen`), the prefill is
 //!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too;
-//! 5. nobody will fetch what P has computed (the client left, D refused for good): P is told (prefill_release.rs).
+//! 5. no D will fetch what P has computed (the client left, D refused for good): P frees it (prefill_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it is.
 
@@ -182,7 +182,7 @@ fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
     }
 }
 
-/// True if a decode worker computes a prompt that nobody prefilled for it; SGLang's do not.
+/// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
 fn can_prefill(app: &AppState, decode: &Selection) -> bool {
     let worker = &decode.guard.candidate.worker;
     worker.has_feature("local_prefill") || is_vllm(app, decode)
@@ -214,7 +214,7 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placed, RouteError
             let view = view(request, &decode);
             let why = rule.decide(&view).filter(|_| can_prefill(app, &decode));
             Ok(match why {
-                // Dropping P's guard takes back what its policy was told.
+                // Dropping P's guard takes back what its policy was sent.
                 Some(why) => Placed::Local(decode, why),
                 None => Placed::Pair(prefill, decode),
             })
@@ -287,7 +287,7 @@ fn start_prefill(
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
     request.record.room = rooms.rooms.first().copied();
     if let Some(room) = request.record.room {
-        request.record.story.room(room);
+        request.record.timeline.room(room);
     }
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.guard.candidate.rank.is_some();

@@ -40,7 +40,7 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
         headers.insert(header::CONTENT_TYPE, json);
         let head =
             RequestHead { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
-        let telling = async {
+        let asking = async {
             let sent = worker.pool.send(&head, BodySegments::from(Bytes::from(body)), &|| ()).await;
             let mut answer = sent.ok().filter(|sent| sent.status().is_success())?.into_body();
             while let Some(piece) = answer.piece().await {
@@ -48,9 +48,9 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
             }
             Some(())
         };
-        let told = timeout(LIMIT, telling).await;
-        let is_told = matches!(told, Ok(Some(())));
-        count(&app, if is_told { "told" } else { "failed" });
+        let answer = timeout(LIMIT, asking).await;
+        let is_sent = matches!(answer, Ok(Some(())));
+        count(&app, if is_sent { "sent" } else { "failed" });
         drop(place);
     });
 }

@@ -75,14 +75,14 @@ async fn ask_prefill(
         opened.guard.usage(usage);
     }
     let answer = opened.pieces.concat();
-    let told = serde_json::from_slice::<Answer<'_>>(&answer)
+    let params = serde_json::from_slice::<Answer<'_>>(&answer)
         .ok()
         .and_then(|answer| answer.kv_transfer_params);
-    if told.is_none() {
+    if params.is_none() {
         let worker = &opened.guard.candidate.name;
         tracing::warn!(rid = request.record.rid, %worker, "no kv_transfer_params in the prefill worker's answer: decode computes the prompt; see its --kv-transfer-config");
     }
-    Ok(told.map(|told| told.get().into()))
+    Ok(params.map(|params| params.get().into()))
 }
 
 /// A leg whose rank is in the header that vLLM reads it from.

@@ -44,8 +44,8 @@ impl BackgroundExporter {
         RESULTS.map(|result| (result, self.exporter.count(result)))
     }
 
-    /// Wait until what was put has been sent, or could not be, for at most `patience`.
-    pub fn flush(&self, patience: Duration) {
-        self.runtime.block_on(self.exporter.flush(patience));
+    /// Wait until what was put has been sent, or could not be, for at most `limit`.
+    pub fn flush(&self, limit: Duration) {
+        self.runtime.block_on(self.exporter.flush(limit));
     }
 }

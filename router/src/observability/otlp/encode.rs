@@ -100,13 +100,13 @@ fn message(span: &TraceSpan) -> Message {
         out.message(9, &attribute(key, value));
     }
     for event in &span.events {
-        let mut told = Message::default();
-        told.fixed(1, event.at);
-        told.text(2, &event.name);
+        let mut encoded = Message::default();
+        encoded.fixed(1, event.at);
+        encoded.text(2, &event.name);
         for (key, value) in &event.attributes {
-            told.message(3, &attribute(key, value));
+            encoded.message(3, &attribute(key, value));
         }
-        out.message(11, &told);
+        out.message(11, &encoded);
     }
     if let Some(error) = &span.error {
         const ERROR: u64 = 2;

@@ -59,15 +59,15 @@ impl SpanExporter {
         }
     }
 
-    /// Wait until what was put has been sent, or could not be, for at most `patience`.
-    pub async fn flush(&self, patience: Duration) {
+    /// Wait until what was put has been sent, or could not be, for at most `limit`.
+    pub async fn flush(&self, limit: Duration) {
         let (done, heard) = oneshot::channel();
         let flushed = async {
             if self.queue.send(Job::Flush(done)).await.is_ok() {
                 let _ = heard.await; // an error: the task is gone, and nothing more will be sent
             }
         };
-        let _ = timeout(patience, flushed).await; // what a slow collector has not taken by then is lost
+        let _ = timeout(limit, flushed).await; // what a slow collector has not taken by then is lost
     }
 
     /// How many spans met this of `RESULTS` so far.
@@ -121,7 +121,7 @@ async fn send_all(
                 }
             }
         }
-        drop(flush); // whoever waits for it goes on
+        drop(flush); // wakes the waiting caller
         next = jobs.recv().await;
     }
 }

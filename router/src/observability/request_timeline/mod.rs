@@ -1,9 +1,9 @@
 //! Timeline of a request, written by those who do the work: GET /v1/requests/{id}, the access log and the stage metrics read it.
 //!
-//! The life of a story:
+//! The life of a timeline:
 //!
 //! 1. `RequestHistory::begin` when the head of a generation request is read; from then on it can be asked for;
-//! 2. whoever does something marks it: stages of the request, and a leg for each sending to a worker, with what was
+//! 2. the code that does a step marks it: stages of the request, and a leg for each sending to a worker, with what was
 //!    decided, predicted and observed;
 //! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history ones, oldest out first, also
 //!    when they take more than `MAX_BYTES`.
@@ -29,7 +29,7 @@ use tokio::time::Instant;
 use crate::observability::engine_stages::EngineStages;
 use crate::observability::otlp::{self, TraceContext};
 
-/// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
+/// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
 const MAX_BYTES: usize = 16 << 20;
 
 /// Stages of a request, once each, in this order.
@@ -78,11 +78,11 @@ pub struct RequestTimeline {
     started: Instant,
     received_unix_ns: u64,
     trace: Option<TraceContext>,
-    told: Mutex<Told>,
+    records: Mutex<TimelineRecords>,
 }
 
 #[derive(Default)]
-struct Told {
+struct TimelineRecords {
     rid: String,
     /// Seconds since the start, by `RequestStage`.
     stages: [Option<f32>; RequestStage::ALL.len()],
@@ -131,7 +131,7 @@ pub struct AttemptTimeline {
     explanation: Option<Box<RawValue>>,
 }
 
-/// `usage` as the worker told it.
+/// `usage` as the worker reported it.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct CountedTokens {
     pub prompt_tokens: u32,
@@ -151,9 +151,9 @@ struct Failed {
     failover_at_token: Option<usize>,
 }
 
-/// A place in the story for one leg's guard to write to.
+/// Place in the timeline for one leg's guard to write to.
 pub struct AttemptRecorder {
-    story: Arc<RequestTimeline>,
+    timeline: Arc<RequestTimeline>,
     at: usize,
 }
 
@@ -182,22 +182,22 @@ impl RequestTimeline {
             started: Instant::now(),
             received_unix_ns: now.map_or(0, |now| now.as_nanos() as u64),
             trace,
-            told: Mutex::default(),
+            records: Mutex::default(),
         }
     }
 
     pub fn mark(&self, stage: RequestStage) {
         let at = self.started.elapsed().as_secs_f32();
-        self.told.lock().stages[stage as usize].get_or_insert(at);
+        self.records.lock().stages[stage as usize].get_or_insert(at);
     }
 
     pub fn body(&self, bytes: usize) {
-        self.told.lock().body_bytes = bytes;
+        self.records.lock().body_bytes = bytes;
     }
 
     pub fn prompt(&self, blocks: &PromptBlocks) {
         let prompt = blocks.prompt();
-        self.told.lock().prompt = Some(PromptSize {
+        self.records.lock().prompt = Some(PromptSize {
             units: prompt.units,
             tokens: prompt.tokens,
             blocks: prompt.hashes.len(),
@@ -212,9 +212,9 @@ impl RequestTimeline {
         why: SelectionReason,
         explanation: Option<Box<RawValue>>,
     ) -> AttemptRecorder {
-        let mut told = self.told.lock();
-        let attempt = told.failures.len() as u32 + 1;
-        told.legs.push(AttemptTimeline {
+        let mut records = self.records.lock();
+        let attempt = records.failures.len() as u32 + 1;
+        records.legs.push(AttemptTimeline {
             attempt,
             span: self.trace.map_or(0, |_| otlp::new_id()),
             role,
@@ -230,12 +230,12 @@ impl RequestTimeline {
             stages: None,
             explanation,
         });
-        AttemptRecorder { story: self.clone(), at: told.legs.len() - 1 }
+        AttemptRecorder { timeline: self.clone(), at: records.legs.len() - 1 }
     }
 
     /// The pair that was chosen last meets in this room.
     pub fn room(&self, room: u64) {
-        for leg in self.told.lock().legs.iter_mut().rev().take(2) {
+        for leg in self.records.lock().legs.iter_mut().rev().take(2) {
             leg.room = Some(room);
         }
     }
@@ -251,9 +251,9 @@ impl RequestTimeline {
     }
 
     fn gave_up(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
-        let mut told = self.told.lock();
-        let attempt = told.failures.len() as u32 + 1;
-        told.failures.push(Failed {
+        let mut records = self.records.lock();
+        let attempt = records.failures.len() as u32 + 1;
+        records.failures.push(Failed {
             attempt,
             role,
             reason,
@@ -264,24 +264,24 @@ impl RequestTimeline {
 
     /// How often another worker was asked to go on with the answer.
     pub fn failovers(&self) -> usize {
-        let told = self.told.lock();
-        let failures = told.failures.iter();
+        let records = self.records.lock();
+        let failures = records.failures.iter();
         failures.filter(|f| f.failover_at_token.is_some()).count()
     }
 
     /// Count of the last worker that answered.
     pub fn usage(&self) -> Option<CountedTokens> {
-        self.told.lock().legs.iter().rev().find_map(|leg| leg.usage)
+        self.records.lock().legs.iter().rev().find_map(|leg| leg.usage)
     }
 
     /// How long each stage of the first attempt took.
     pub fn stages(&self) -> StageTimes {
-        let told = self.told.lock();
-        let at = |stage: RequestStage| told.stages[stage as usize].map(f64::from);
+        let records = self.records.lock();
+        let at = |stage: RequestStage| records.stages[stage as usize].map(f64::from);
         let between = |from: Option<f64>, to: Option<f64>| Some((to? - from?).max(0.0));
-        let first = told.legs.first();
+        let first = records.legs.first();
         // The last leg of the first attempt is the one that answers the client.
-        let answering = told.legs.iter().take_while(|leg| leg.attempt == 1).last();
+        let answering = records.legs.iter().take_while(|leg| leg.attempt == 1).last();
         let seconds = |ms: Option<f64>| ms.map(|ms| ms / 1e3);
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
@@ -299,9 +299,9 @@ impl RequestTimeline {
 
     /// The legs of the last attempt without their candidates, for a header.
     pub fn summary(&self) -> String {
-        let told = self.told.lock();
-        let attempt = told.legs.last().map_or(0, |leg| leg.attempt);
-        let legs = told.legs.iter().filter(|leg| leg.attempt == attempt);
+        let records = self.records.lock();
+        let attempt = records.legs.last().map_or(0, |leg| leg.attempt);
+        let legs = records.legs.iter().filter(|leg| leg.attempt == attempt);
         let legs: Vec<_> = legs
             .map(|leg| {
                 serde_json::json!({
@@ -316,42 +316,42 @@ impl RequestTimeline {
 
     /// As GET /v1/requests/{id} shows it.
     fn json(&self) -> serde_json::Value {
-        let told = self.told.lock();
+        let records = self.records.lock();
         let timeline: serde_json::Map<String, serde_json::Value> = RequestStage::ALL
             .into_iter()
             .filter_map(|stage| {
-                let at = told.stages[stage as usize]?;
+                let at = records.stages[stage as usize]?;
                 Some((stage.name().to_owned(), rounded(at).into()))
             })
             .collect();
         serde_json::json!({
-            "id": told.rid,
+            "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
             "trace_id": self.trace_id(),
-            "state": if told.end.is_some() { "ended" } else { "running" },
-            "status": told.end.map(|(status, _)| status),
-            "outcome": told.end.map(|(_, outcome)| outcome),
-            "body_bytes": told.body_bytes,
-            "prompt": told.prompt,
+            "state": if records.end.is_some() { "ended" } else { "running" },
+            "status": records.end.map(|(status, _)| status),
+            "outcome": records.end.map(|(_, outcome)| outcome),
+            "body_bytes": records.body_bytes,
+            "prompt": records.prompt,
             "timeline": timeline,
-            "legs": told.legs,
-            "failed_attempts": told.failures,
+            "legs": records.legs,
+            "failed_attempts": records.failures,
         })
     }
 
     /// Line of a list of requests.
     fn short_json(&self) -> serde_json::Value {
-        let told = self.told.lock();
-        let ended = told.stages[RequestStage::Ended as usize].map(rounded);
-        let answering = told.legs.iter().rfind(|leg| leg.role != Role::Prefill);
+        let records = self.records.lock();
+        let ended = records.stages[RequestStage::Ended as usize].map(rounded);
+        let answering = records.legs.iter().rfind(|leg| leg.role != Role::Prefill);
         serde_json::json!({
-            "id": told.rid,
+            "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
-            "outcome": told.end.map(|(_, outcome)| outcome),
+            "outcome": records.end.map(|(_, outcome)| outcome),
             "ms": ended.unwrap_or_else(|| ms(self.started)),
-            "attempts": told.legs.last().map_or(0, |leg| leg.attempt),
+            "attempts": records.legs.last().map_or(0, |leg| leg.attempt),
             "worker": answering.map(|leg| leg.worker.as_str()),
         })
     }
@@ -362,13 +362,13 @@ impl RequestTimeline {
 
     /// About how much memory it takes.
     fn bytes(&self) -> usize {
-        let told = self.told.lock();
-        let legs = told.legs.iter().map(|leg| {
-            let told = leg.explanation.as_ref().map_or(0, |told| told.get().len());
-            size_of::<AttemptTimeline>() + leg.worker.len() + told
+        let records = self.records.lock();
+        let legs = records.legs.iter().map(|leg| {
+            let explained = leg.explanation.as_ref().map_or(0, |json| json.get().len());
+            size_of::<AttemptTimeline>() + leg.worker.len() + explained
         });
-        let failures = told.failures.len() * size_of::<Failed>();
-        size_of::<Self>() + told.rid.len() + legs.sum::<usize>() + failures
+        let failures = records.failures.len() * size_of::<Failed>();
+        size_of::<Self>() + records.rid.len() + legs.sum::<usize>() + failures
     }
 }
 
@@ -379,14 +379,14 @@ fn rounded(seconds: f32) -> f64 {
 
 impl AttemptRecorder {
     pub fn traceparent(&self) -> Option<HeaderValue> {
-        let context = self.story.trace?;
-        let told = self.story.told.lock();
-        told.legs.get(self.at).map(|leg| context.header(leg.span))
+        let context = self.timeline.trace?;
+        let records = self.timeline.records.lock();
+        records.legs.get(self.at).map(|leg| context.header(leg.span))
     }
 
     fn leg(&self, change: impl FnOnce(&mut AttemptTimeline, f64)) {
-        let at_ms = ms(self.story.started);
-        if let Some(leg) = self.story.told.lock().legs.get_mut(self.at) {
+        let at_ms = ms(self.timeline.started);
+        if let Some(leg) = self.timeline.records.lock().legs.get_mut(self.at) {
             change(leg, at_ms);
         }
     }
@@ -423,7 +423,7 @@ impl AttemptRecorder {
     }
 }
 
-/// The stories that can be asked for.
+/// The timelines that can be asked for.
 pub struct RequestHistory {
     /// Ended ones; 0: none.
     kept: usize,
@@ -451,24 +451,24 @@ impl RequestHistory {
         trace: Option<TraceContext>,
     ) -> Arc<RequestTimeline> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let story = Arc::new(RequestTimeline::new(number, route, trace));
-        rid.clone_into(&mut story.told.lock().rid);
+        let timeline = Arc::new(RequestTimeline::new(number, route, trace));
+        rid.clone_into(&mut timeline.records.lock().rid);
         if self.kept > 0 {
-            self.shelf.lock().running.insert(number, story.clone());
+            self.shelf.lock().running.insert(number, timeline.clone());
         }
-        story
+        timeline
     }
 
-    pub fn end(&self, story: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
-        story.mark(RequestStage::Ended);
-        story.told.lock().end = Some((status, outcome));
+    pub fn end(&self, timeline: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
+        timeline.mark(RequestStage::Ended);
+        timeline.records.lock().end = Some((status, outcome));
         if self.kept == 0 {
             return;
         }
-        let bytes = story.bytes();
+        let bytes = timeline.bytes();
         let mut shelf = self.shelf.lock();
-        shelf.running.remove(&story.number);
-        shelf.ended.push_back((story.clone(), bytes));
+        shelf.running.remove(&timeline.number);
+        shelf.ended.push_back((timeline.clone(), bytes));
         shelf.bytes += bytes;
         while shelf.ended.len() > self.kept || shelf.bytes > MAX_BYTES {
             let Some((_, bytes)) = shelf.ended.pop_front() else {
@@ -482,24 +482,24 @@ impl RequestHistory {
     pub fn recent(&self, most: usize) -> Vec<serde_json::Value> {
         let shelf = self.shelf.lock();
         let ended = shelf.ended.iter().rev().take(most);
-        let mut stories: Vec<_> = ended.map(|(story, _)| story.clone()).collect();
-        stories.extend(shelf.running.values().cloned());
+        let mut timelines: Vec<_> = ended.map(|(timeline, _)| timeline.clone()).collect();
+        timelines.extend(shelf.running.values().cloned());
         drop(shelf);
-        stories.sort_unstable_by_key(|story| std::cmp::Reverse(story.number));
-        stories.truncate(most);
-        stories.iter().map(|story| story.short_json()).collect()
+        timelines.sort_unstable_by_key(|timeline| std::cmp::Reverse(timeline.number));
+        timelines.truncate(most);
+        timelines.iter().map(|timeline| timeline.short_json()).collect()
     }
 
     /// The youngest with this id: clients may give the same one twice.
     pub fn find(&self, rid: &str) -> Option<serde_json::Value> {
-        let is_it = |story: &&Arc<RequestTimeline>| story.told.lock().rid == rid;
+        let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
         let shelf = self.shelf.lock();
         let running = shelf.running.values().filter(is_it);
-        let youngest = running.max_by_key(|story| story.number);
-        let ended = || shelf.ended.iter().rev().map(|(story, _)| story).find(is_it);
-        let story = youngest.or_else(ended)?.clone();
+        let youngest = running.max_by_key(|timeline| timeline.number);
+        let ended = || shelf.ended.iter().rev().map(|(timeline, _)| timeline).find(is_it);
+        let timeline = youngest.or_else(ended)?.clone();
         drop(shelf);
-        Some(story.json())
+        Some(timeline.json())
     }
 }
 
@@ -513,10 +513,10 @@ mod tests {
     #[test]
     fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
         let requests = RequestHistory::new(2);
-        let stories: Vec<_> = ["a", "b", "c"].map(|rid| requests.begin("/x", rid, None)).into();
+        let timelines: Vec<_> = ["a", "b", "c"].map(|rid| requests.begin("/x", rid, None)).into();
         assert_eq!(requests.find("a").unwrap()["state"], "running");
-        for story in &stories {
-            requests.end(story, 200, "ok");
+        for timeline in &timelines {
+            requests.end(timeline, 200, "ok");
         }
         assert!(requests.find("a").is_none());
         let found = requests.find("c").unwrap();
@@ -538,9 +538,9 @@ mod tests {
         let requests = RequestHistory::new(1000);
         let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
         for _ in 0..40 {
-            let story = requests.begin("/x", "same", None);
-            story.leg(Role::Regular, "w", SelectionReason::Only, Some(explanation.clone()));
-            requests.end(&story, 200, "ok");
+            let timeline = requests.begin("/x", "same", None);
+            timeline.leg(Role::Regular, "w", SelectionReason::Only, Some(explanation.clone()));
+            requests.end(&timeline, 200, "ok");
         }
         let shelf = requests.shelf.lock();
         assert!(shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15, "{}", shelf.ended.len());
@@ -549,18 +549,18 @@ mod tests {
     #[test]
     fn with_no_history_nothing_is_held() {
         let requests = RequestHistory::new(0);
-        let story = requests.begin("/x", "a", None);
-        requests.end(&story, 200, "ok");
+        let timeline = requests.begin("/x", "a", None);
+        requests.end(&timeline, 200, "ok");
         assert!(requests.find("a").is_none());
         assert!(requests.shelf.lock().running.is_empty());
     }
 
     #[test]
-    fn a_story_tells_attempts_in_order_with_what_was_predicted_and_seen() {
+    fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
         let requests = RequestHistory::new(8);
-        let story = requests.begin("/generate", "r", None);
+        let timeline = requests.begin("/generate", "r", None);
         for stage in [RequestStage::Read, RequestStage::Admitted, RequestStage::Parsed] {
-            story.mark(stage);
+            timeline.mark(stage);
         }
         let forecast = PrefillForecast {
             prompt_tokens: 100,
@@ -569,11 +569,11 @@ mod tests {
             best_cached_tokens: 64,
             best_ttft_ms: 12,
         };
-        let leg = story.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
+        let leg = timeline.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
         leg.sent();
         leg.ended(RequestOutcome::Failure);
-        story.failed(Role::Regular, "connect");
-        let leg = story.leg(Role::Regular, "http://b", SelectionReason::Only, None);
+        timeline.failed(Role::Regular, "connect");
+        let leg = timeline.leg(Role::Regular, "http://b", SelectionReason::Only, None);
         leg.sent();
         leg.first_token();
         leg.usage(TokenUsage {
@@ -582,15 +582,15 @@ mod tests {
             completion_tokens: Some(5),
         });
         leg.ended(RequestOutcome::Success);
-        requests.end(&story, 200, "ok");
-        let told = requests.find("r").unwrap();
-        assert_eq!(told["legs"][0]["cached_tokens"], 64);
-        assert_eq!(told["legs"][0]["outcome"], "failed");
-        assert_eq!(told["legs"][1]["attempt"], 2);
-        assert_eq!(told["legs"][1]["usage"]["cached_tokens"], 60);
-        assert_eq!(told["failed_attempts"][0]["reason"], "connect");
-        assert!(told["timeline"]["ended_ms"].is_number());
-        assert!(story.summary().contains("http://b") && !story.summary().contains("http://a"));
-        assert!(story.stages().connect.is_some() && story.stages().first_token.is_none());
+        requests.end(&timeline, 200, "ok");
+        let recorded = requests.find("r").unwrap();
+        assert_eq!(recorded["legs"][0]["cached_tokens"], 64);
+        assert_eq!(recorded["legs"][0]["outcome"], "failed");
+        assert_eq!(recorded["legs"][1]["attempt"], 2);
+        assert_eq!(recorded["legs"][1]["usage"]["cached_tokens"], 60);
+        assert_eq!(recorded["failed_attempts"][0]["reason"], "connect");
+        assert!(records["timeline"]["ended_ms"].is_number());
+        assert!(timeline.summary().contains("http://b") && !timeline.summary().contains("http://a"));
+        assert!(timeline.stages().connect.is_some() && timeline.stages().first_token.is_none());
     }
 }

@@ -1,6 +1,6 @@
 //! A request's timeline as spans of a trace.
 
-use super::{AttemptTimeline, RequestStage, RequestTimeline, Told, ms, rounded};
+use super::{AttemptTimeline, RequestStage, RequestTimeline, TimelineRecords, ms, rounded};
 use crate::observability::otlp::{
     self, AttributeValue, Name, SpanEvent, SpanKind, TraceContext, TraceSpan,
 };
@@ -9,11 +9,11 @@ impl RequestTimeline {
     /// The ended request as spans; `None` if it is not to be traced.
     pub fn spans(&self, method: &str) -> Option<Vec<TraceSpan>> {
         let context = self.trace.filter(|trace| trace.is_sampled)?;
-        let told = self.told.lock();
+        let records = self.records.lock();
         let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
-        let stage = |stage: RequestStage| told.stages[stage as usize].map(rounded);
+        let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
         let ended_ms = stage(RequestStage::Ended).unwrap_or_else(|| ms(self.started));
-        let request = self.root_span(method, &context, &told, ended_ms);
+        let request = self.root_span(method, &context, &records, ended_ms);
         let child = |id, name: &str, kind, from_ms: f64, to_ms: f64| TraceSpan {
             trace: context.trace,
             id,
@@ -28,10 +28,10 @@ impl RequestTimeline {
         };
         let mut spans = vec![request];
         let mut attempt = 0;
-        for leg in &told.legs {
+        for leg in &records.legs {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
-                let failed = told.failures.iter().find(|failed| failed.attempt + 1 == attempt);
+                let failed = records.failures.iter().find(|failed| failed.attempt + 1 == attempt);
                 let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenised));
                 let from = from.unwrap_or(leg.chosen_ms);
                 let mut decide =
@@ -49,7 +49,7 @@ impl RequestTimeline {
                 events.into_iter().filter_map(|(name, ms)| Some(SpanEvent::new(at(ms?), name)));
             span.events = events.collect();
             span.error = (leg.outcome == Some("failed")).then(|| {
-                let failed = told.failures.iter().find(|failed| failed.attempt == leg.attempt);
+                let failed = records.failures.iter().find(|failed| failed.attempt == leg.attempt);
                 failed.map_or("failed", |failed| failed.reason).to_owned()
             });
             spans.push(span);
@@ -62,12 +62,12 @@ impl RequestTimeline {
         &self,
         method: &str,
         context: &TraceContext,
-        told: &Told,
+        records: &TimelineRecords,
         ended_ms: f64,
     ) -> TraceSpan {
         let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
-        let stage = |stage: RequestStage| told.stages[stage as usize].map(rounded);
-        let (status, outcome) = told.end.unwrap_or((0, "unknown"));
+        let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
+        let (status, outcome) = records.end.unwrap_or((0, "unknown"));
         let mut request = TraceSpan {
             trace: context.trace,
             id: context.span,
@@ -80,17 +80,17 @@ impl RequestTimeline {
                 ("http.request.method".into(), AttributeValue::Text(method.to_owned())),
                 ("http.route".into(), AttributeValue::Text(self.route.to_owned())),
                 ("http.response.status_code".into(), AttributeValue::Int(status.into())),
-                ("baton.request_id".into(), AttributeValue::Text(told.rid.clone())),
+                ("baton.request_id".into(), AttributeValue::Text(records.rid.clone())),
                 ("baton.outcome".into(), AttributeValue::Text(outcome.to_owned())),
                 (
                     "baton.attempts".into(),
-                    AttributeValue::Int(told.legs.last().map_or(0, |leg| leg.attempt.into())),
+                    AttributeValue::Int(records.legs.last().map_or(0, |leg| leg.attempt.into())),
                 ),
             ],
             events: Vec::new(),
             error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
         };
-        let failovers = told.failures.iter().filter(|f| f.failover_at_token.is_some());
+        let failovers = records.failures.iter().filter(|f| f.failover_at_token.is_some());
         request.events.extend(failovers.map(|failed| SpanEvent::new(at(failed.at_ms), "failover")));
         for (name, ms) in [
             ("read", stage(RequestStage::Read)),
@@ -107,29 +107,29 @@ impl RequestTimeline {
 impl AttemptTimeline {
     fn attributes(&self) -> Vec<(Name, AttributeValue)> {
         let text = |text: &str| AttributeValue::Text(text.to_owned());
-        let mut told = vec![
+        let mut attributes = vec![
             ("baton.attempt".into(), AttributeValue::Int(self.attempt.into())),
             ("baton.worker".into(), text(&self.worker)),
             ("baton.why".into(), text(self.why.label())),
         ];
-        told.extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));
-        told.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
+        attributes.extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));
+        attributes.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
         if let Some(forecast) = self.why.forecast() {
             let cached = AttributeValue::Int(forecast.cached_tokens.into());
-            told.push((
+            attributes.push((
                 "baton.predicted_ttft_ms".into(),
                 AttributeValue::Int(forecast.ttft_ms.into()),
             ));
-            told.push(("baton.predicted_cached_tokens".into(), cached));
+            attributes.push(("baton.predicted_cached_tokens".into(), cached));
         }
         if let Some(usage) = self.usage {
             let mut count = |name: &'static str, tokens: Option<u32>| {
-                told.extend(tokens.map(|tokens| (name.into(), AttributeValue::Int(tokens.into()))));
+                attributes.extend(tokens.map(|tokens| (name.into(), AttributeValue::Int(tokens.into()))));
             };
             count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
             count("gen_ai.usage.output_tokens", usage.completion_tokens);
             count("baton.cached_tokens", usage.cached_tokens);
         }
-        told
+        attributes
     }
 }

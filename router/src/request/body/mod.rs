@@ -108,7 +108,7 @@ pub enum ManagedField {
     Output,
     /// vLLM's counterpart of `Bootstrap`.
     KvParams,
-    /// The client's deadlines: another attempt is told what is left of them.
+    /// The client's deadlines: another attempt is sent what is left of them.
     Deadlines,
     /// The beginning of an answer (failover.rs).
     Resume,

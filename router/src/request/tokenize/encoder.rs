@@ -3,7 +3,7 @@
 //! Two caches, named as in SGLang's router:
 //!
 //! * L0 remembers whole texts;
-//! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where encoding starts anew, so the ids of
+//! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where encoding restarts, so the ids of
 //!   the pieces are the ids of the whole. The turns of a conversation and its system prompt are found again wherever they
 //!   stand, and only what is new is encoded.
 //!

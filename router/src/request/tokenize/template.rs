@@ -237,7 +237,7 @@ mod tests {
         rendered.map_err(|err| err.to_string())
     }
 
-    /// What Python's json.dumps prints for the same values.
+    /// Output of Python's json.dumps for the same values.
     #[test]
     fn tojson_is_json_dumps() {
         let value = r#"{"b":[1,-2.50,1e20,1e-5,123456789012345680.0,0.0001,true,null,[],{}],"a":"<é\u007f\n\u0001😀'\">"}"#;

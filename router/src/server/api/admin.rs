@@ -116,7 +116,7 @@ pub async fn metrics(State(app): State<Arc<AppState>>) -> Response {
 // ---- workers ----
 
 fn show(app: &AppState, worker: &Worker) -> Value {
-    let (state, told) = (worker.state(), worker.description());
+    let (state, description) = (worker.state(), worker.description());
     let (circuit, passed_over_ms) = app.fleet.registry.objections_to(worker);
     json!({
         "id": worker.id.to_string(),
@@ -132,10 +132,10 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "bootstrap_port": worker.bootstrap_port(),
         "topology": worker.topology(),
         "dp_size": worker.dp_size(),
-        "model_id": told.served_model_name,
-        "version": told.version,
-        "page_size": told.page_size,
-        "fingerprint": told.fingerprint,
+        "model_id": description.served_model_name,
+        "version": description.version,
+        "page_size": description.page_size,
+        "fingerprint": description.fingerprint,
         "kv_events": app.fleet.registry.feeds_of(worker.id),
     })
 }
@@ -179,15 +179,15 @@ pub async fn show_worker(
     Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
 
-/// The story of a recent request, by the id it came or was answered with.
+/// The timeline of a recent request, by the id it came or was answered with.
 pub async fn show_request(
     State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
-    let story = app.sinks.requests.find(&id);
-    let story = story.ok_or(RouteError::NoStory { id })?;
-    Ok(answer(StatusCode::OK, &story))
+    let timeline = app.sinks.requests.find(&id);
+    let timeline = timeline.ok_or(RouteError::UnknownTimeline { id })?;
+    Ok(answer(StatusCode::OK, &timeline))
 }
 
 pub async fn remove_worker(

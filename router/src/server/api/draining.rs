@@ -143,7 +143,7 @@ fn drained_here(worker: &Worker, why: &str) -> Response {
     let mut body = shown(worker, "router");
     body["reason"] = why.into();
     body["message"] =
-        "no new requests from this router; others are not told; it is removed when those in flight have ended"
+        "no new requests from this router; other routers still send to it; it is removed when those in flight have ended"
             .into();
     answer(StatusCode::ACCEPTED, &body)
 }
@@ -184,19 +184,19 @@ async fn order(
             return Ok(Ordered::Unable(format!("the worker is not there: {err}")));
         }
         Ok(Err(err)) => return Err(failed(err.to_string())),
-        Ok(Ok(told)) => told,
+        Ok(Ok(answer)) => answer,
     };
-    let told: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
     match status.as_u16() {
-        200..300 if told["state"].is_string() && told["left"].is_object() => {
-            Ok(Ordered::Done(told))
+        200..300 if answer["state"].is_string() && answer["left"].is_object() => {
+            Ok(Ordered::Done(answer))
         }
         200..300 | 404 | 405 | 501 => Ok(Ordered::Unable(format!(
             "the worker does not know {method} {path} (it answered {status})"
         ))),
-        409 if told["error"].is_object() => Ok(Ordered::Refused(status, told["error"].clone())),
+        409 if answer["error"].is_object() => Ok(Ordered::Refused(status, answer["error"].clone())),
         _ => {
-            let said = told["error"]["message"].as_str().unwrap_or("no reason given");
+            let said = answer["error"]["message"].as_str().unwrap_or("no reason given");
             Err(failed(format!("{status}, {said}")))
         }
     }

@@ -20,7 +20,7 @@ use super::auth;
 use super::http_util::REQUEST_ID;
 use crate::dispatch;
 use crate::dispatch::app::AppState;
-use crate::dispatch::context::{RequestContext, told_deadlines};
+use crate::dispatch::context::{RequestContext, header_deadlines};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
@@ -63,16 +63,16 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
         Ok(asks) => asks,
         Err(err) => return refused(record, err),
     };
-    match take_in(&app, api, request, &record.story).await {
+    match take_in(&app, api, request, &record.timeline).await {
         Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
             let (needs_text, needs_blocks) = app.fleet.registry.needs(app.fleet.serving_roles());
             let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
                 Ok(prompt) => prompt,
                 Err(err) => return refused(record, err),
             };
-            let story = record.story.clone();
+            let timeline = record.timeline.clone();
             let inbound = RequestContext {
-                told: told_deadlines(&head.headers),
+                header_deadlines: header_deadlines(&head.headers),
                 again: String::new(),
                 avoid: ExcludedWorkers::default(),
                 begun: None,
@@ -96,9 +96,9 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
                 record,
                 permit,
             };
-            story.mark(RequestStage::Tokenised);
+            timeline.mark(RequestStage::Tokenised);
             if let Some(blocks) = &inbound.blocks {
-                story.prompt(blocks);
+                timeline.prompt(blocks);
             }
             if asks == ExplainMode::DryRun {
                 return dry_run(&app, inbound);
@@ -109,7 +109,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
             let is_shown = asks == ExplainMode::Explain && !auth::has_control_keys(&app);
             let mut response = dispatch::generate(app, inbound).await;
             if is_shown {
-                explain::put_header(response.headers_mut(), story.summary());
+                explain::put_header(response.headers_mut(), timeline.summary());
             }
             response
         }
@@ -150,22 +150,22 @@ async fn take_in(
     app: &AppState,
     api: ApiKind,
     request: Request,
-    story: &RequestTimeline,
+    timeline: &RequestTimeline,
 ) -> Result<TakenIn, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
     let body = read_body(app, body, &parts.headers).await?;
-    story.mark(RequestStage::Read);
-    story.body(body.len());
+    timeline.mark(RequestStage::Read);
+    timeline.body(body.len());
     let read_at = Instant::now();
     let permit = app.admission.enter(&app.metrics).await?;
-    story.mark(RequestStage::Admitted);
+    timeline.mark(RequestStage::Admitted);
     let ready_at = Instant::now();
     let queued = ready_at - read_at;
     let scan = scanned(app, &body, api).await?;
-    story.mark(RequestStage::Parsed);
+    timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body, api).await?;
     let mut headers = forwarded(parts.headers);
     headers.remove(explain::HEADER);
@@ -303,7 +303,7 @@ pub fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
     value.to_str().ok().map(str::to_owned)
 }
 
-/// All but what belongs to the client's connection, and cookies, which are for whoever set them: no worker did. No
+/// All but what belongs to the client's connection, and cookies, which no worker set. No
 /// accept-encoding: streams are watched as they pass.
 pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     remove_hop_by_hop(&mut headers);
@@ -342,9 +342,9 @@ pub async fn read_at_most(
     let mut first = Bytes::new();
     let mut all = BytesMut::new();
     loop {
-        let patience = Instant::now() + BODY_SILENCE;
-        let Ok(frame) = timeout_at(until.min(patience), body.frame()).await else {
-            if until > patience {
+        let silence_limit = Instant::now() + BODY_SILENCE;
+        let Ok(frame) = timeout_at(until.min(silence_limit), body.frame()).await else {
+            if until > silence_limit {
                 let waited_ms = BODY_SILENCE.as_millis() as u64;
                 return Err(RouteError::BodySilent { waited_ms });
             }

@@ -29,7 +29,7 @@ pub fn merge<'a>(pages: impl Iterator<Item = (&'a str, &'a str)>) -> String {
                     }
                 }
             } else if let Some((name, rest)) = sample(line) {
-                // Lines of a histogram end in _bucket, _sum, _count; one that nobody announced is its own family.
+                // Lines of a histogram end in _bucket, _sum, _count; one without a TYPE line is its own family.
                 let owner =
                     if !family.is_empty() && name.starts_with(family) { family } else { name };
                 let lines = &mut families.entry(owner).or_default().lines;

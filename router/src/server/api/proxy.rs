@@ -92,9 +92,9 @@ async fn work(
     let (parts, body) = request.into_parts();
     app.admission.check_queue()?;
     let body = read_body(app, body, &parts.headers).await?;
-    record.story.mark(RequestStage::Read);
+    record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
-    record.story.mark(RequestStage::Admitted);
+    record.timeline.mark(RequestStage::Admitted);
     let limit = app.config.request_timeout();
     to_one(app, head_of(parts)?, body, limit, Some(record)).await
 }
@@ -139,7 +139,7 @@ async fn to_one(
             avoid.add(failure.role, failure.worker);
             continue;
         }
-        return match failure.told {
+        return match failure.reply {
             ErrorReply::Error(err) => Err(err),
             ErrorReply::Answer { status, headers, body } => {
                 Ok(passed_on(status, end_to_end(&headers), body))
@@ -199,9 +199,9 @@ pub async fn models(
         uri: Uri::from_static("/v1/models"),
         headers: forwarded(request.into_parts().0.headers),
     };
-    let told = ask_each(&app, &head, &Bytes::new()).await;
+    let answers = ask_each(&app, &head, &Bytes::new()).await;
     let mut merged: Vec<Value> = Vec::new();
-    for asked in told.iter().filter(|told| told.is_success()) {
+    for asked in answers.iter().filter(|answer| answer.is_success()) {
         let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
             continue;
         };
@@ -212,7 +212,7 @@ pub async fn models(
         }
     }
     if merged.is_empty()
-        && let Some(asked) = told.into_iter().next()
+        && let Some(asked) = answers.into_iter().next()
     {
         return Ok(asked.passed_on());
     }
@@ -227,14 +227,14 @@ pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
         uri: Uri::from_static("/metrics"),
         headers: app.fleet.worker_headers(),
     };
-    let told = ask_each(&app, &head, &Bytes::new()).await;
-    let pages = told.iter().filter(|told| told.is_success());
-    let text = metrics_merge::merge(pages.map(|told| (told.url.as_str(), told.text.as_str())));
+    let answers = ask_each(&app, &head, &Bytes::new()).await;
+    let pages = answers.iter().filter(|answer| answer.is_success());
+    let text = metrics_merge::merge(pages.map(|answer| (answer.url.as_str(), answer.text.as_str())));
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
 /// A verb about one request, which only the workers that run it know: all are asked, since it may have come through
-/// another router. 404 when nobody knows it.
+/// another router. 404 when no worker knows it.
 pub async fn about_request(
     State(app): State<Arc<AppState>>,
     rid: Result<Path<String>, PathRejection>,
@@ -247,18 +247,18 @@ pub async fn about_request(
     let (parts, body) = request.into_parts();
     let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
     let head = head_of(parts)?;
-    let mut told = ask_each(&app, &head, &body).await;
-    told.retain(|told| told.status != Some(StatusCode::NOT_FOUND));
-    if told.is_empty() {
+    let mut answers = ask_each(&app, &head, &body).await;
+    answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
+    if answers.is_empty() {
         return Err(RouteError::UnknownRequest { rid });
     }
-    // A worker that runs it and refuses speaks before one that did as told, and that before one that could not be asked.
-    told.sort_by_key(|told| match told.status {
+    // A worker that runs it and refuses comes before one that did it, and that before one that could not be asked.
+    answers.sort_by_key(|answer| match answer.status {
         Some(status) if !status.is_success() => 0,
         Some(_) => 1,
         None => 2,
     });
-    Ok(told.swap_remove(0).passed_on())
+    Ok(answers.swap_remove(0).passed_on())
 }
 
 fn no_worker(app: &AppState) -> Option<RouteError> {
@@ -291,7 +291,7 @@ pub async fn fan_out(
     Ok(ask_all(&app, head, body).await)
 }
 
-/// Workers drop their caches, the policies what they believe of them.
+/// Workers drop their caches, the policies their estimates of them.
 pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
     let head = RequestHead {
         method: Method::POST,
@@ -402,15 +402,15 @@ async fn ask_each(app: &Arc<AppState>, head: &RequestHead, body: &Bytes) -> Vec<
             });
         }
     }
-    let mut told = Vec::new();
+    let mut answers = Vec::new();
     while let Some(joined) = asked.join_next().await {
         match joined {
-            Ok(one) => told.push(one),
+            Ok(one) => answers.push(one),
             Err(err) => tracing::error!(%err, "asking a worker panicked"),
         }
     }
-    told.sort_by(|a, b| a.url.cmp(&b.url));
-    told
+    answers.sort_by(|a, b| a.url.cmp(&b.url));
+    answers
 }
 
 async fn ask(

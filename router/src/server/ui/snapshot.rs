@@ -110,7 +110,7 @@ impl NodeView {
         candidates: &[std::sync::Arc<Candidate>],
         now_ms: u64,
     ) -> Self {
-        let (state, told) = (worker.state(), worker.description());
+        let (state, description) = (worker.state(), worker.description());
         let misfit = || app.fleet.registry.misfit(worker);
         let ranks = candidates.iter().filter(|c| c.worker.id == worker.id);
         Self {
@@ -121,8 +121,8 @@ impl NodeView {
             reason: state.reason().map(str::to_owned).or_else(misfit),
             circuit: app.fleet.registry.objections_to(worker).0.label(),
             load: worker.load(),
-            model: told.served_model_name.clone(),
-            version: told.version.clone(),
+            model: description.served_model_name.clone(),
+            version: description.version.clone(),
             ranks: ranks.map(|rank| RankView::of(rank, now_ms)).collect(),
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The file is read twice a second by its path, so that a replaced file and a ConfigMap's swapped link are seen as well as a
 //! written one. A change counts once two readings agree: half a file is not applied. What cannot be read or understood,
-//! and a list of nobody, change nothing.
+//! and an empty list, change nothing.
 
 use std::fs::File;
 use std::io::Read;
@@ -34,7 +34,7 @@ struct Entry {
     topology: Option<String>,
 }
 
-/// Read once, refuse what is wrong, then follow the file. Nobody in it yet is no mistake at the start.
+/// Read once, refuse what is wrong, then follow the file. An empty list is no mistake at the start.
 pub(super) fn start(
     mut feed: DiscoveryFeed,
     path: PathBuf,
@@ -50,7 +50,7 @@ pub(super) fn start(
             workers,
             ..DiscoveredWorkers::default()
         }),
-        Err(Bad::Nobody) => feed.failed(Bad::Nobody.to_string()),
+        Err(Bad::NoWorkers) => feed.failed(Bad::NoWorkers.to_string()),
         Err(bad) => return Err(refused(bad.to_string())),
     }
     tokio::spawn(follow(feed, path, roles, text, answers));
@@ -114,7 +114,7 @@ fn read(path: &Path) -> Result<String, String> {
 #[derive(Debug, PartialEq, thiserror::Error)]
 enum Bad {
     #[error("names no worker; list at least one")]
-    Nobody,
+    NoWorkers,
     #[error("{0}")]
     Text(String),
 }
@@ -122,18 +122,18 @@ enum Bad {
 /// All of it or nothing: a list with one mistake is not taken.
 fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
     if text.trim().is_empty() {
-        return Err(Bad::Nobody);
+        return Err(Bad::NoWorkers);
     }
     // JSON is YAML too.
     let value: Value = serde_saphyr::from_str(text)
         .map_err(|err| Bad::Text(format!("is neither JSON nor YAML: {err}")))?;
     let list = match value {
-        Value::Null => return Err(Bad::Nobody),
+        Value::Null => return Err(Bad::NoWorkers),
         Value::Array(list) => list,
         Value::Object(mut fields) if fields.len() == 1 && fields.contains_key("workers") => {
             match fields.remove("workers") {
                 Some(Value::Array(list)) => list,
-                Some(Value::Null) => return Err(Bad::Nobody),
+                Some(Value::Null) => return Err(Bad::NoWorkers),
                 _ => return Err(Bad::Text("'workers' is not a list".into())),
             }
         }
@@ -145,7 +145,7 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
         }
     };
     if list.is_empty() {
-        return Err(Bad::Nobody);
+        return Err(Bad::NoWorkers);
     }
     let mut specs: Vec<WorkerSpec> = Vec::new();
     for (at, value) in list.into_iter().enumerate() {
@@ -208,9 +208,9 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_apart_from_nonsense() {
-        for text in ["", "  \n", "[]", "workers: []", "workers:", "# nobody\n"] {
-            assert_eq!(parse(text, PD), Err(Bad::Nobody), "{text:?}");
+    fn empty_list_is_distinguished_from_nonsense() {
+        for text in ["", "  \n", "[]", "workers: []", "workers:", "# none\n"] {
+            assert_eq!(parse(text, PD), Err(Bad::NoWorkers), "{text:?}");
         }
         for (text, part) in [
             ("[{", "neither JSON nor YAML"),

@@ -1,8 +1,8 @@
 //! Kubernetes pods of one label selector: a worker is a pod that is Ready and has an IP.
 //!
-//! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it had, lists anew when
+//! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it had, lists again when
 //! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). An API server that accepts connections
-//! and sends nothing, not even the end of a watch, is reported after [`MAX_SILENCE`]. A pod that is deleted, or has been told
+//! and sends nothing, not even the end of a watch, is reported after [`MAX_SILENCE`]. A pod that is deleted, or has been asked
 //! to terminate, is drained at once; one that stops being Ready or is missing from a new list is drained as soon as
 //! another worker of its role is ready ([`DiscoveryFeed`]).
 //!
@@ -160,7 +160,7 @@ pub(super) fn start(
 #[derive(Debug, Clone, PartialEq)]
 enum Seen {
     Serving(WorkerSpec),
-    /// Told to terminate.
+    /// Asked to terminate.
     Ending(WorkerUrl),
     /// Not Ready, no address yet, or not usable.
     Nothing,
@@ -218,10 +218,10 @@ async fn follow(
     }
 }
 
-/// All pods of the selector as they were last told.
+/// All pods of the selector as they were last reported.
 struct Pods<'a> {
     wanted: &'a PodSelectors,
-    /// By uid: a pod made anew under an old name is another pod.
+    /// By uid: a pod recreated under an old name is another pod.
     known: HashMap<String, Seen>,
     /// A new list that is still coming in.
     relisted: HashMap<String, Seen>,
@@ -330,13 +330,13 @@ fn explained(err: &watcher::Error, place: &str) -> String {
         | watcher::Error::WatchError(status) => status,
         _ => return format!("{err}; is the API server up?"),
     };
-    let told = &status.message;
+    let message = &status.message;
     match status.code {
         401 | 403 => format!(
-            "Kubernetes refuses ({}) to show the pods of {place}: {told}; give the router's service account the verbs list and watch on pods there",
+            "Kubernetes refuses ({}) to show the pods of {place}: {message}; give the router's service account the verbs list and watch on pods there",
             status.code
         ),
-        code => format!("Kubernetes answered {code} about the pods of {place}: {told}"),
+        code => format!("Kubernetes answered {code} about the pods of {place}: {message}"),
     }
 }
 
@@ -429,12 +429,12 @@ mod tests {
     #[test]
     fn a_refusal_names_the_remedy() {
         let status = |code: u16| {
-            let status = json!({"code": code, "message": "told so"});
+            let status = json!({"code": code, "message": "because"});
             let status: Box<kube::core::Status> = serde_json::from_value(status).unwrap();
             explained(&watcher::Error::InitialListFailed(kube::Error::Api(status)), "namespace x")
         };
         let text = status(403);
-        for part in ["(403)", "namespace x", "told so", "verbs list and watch on pods"] {
+        for part in ["(403)", "namespace x", "because", "verbs list and watch on pods"] {
             assert!(text.contains(part), "{text}");
         }
         assert!(status(500).contains("answered 500"));

@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_reading_changes_nothing_and_is_told() {
+    async fn a_failed_reading_changes_nothing_and_is_reported() {
         let mut world = World::new();
         world.apply(&["p a:1"], &[]);
         world.feed.failed("unreadable".into());

@@ -188,7 +188,7 @@ impl Fields {
         if let Some(lora) = self.lora_name.or(self.lora_id.map(|id| id.to_string()))
             && begins
         {
-            space = format!("\u{1}lora {lora}\u{1}{space}"); // prompts here are not told apart by adapter
+            space = format!("\u{1}lora {lora}\u{1}{space}"); // prompts here are not distinguished by adapter
         }
         let salts = keys.into_iter().enumerate();
         let salts = salts.filter_map(|(at, keys)| Some((at, hash_of(&keys?))));
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_told_apart_here_gets_a_name_no_prompt_has() {
+    fn adapters_not_distinguished_here_get_a_name_no_prompt_has() {
         let lora = r#"["BlockStored",[1],null,[5],1,3,"GPU","sql"]"#;
         let image = r#"["BlockStored",[1],null,[5],1,null,"GPU",null,[["image",[4,5]]]]"#;
         let inner = r#"["BlockStored",[1,2],9,[5,6],1,null,"GPU",null,[null,["image"]]]"#;

@@ -130,7 +130,7 @@ async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), Subscripti
             ))),
         },
         EventKind::Error => {
-            Err(SubscriptionEnd::Connect(line.error.map_or_else(String::new, |told| told.message)))
+            Err(SubscriptionEnd::Connect(line.error.map_or_else(String::new, |error| error.message)))
         }
     }
 }

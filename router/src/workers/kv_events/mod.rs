@@ -122,7 +122,7 @@ async fn run(
     headers: HeaderMap,
 ) {
     let (mut pause, mut last) = (FIRST_PAUSE, None);
-    let mut told = String::new();
+    let mut last_reported = String::new();
     loop {
         let begun = Instant::now();
         let end: SubscriptionEnd = match &source {
@@ -139,11 +139,11 @@ async fn run(
             pause = FIRST_PAUSE;
         }
         let why = end.to_string();
-        if why == told {
+        if why == last_reported {
             tracing::debug!(worker = %reader.name, %source, why, "no events again");
         } else {
             tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
-            told = why;
+            last_reported = why;
         }
         sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
         pause = (pause * 2).min(LONGEST_PAUSE);

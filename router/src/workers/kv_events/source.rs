@@ -42,7 +42,7 @@ fn sglang_endpoint() -> String {
 /// The candidate's source, or why it has none.
 pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, String> {
     let worker = &candidate.worker;
-    let told = worker.description();
+    let description = worker.description();
     let rank = match (candidate.rank, worker.dp_size()) {
         (Some(rank), _) => rank,
         (None, 1) => 0,
@@ -52,8 +52,8 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
             ));
         }
     };
-    if told.engine.as_deref() == Some("baton") {
-        let state = told.internal_states.get(rank as usize);
+    if description.engine.as_deref() == Some("baton") {
+        let state = description.internal_states.get(rank as usize);
         return match state.and_then(|state| state.kv_events.as_ref()) {
             Some(_) => Ok(EventSource::Http { rank }),
             None => Err("it announces none; start it with --kv-events-config '{\"enable_kv_cache_events\": true}'".to_owned()),
@@ -65,8 +65,8 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
             || format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535");
         endpoint.address(host, rank).ok_or_else(beyond)
     };
-    let (events, replay) = match sglang(&told)? {
-        Some(told) => told,
+    let (events, replay) = match sglang(&description)? {
+        Some(endpoints) => endpoints,
         None => match &flags.kv_events_endpoint {
             Some(events) => (events.clone(), flags.kv_events_replay_endpoint.clone()),
             None => {
@@ -84,9 +84,9 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
 
 /// Endpoints of SGLang's flag, if the worker shows it.
 fn sglang(
-    told: &WorkerDescription,
+    description: &WorkerDescription,
 ) -> Result<Option<(KvEventEndpoint, Option<KvEventEndpoint>)>, String> {
-    let Some(text) = told.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
+    let Some(text) = description.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
         return Ok(None);
     };
     let config: SglangConfig = serde_json::from_str(text)

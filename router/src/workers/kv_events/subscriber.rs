@@ -142,9 +142,9 @@ impl EventReader {
         Ok(())
     }
 
-    /// The numbers begin anew: what is known stays a guess until the new copy is served.
-    pub fn begin_anew(&mut self) {
-        self.replica.begin_anew();
+    /// The numbers restart: what is known stays a guess until the new copy is served.
+    pub fn restart(&mut self) {
+        self.replica.restart();
     }
 
     fn resynced(&mut self, how: &str) {
@@ -170,7 +170,7 @@ impl EventReader {
     /// The stream ended. What was known is a guess now; or nothing, if it cannot be true or kept.
     pub fn ended(&mut self, end: &SubscriptionEnd) {
         self.metrics.kv_failure(self.role, end.label());
-        let told = match end {
+        let outcome = match end {
             SubscriptionEnd::Replica(_) => {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
                 self.with(CacheReplica::forget)
@@ -178,7 +178,7 @@ impl EventReader {
             _ => self.doubt(&end.to_string()),
         };
         // The policy has no entry for this rank any more: nothing is left to be doubted.
-        let _: Result<(), SubscriptionEnd> = told;
+        let _: Result<(), SubscriptionEnd> = outcome;
         self.status.lock().reason = Some(end.to_string());
         self.show();
     }

@@ -3,7 +3,7 @@
 //! 1. subscribe first, so that what is published meanwhile waits in the connection;
 //! 2. ask for a replay from the last batch that is known, that one included. It returns with the same time: the publisher is
 //!    still the same process, and everything behind it is taken in. Another time, or none: another process, whose numbers
-//!    begin anew;
+//!    restart;
 //! 3. read on. A number that is too large is a gap: back to 2. What no replay brings back makes the entry a guess until
 //!    the cache is cleared.
 
@@ -53,8 +53,8 @@ async fn run(
     match replay {
         Some(replay) => catch_up(reader, replay, last).await?,
         None => {
-            // Nobody can say whether it is still the same process.
-            reader.begin_anew();
+            // It may be another process by now.
+            reader.restart();
             *last = None;
         }
     }
@@ -86,7 +86,7 @@ async fn catch_up(
     last: &mut Option<LastBatch>,
 ) -> Result<(), SubscriptionEnd> {
     while !replayed(reader, replay, last).await? {
-        reader.begin_anew();
+        reader.restart();
         *last = None;
     }
     Ok(())

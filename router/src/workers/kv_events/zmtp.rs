@@ -3,7 +3,7 @@
 //! 1. greeting (64 bytes) and a READY command go out, the peer's come in ([`ZmtpPeer::connect`]);
 //! 2. messages of several frames go both ways; the peer's other commands are passed over;
 //! 3. any error ends the connection. Nothing reconnects behind the caller's back: that a connection broke is how a
-//!    restarted publisher is told from a quiet one.
+//!    restarted publisher is distinguished from a quiet one.
 //!
 //! Why not the `zeromq` crate (0.7): it reconnects by itself without a word, and believes any length a frame claims to
 //! have, which ends the process when memory for it cannot be had. The protocol is at rfc.zeromq.org/spec/23.

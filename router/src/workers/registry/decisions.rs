@@ -31,13 +31,13 @@ impl WorkerRegistry {
             let sending = wanted.sending(now_ms());
             let list = table.list_for(wanted.model);
             let now_ms = sending.request.now_ms;
-            let views = views(&list, wanted.heir_of, avoid.of(role), now_ms);
+            let views = views(&list, wanted.resumes_on, avoid.of(role), now_ms);
             let ticket = self.ticket();
             let decided = self.deciders.decide(role, &sending, &views, ticket);
             decided.and_then(|decided| self.take(&list, decided, ticket, wanted, &sending))
         };
         // Counted without the role's turn: remove() takes the worker list first and the turn second.
-        chosen.ok_or_else(|| self.nobody(role, wanted))
+        chosen.ok_or_else(|| self.no_worker_error(role, wanted))
     }
 
     /// A prefill and a decode worker; together where the policies can.
@@ -52,8 +52,8 @@ impl WorkerRegistry {
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
             let (p_list, d_list) = (prefill.list_for(wanted.model), decode.list_for(wanted.model));
-            let p_views = views(&p_list, wanted.heir_of, &avoid.prefill, now_ms);
-            let d_views = views(&d_list, wanted.heir_of, &avoid.worker, now_ms);
+            let p_views = views(&p_list, wanted.resumes_on, &avoid.prefill, now_ms);
+            let d_views = views(&d_list, wanted.resumes_on, &avoid.worker, now_ms);
             let tickets = [self.ticket(), self.ticket()];
             let sides = [(p_list.as_slice(), p_views.as_slice()), (&d_list, &d_views)];
             let makes = self.makes(sides);
@@ -70,7 +70,7 @@ impl WorkerRegistry {
                 (prefill, decode) => Ok(RouteError::NoPair { prefill, decode }),
             })
         };
-        pair.map_err(|why| why.unwrap_or_else(|role| self.nobody(role, wanted)))
+        pair.map_err(|why| why.unwrap_or_else(|role| self.no_worker_error(role, wanted)))
     }
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
@@ -114,21 +114,21 @@ impl WorkerRegistry {
         drop(turns);
         let Some(decided) = decided else {
             return Err(match sides.iter().position(|(_, views)| views.is_empty()) {
-                Some(at) => self.nobody(roles[at], wanted),
+                Some(at) => self.no_worker_error(roles[at], wanted),
                 None => RouteError::NoPair {
                     prefill: sides[0].1.len(),
                     decode: sides[sides.len() - 1].1.len(),
                 },
             });
         };
-        let told = roles.iter().zip(sides).zip(decided);
-        let told = told.map(|((role, (list, _)), (choice, explanation))| DryRun {
+        let runs = roles.iter().zip(sides).zip(decided);
+        let runs = runs.map(|((role, (list, _)), (choice, explanation))| DryRun {
             role: *role,
             worker: name_of(&list, choice.worker).to_owned(),
             decision: choice.why,
             explanation: named(&explanation, &list),
         });
-        Ok(told.collect())
+        Ok(runs.collect())
     }
 
     /// Fingerprints of the candidates of both sides, where not all of them can be paired.
@@ -152,10 +152,10 @@ impl WorkerRegistry {
     }
 
     /// Ready workers are always candidates, but for the rest of an answer that they cannot resume.
-    fn nobody(&self, role: Role, wanted: &SelectionRequest<'_>) -> RouteError {
+    fn no_worker_error(&self, role: Role, wanted: &SelectionRequest<'_>) -> RouteError {
         let (known, ready) = self.count(role);
-        match wanted.heir_of {
-            Some(_) if ready > 0 => RouteError::NoHeir { role, ready },
+        match wanted.resumes_on {
+            Some(_) if ready > 0 => RouteError::NoResumeWorker { role, ready },
             _ => RouteError::NoWorker { role, known, ready },
         }
     }
@@ -180,9 +180,9 @@ impl WorkerRegistry {
         let policy = self.deciders.policy(role).name();
         let labels = [role.label(), policy, choice.why.label()];
         self.metrics.decisions.with_label_values(&labels).inc();
-        let story = wanted.story.as_ref().map(|story| {
-            let told = explanation.and_then(|told| named(&told, candidates));
-            story.leg(role, &candidate.name, choice.why, told)
+        let timeline = wanted.timeline.as_ref().map(|timeline| {
+            let explanation = explanation.and_then(|full| named(&full, candidates));
+            timeline.leg(role, &candidate.name, choice.why, explanation)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
         Some(Selection {
@@ -197,7 +197,7 @@ impl WorkerRegistry {
                     at_ms: sent_ms,
                     is_first_token_known: !sending.tells_first_token(role),
                 },
-                story,
+                timeline,
                 metrics: self.metrics.clone(),
             },
             why: choice.why,
@@ -215,7 +215,7 @@ impl WorkerRegistry {
         let now_ms = now_ms();
         let avoid = avoid.of(role);
         candidates.iter().any(|c| {
-            c.is_heir(wanted.heir_of) && c.objection(avoid, now_ms) < WorkerObjection::Tried
+            c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
 }

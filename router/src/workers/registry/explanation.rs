@@ -20,19 +20,19 @@ pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option
     struct Named<'a, T> {
         worker: &'a str,
         #[serde(flatten)]
-        told: &'a T,
+        weighed: &'a T,
     }
     #[derive(Serialize)]
-    struct Told<'a, B, T> {
+    struct NamedExplanation<'a, B, T> {
         policy: &'a str,
         #[serde(flatten)]
         basis: &'a B,
         candidates: Vec<Named<'a, T>>,
     }
     let Explanation { policy, basis, candidates: weighed } = explanation;
-    let weighed = weighed.iter().map(|told| Named { worker: name_of(candidates, told.id), told });
-    let told = Told { policy, basis, candidates: weighed.collect() };
-    match to_raw_value(&told) {
+    let weighed = weighed.iter().map(|weighed| Named { worker: name_of(candidates, weighed.id), weighed });
+    let explanation = NamedExplanation { policy, basis, candidates: weighed.collect() };
+    match to_raw_value(&explanation) {
         Ok(json) => Some(json),
         Err(err) => {
             tracing::error!(%err, "cannot write an explanation");

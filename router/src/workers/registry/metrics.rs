@@ -1,4 +1,4 @@
-//! Gauges of workers, read from the registry when somebody scrapes.
+//! Gauges of workers, read from the registry at each scrape.
 
 use prometheus::GaugeVec;
 

@@ -4,7 +4,7 @@
 //!
 //! 1. registered by a flag or `POST /workers`: `Starting`; its health task (health.rs) begins to probe;
 //! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its candidates enter the snapshot
-//!    and the policies are told;
+//!    and the policies are notified;
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
 //!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
 //! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready` again;
@@ -86,8 +86,8 @@ pub struct WorkerRegistry {
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
     changing: Mutex<()>,
-    newcomers: StartupGate,
-    /// Told when candidates come or go.
+    startup_gate: StartupGate,
+    /// Notified when candidates come or go.
     changed: watch::Sender<()>,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
@@ -123,7 +123,7 @@ impl WorkerRegistry {
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
-            newcomers: StartupGate::default(),
+            startup_gate: StartupGate::default(),
             changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
@@ -221,9 +221,9 @@ impl WorkerRegistry {
     /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
     pub fn context_tokens(&self) -> Option<u64> {
         let workers = self.workers.read();
-        let told: Option<Vec<u64>> =
+        let versions: Option<Vec<u64>> =
             workers.iter().map(|worker| worker.description().context_length).collect();
-        told?.into_iter().max()
+        versions?.into_iter().max()
     }
 
     /// Longest prompt that some worker of each of `roles` takes, among those that serve `model` (`None`: any). `None`:
@@ -266,7 +266,7 @@ impl WorkerRegistry {
         ROLES.map(|role| (role, self.policy(role).stats(now_ms))).to_vec()
     }
 
-    /// Told from here on when candidates come or go.
+    /// Receiver of changes to the candidates from here on.
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
@@ -352,8 +352,8 @@ impl WorkerRegistry {
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let ranks: Vec<Option<u32>> =
             if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
-        let told = worker.description();
-        let (ranks, make) = (ranks.into_iter(), told.make());
+        let description = worker.description();
+        let (ranks, make) = (ranks.into_iter(), description.make());
         ranks
             .map(|rank| {
                 Arc::new(Candidate {
@@ -415,8 +415,8 @@ impl WorkerRegistry {
         *shared = Arc::new(list);
     }
 
-    /// The worker told what its ranks have to do; returns whether that was about any of its candidates.
-    pub fn loads_told(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
+    /// Take in a worker's load reports, one per rank; returns whether that was about any of its candidates.
+    pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
         let table = self.table(worker.role());
         let candidates = table.candidates.read().clone();
         let mut is_used = false;
@@ -427,8 +427,8 @@ impl WorkerRegistry {
             };
             if let Some(report) = report {
                 candidate.activity.lock().reported(report, now_ms());
-                let told = reported(candidate.id, report);
-                self.deciders.observe(worker.role(), &told);
+                let event = reported(candidate.id, report);
+                self.deciders.observe(worker.role(), &event);
                 is_used = true;
             }
         }
@@ -453,12 +453,12 @@ impl WorkerRegistry {
         }
     }
 
-    /// Answers whether a policy of these roles reads text, and block hashes: what nobody reads is not made.
+    /// Answers whether a policy of these roles reads text, and block hashes: unread ones are not made.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         self.deciders.needs(roles)
     }
 
-    /// Why nobody of the other role can be paired with this ready worker, though somebody is there.
+    /// Reason why no worker of the other role can be paired with this ready one, though there are some.
     pub fn misfit(&self, worker: &Worker) -> Option<String> {
         let other_role = match worker.role() {
             Role::Regular => return None,
@@ -468,8 +468,8 @@ impl WorkerRegistry {
         if self.all_fit.load(Ordering::Relaxed) || !worker.is_ready() {
             return None;
         }
-        let told = worker.description();
-        let make = told.make();
+        let description = worker.description();
+        let make = description.make();
         let others = self.workers();
         let others = others.iter().filter(|w| w.role() == other_role && w.is_ready());
         let theirs = |w: &Arc<Worker>| w.description().make();
@@ -480,8 +480,8 @@ impl WorkerRegistry {
         let there = nearest.description();
         let there_make = there.make();
         let differences = make.differs(&there_make).map(|aspect| {
-            let tell = |told: &WorkerDescription| told.aspect(aspect).unwrap_or_default();
-            let (here, there) = (tell(&told), tell(&there));
+            let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
+            let (here, there) = (value(&description), value(&there));
             format!("its {aspect} is {here}, there it is {there}")
         });
         let differences: Vec<_> = differences.collect();
@@ -549,13 +549,13 @@ impl WorkerRegistry {
     }
 
     /// Guard of a worker whose task begins to probe it.
-    pub fn newcomer(&self) -> PendingProbe {
-        self.newcomers.one_more()
+    pub fn pending_probe(&self) -> PendingProbe {
+        self.startup_gate.one_more()
     }
 
-    /// While one of these roles has nobody ready and a worker was not asked yet: wait for that, a second at most.
+    /// While one of these roles has no worker ready and a worker was not asked yet: wait for that, a second at most.
     pub async fn introductions(&self, roles: &[Role]) {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
-        self.newcomers.wait_unless(is_settled).await;
+        self.startup_gate.wait_unless(is_settled).await;
     }
 }

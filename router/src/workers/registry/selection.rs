@@ -22,12 +22,12 @@ pub struct SelectionRequest<'a> {
     pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
-    /// Told what is decided, if anybody wants to know.
-    pub story: Option<Arc<RequestTimeline>>,
+    /// Timeline that records the decision.
+    pub timeline: Option<Arc<RequestTimeline>>,
     /// With all that is weighed.
     pub explains: bool,
     /// Resumes the answer of a worker of this make (failover.rs).
-    pub heir_of: Option<WorkerFingerprint>,
+    pub resumes_on: Option<WorkerFingerprint>,
 }
 
 impl SelectionRequest<'_> {
@@ -84,12 +84,12 @@ impl ExcludedWorkers {
 /// Candidates that could resume the answer, and of these the ones with the fewest objections.
 pub(super) fn views(
     candidates: &[Arc<Candidate>],
-    heir_of: Option<WorkerFingerprint>,
+    resumes_on: Option<WorkerFingerprint>,
     avoid: &[WorkerId],
     now_ms: u64,
 ) -> Vec<WorkerView> {
-    let heirs = candidates.iter().filter(|c| c.is_heir(heir_of));
-    let judged: Vec<_> = heirs
+    let resumable = candidates.iter().filter(|c| c.can_resume(resumes_on));
+    let judged: Vec<_> = resumable
         .map(|c| {
             let view = WorkerView { id: c.id, load: c.load(), host: c.host };
             (view, c.objection(avoid, now_ms))

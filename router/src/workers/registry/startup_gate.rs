@@ -1,4 +1,4 @@
-//! Workers that were registered a moment ago and not asked yet. A request that would find nobody waits for their first
+//! Workers that were registered a moment ago and not asked yet. A request that would find no worker waits for their first
 //! probes, so that a router is of use from its first moment on, and a worker from its registration.
 
 use std::time::Duration;
@@ -36,7 +36,7 @@ impl StartupGate {
                 }
             }
         };
-        let _ = timeout(LONGEST_WAIT, all_asked).await; // too late: the request is told who is not ready
+        let _ = timeout(LONGEST_WAIT, all_asked).await; // too late: the request's error says which workers are not ready
     }
 }
 
@@ -57,14 +57,14 @@ mod tests {
 
     #[tokio::test]
     async fn wait_ends_when_settled_asked_or_after_the_limit() {
-        let newcomers = StartupGate::default();
-        let ends_at_once = |settled| newcomers.wait_unless(move || settled).now_or_never();
-        assert!(ends_at_once(false).is_some(), "no newcomers");
-        let (first, second) = (newcomers.one_more(), newcomers.one_more());
+        let gate = StartupGate::default();
+        let ends_at_once = |settled| gate.wait_unless(move || settled).now_or_never();
+        assert!(ends_at_once(false).is_some(), "no pending probe");
+        let (first, second) = (gate.one_more(), gate.one_more());
         assert!(ends_at_once(true).is_some(), "others are ready");
         assert!(ends_at_once(false).is_none(), "both are silent");
         let begin = Instant::now();
-        newcomers.wait_unless(|| false).await;
+        gate.wait_unless(|| false).await;
         assert!(begin.elapsed() >= LONGEST_WAIT, "both stayed silent");
 
         let is_ready = AtomicBool::new(false);
@@ -73,7 +73,7 @@ mod tests {
             is_ready.store(true, Ordering::SeqCst);
             drop(first);
         };
-        tokio::join!(newcomers.wait_unless(|| is_ready.load(Ordering::SeqCst)), first_answers);
+        tokio::join!(gate.wait_unless(|| is_ready.load(Ordering::SeqCst)), first_answers);
         drop(second);
         assert!(ends_at_once(false).is_some(), "all were asked");
     }

@@ -130,11 +130,11 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     assert_eq!(world.tell(2, &[]), ApplyResult::Gap { first: 1 });
     let policy = &world.policy;
     let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
-    world.replica.doubt(tell).expect("told");
+    world.replica.doubt(tell).expect("taken in");
     assert_eq!(world.expected(&ids), 16);
     world.replica.snapshot(3, &[announced(&ids[..8], 4, 0)], tell).expect("a snapshot");
     assert_eq!(world.expected(&ids), 8);
-    // The worker leaves: nothing of it stays, and its replica is told to begin anew.
+    // The worker leaves: nothing of it stays, and its replica has to restart.
     world.policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
     assert_eq!(world.expected(&ids), 0);
     let refused = world.replica.batch(3, &[announced(&ids[..12], 4, 8)], tell);
@@ -151,7 +151,7 @@ fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_befor
     let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
     let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
     assert!(matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))), "{refused:?}");
-    world.replica.forget(tell).expect("told");
+    world.replica.forget(tell).expect("taken in");
     TestSender::default().routed(&world.policy, 0, "abcd");
     let why = chosen(&world.policy, "abcd", &views(&[0, 0]), &mut rng(1)).why;
     assert!(matches!(why, SelectionReason::BestHolder(_)), "{why:?}");

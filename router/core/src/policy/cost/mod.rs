@@ -12,13 +12,13 @@
 //!
 //! What each part is for:
 //! * time instead of counts: a prompt of 100 000 tokens is seconds of work, ten of 100 are nothing;
-//! * beta: computing a prefix again delays everyone behind it and evicts somebody's blocks: nearly free at low load, what
+//! * beta: computing a prefix again delays everyone behind it and evicts other blocks: nearly free at low load, what
 //!   keeps the cluster stable near saturation. The plain argmin of time to first token has beta = 0;
 //! * in-flight blocks: a prefix counts from when its prompt is sent, so two turns close together meet;
 //! * heat: a copy of a hot prefix pays back over its next users, so those are copied early.
 //!
 //! Costs that differ by less than a prediction is worth are ties: they go to the smallest index, then to the fewest requests
-//! in flight, the least work of late, and to chance. A worker without the longest prefix must be cheaper by `hysteresis_ms`
+//! in flight, the least recent work, and to chance. A worker without the longest prefix must be cheaper by `hysteresis_ms`
 //! and `hysteresis_fraction` to win. When workers report their queues and the reports are old, other routers may see the
 //! same best worker: the cheaper of two drawn from the four cheapest is taken.
 //!
@@ -33,7 +33,7 @@
 //! domain (zone, rack), where both domains are known. [`CostPolicy::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
 //! Requests and k are what this router sent, and what other routers sent as far as j reports it.
 //!
-//! Sizes are tokens. Where nobody counted them they are text units times a ratio that starts at a quarter (a token in four
+//! Sizes are tokens. Where they were not counted they are text units times a ratio that starts at a quarter (a token in four
 //! characters) and follows what workers report.
 //!
 //! Budget: choose + observe < 100 µs (p99) at 128 workers and a prompt of 32 000 tokens (`benches/choose.rs`).
@@ -73,7 +73,7 @@ use crate::types::{
     WorkerFacts, WorkerId, WorkerView,
 };
 
-/// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed preference for whoever
+/// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed preference for the one that
 /// was measured a little faster would send every prompt of an idle fleet there.
 const TIE_MS: f64 = 1.0;
 const TIE_FRACTION: f64 = 0.02;
@@ -171,9 +171,9 @@ impl CostPolicy {
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
-            let told = tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
+            let explanation = tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
             let other = tell(&ScoringContext::of(&decode.model, &theirs, req, &d, known), &second);
-            Some([(first.choice, told), (second.choice, other)])
+            Some([(first.choice, explanation), (second.choice, other)])
         });
         ours.scratch.options = p;
         theirs.scratch.options = d;
@@ -214,7 +214,7 @@ impl CostPolicy {
         let (mut options, deepest) = state.estimate(&self.model, req, ready);
         let size = state.size_of(&req.prompt);
         if self.model.role == Role::Decode {
-            // Nobody knows here where the pages come from: as if from another machine, hidden by no prefill.
+            // Where the pages come from is not known here: as if from another machine, hidden by no prefill.
             for option in &mut options {
                 option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
                 option.cost_ms += option.partner_ms;
@@ -223,9 +223,9 @@ impl CostPolicy {
         let is_stale = self.model.role != Role::Decode
             && state.is_stale(&self.model.params, req.now_ms as f64);
         let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let told =
+            let explanation =
                 tell(&ScoringContext::of(&self.model, &state, req, &options, deepest), &picked);
-            (picked.choice, told)
+            (picked.choice, explanation)
         });
         state.scratch.options = options;
         decided
@@ -291,7 +291,7 @@ impl CostPolicy {
         Some(picked)
     }
 
-    /// A panic inside may have left the state half changed. It only predicts, so it starts anew with the same workers
+    /// A panic inside may have left the state half changed. It only predicts, so it restarts with the same workers
     /// rather than taking every later request down.
     fn lock(&self) -> MutexGuard<'_, CostState> {
         self.state.lock().unwrap_or_else(|poisoned| {
@@ -421,8 +421,8 @@ impl Policy for CostPolicy {
                 state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
             }
             PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                let told = WorkerReport { queued_tokens, running, age_ms };
-                state.reported(&self.model, worker, told, now_ms as f64);
+                let report = WorkerReport { queued_tokens, running, age_ms };
+                state.reported(&self.model, worker, report, now_ms as f64);
             }
             PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
             PolicyEvent::WorkerGone { worker } => {

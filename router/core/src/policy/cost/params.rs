@@ -69,8 +69,8 @@ impl CostModel {
     }
 
     pub(super) fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
-        let told = rank.facts.capacity_tokens;
-        told.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
+        let reported = rank.facts.capacity_tokens;
+        reported.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
     }
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.

@@ -23,8 +23,8 @@ const ONE_STEP_MS: f64 = 2.0;
 /// Prompts after which a busy period is observed though it goes on: what had begun before and what is unfinished at its
 /// ends is small against them.
 const BUSY_PERIOD: usize = 16;
-/// Ageing of engines that take the shortest prompt first: key = remaining - this × waited (the engines' default).
-const AGEING: f64 = 0.05;
+/// Aging of engines that take the shortest prompt first: key = remaining - this × waited (the engines' default).
+const AGING: f64 = 0.05;
 /// With such engines this part of the backlog counts as if it all ran before a new prompt: of prompts not yet sent, some
 /// will overtake it. The rest is what would really run before. Found by simulation (docs/routing.md).
 const OVERTAKEN: f64 = 0.25;
@@ -142,26 +142,26 @@ impl RankEstimate {
     /// A number that no worker can mean is no report: a worker that reports nonsense is not passed over for it.
     pub fn reported(
         &mut self,
-        told: WorkerReport,
+        report: WorkerReport,
         capacity_tokens: f64,
         fleet: PrefillSpeed,
         now_ms: f64,
     ) {
-        let at_ms = now_ms - told.age_ms as f64;
+        let at_ms = now_ms - report.age_ms as f64;
         if self.report.is_some_and(|known| known.at_ms > at_ms) {
             return;
         }
         self.settle(now_ms);
-        let requests = told.running.map_or(0, |running| running.requests);
-        if told.queued_tokens > MOST_QUEUED_TOKENS || requests > MOST_REQUESTS {
+        let requests = report.running.map_or(0, |running| running.requests);
+        if report.queued_tokens > MOST_QUEUED_TOKENS || requests > MOST_REQUESTS {
             self.report = None;
             return;
         }
-        let others = (told.queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
+        let others = (report.queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
         let speed = self.speed(fleet, now_ms);
         let others_ms =
             speed.ms(PrefillWork::of(others, 0.0)) - speed.ms(PrefillWork::of(0.0, 0.0));
-        let others = told.running.map(|running| {
+        let others = report.running.map(|running| {
             let used = running.pages_used as f64 / running.pages.max(1) as f64;
             self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
         });
@@ -366,7 +366,7 @@ impl RankEstimate {
         for (at, pending) in self.queue.iter().enumerate() {
             let ran = if at == 0 { ran } else { 0.0 };
             let remaining = (pending.predicted_ms - ran).max(0.0);
-            if remaining - AGEING * (now_ms - pending.sent_ms) <= own_ms {
+            if remaining - AGING * (now_ms - pending.sent_ms) <= own_ms {
                 before += remaining;
             }
         }
@@ -521,8 +521,8 @@ mod tests {
     fn reports_are_believed_within_bounds_and_for_a_while() {
         let mut rank = rank(QueueOrder::Arrival);
         let backlog_ms = |rank: &mut RankEstimate, queued_tokens, now_ms| {
-            let told = WorkerReport { queued_tokens, ..WorkerReport::default() };
-            rank.reported(told, 1e6, PrefillSpeed::default(), now_ms);
+            let report = WorkerReport { queued_tokens, ..WorkerReport::default() };
+            rank.reported(report, 1e6, PrefillSpeed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
         assert_eq!(backlog_ms(&mut rank, 10_000, 1_000.0), 1_000.0);

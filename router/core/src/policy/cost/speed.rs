@@ -239,8 +239,8 @@ mod tests {
             let speed = fitted(truth, &prompts);
             for &(uncached, cached) in &prompts {
                 let work = PrefillWork::of(uncached, cached);
-                let (told, is) = (speed.ms(work), truth.ms(work));
-                prop_assert!((told - is).abs() <= 0.1 * is + 1.0, "{told} for {is} at {uncached}+{cached}");
+                let (learned, is) = (speed.ms(work), truth.ms(work));
+                prop_assert!((learned - is).abs() <= 0.1 * is + 1.0, "{learned} for {is} at {uncached}+{cached}");
             }
         }
 

@@ -84,7 +84,7 @@ pub(super) struct CandidateCost {
     /// Blocks in its index.
     pub(super) size: usize,
     pub(super) load: usize,
-    /// Work sent to it of late [ms].
+    /// Work sent to it recently [ms].
     pub(super) recent_ms: f64,
 }
 
@@ -137,7 +137,7 @@ impl CostState {
         PromptSize { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
     }
 
-    /// Candidates with their costs, in no order, and how many blocks of the prompt anybody holds. The list is the
+    /// Candidates with their costs, in no order, and how many blocks of the prompt any worker holds. The list is the
     /// scratch's: give it back.
     pub(super) fn estimate(
         &mut self,
@@ -426,7 +426,7 @@ impl CostState {
         &mut self,
         policy: &CostModel,
         worker: WorkerId,
-        mut told: WorkerReport,
+        mut report: WorkerReport,
         now_ms: f64,
     ) {
         let speed = self.speed;
@@ -434,15 +434,15 @@ impl CostState {
             return;
         };
         match policy.role {
-            Role::Prefill => told.running = None,
-            Role::Decode if told.running.is_none() => return,
-            Role::Decode => told.queued_tokens = 0, // not of prompts to compute
+            Role::Prefill => report.running = None,
+            Role::Decode if report.running.is_none() => return,
+            Role::Decode => report.queued_tokens = 0, // not of prompts to compute
             Role::Regular => {}
         }
         // A rank with nothing to do does not repeat that, so its report is as good as new.
-        if told.queued_tokens == 0 && told.running.is_none_or(|running| running.requests == 0) {
-            told.age_ms = 0;
+        if report.queued_tokens == 0 && report.running.is_none_or(|running| running.requests == 0) {
+            report.age_ms = 0;
         }
-        rank.reported(told, policy.capacity_tokens(rank), speed, now_ms);
+        rank.reported(report, policy.capacity_tokens(rank), speed, now_ms);
     }
 }

@@ -212,7 +212,7 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     ));
 }
 
-fn told(policy: &CostPolicy, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
+fn report_load(policy: &CostPolicy, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
     policy.observe(&PolicyEvent::Reported {
         worker: WorkerId(id),
         queued_tokens,
@@ -235,7 +235,7 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     // Made while ours was there: half of it is others'. A prompt sent after it was made is in neither.
     sender.now_ms = 1_200;
     sender.routed(&policy, 0, &"b".repeat(10));
-    told(&policy, 0, 2_000, 50, 1_200);
+    report_load(&policy, 0, 2_000, 50, 1_200);
     let both = backlog_ms(&policy, 1_200);
     assert!((both - (ours + 100.0 - 50.0)).abs() < 6.0, "{both}");
     // Ours was finished after the report was made: the report's age has run it off.
@@ -244,13 +244,13 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     let gone = sender.routed(&policy, 0, &"c".repeat(10));
     sender.now_ms = 105;
     sender.first_token(&policy, gone, 0);
-    told(&policy, 0, 1_000, 105, 105);
+    report_load(&policy, 0, 1_000, 105, 105);
     assert_eq!(backlog_ms(&policy, 105), 0.0);
     // An older report does not replace a newer one, one of nothing is as good as new.
-    told(&policy, 0, 3_000, 10, 200);
-    told(&policy, 0, 90_000, 500, 210);
+    report_load(&policy, 0, 3_000, 10, 200);
+    report_load(&policy, 0, 90_000, 500, 210);
     assert!((backlog_ms(&policy, 210) - 280.0).abs() < 1.0);
-    told(&policy, 0, 0, 900_000, 220);
+    report_load(&policy, 0, 0, 900_000, 220);
     assert_eq!(backlog_ms(&policy, 220), 0.0);
     let ready = views(&[0, 0, 0]);
     let why = chosen_at(&sender, &policy, "new", &ready, &mut rng(1)).why;
@@ -421,12 +421,12 @@ fn a_worker_that_forgets_is_believed_less() {
     }
     let confidence = policy.stats(0).ranks[0].confidence;
     assert!(confidence < 0.1, "{confidence}");
-    let Some(told) =
+    let Some(forecast) =
         chosen_at(&sender, &policy, "abcdefgh", &views(&[0, 0]), &mut rng(1)).why.forecast()
     else {
         panic!("two candidates are a decision");
     };
-    assert!(told.cached_tokens < 80, "{told:?}");
+    assert!(forecast.cached_tokens < 80, "{forecast:?}");
 }
 
 #[test]
@@ -524,8 +524,8 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let pair = |near_load, far_host| {
         let ready = [at(0, far_host, 0), at(1, 3, near_load)];
         let pair = p.explain_pair(&d, &request, &[at(0, 1, 0)], &ready, &mut rng(1));
-        let [(_, _), (choice, told)] = pair.expect("a pair");
-        let crossing = told.candidates.iter().map(|weighed| match &weighed.terms {
+        let [(_, _), (choice, explanation)] = pair.expect("a pair");
+        let crossing = explanation.candidates.iter().map(|weighed| match &weighed.terms {
             PolicyTerms::Cost(terms) => (weighed.id, terms.crossing_ms),
             other => panic!("{other:?}"),
         });
@@ -724,17 +724,17 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
     let pair = || p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(4));
-    let told = p.explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4)).expect("a pair");
-    assert_eq!(pair(), Some((told[0].0, told[1].0)));
-    for (side, (choice, told)) in told.iter().enumerate() {
-        let PolicyBasis::Cost(basis) = told.basis else {
-            panic!("{told:?}");
+    let explained = p.explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4)).expect("a pair");
+    assert_eq!(pair(), Some((explained[0].0, explained[1].0)));
+    for (side, (choice, explanation)) in explained.iter().enumerate() {
+        let PolicyBasis::Cost(basis) = explanation.basis else {
+            panic!("{explanation:?}");
         };
         let terms = |weighed: &WeighedCandidate| match weighed.terms {
             PolicyTerms::Cost(terms) => terms,
             other => panic!("{other:?}"),
         };
-        let all: Vec<CostTerms> = told.candidates.iter().map(terms).collect();
+        let all: Vec<CostTerms> = explanation.candidates.iter().map(terms).collect();
         let least = all.iter().map(|t| t.prefill_ms).fold(f64::INFINITY, f64::min);
         for t in &all {
             let again = basis.price * (t.prefill_ms - least);
@@ -743,11 +743,11 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
             assert_eq!(t.cached_tokens + t.uncached_tokens, basis.prompt_tokens);
         }
         let forecast = choice.why.forecast().expect("predicted");
-        let chosen = told.candidates.iter().find(|c| c.id == choice.worker);
+        let chosen = explanation.candidates.iter().find(|c| c.id == choice.worker);
         let chosen = terms(chosen.expect("a candidate"));
         assert_eq!(forecast.cached_tokens, chosen.cached_tokens.round() as u32);
     }
-    assert_eq!(told[0].1.candidates.len(), 3);
+    assert_eq!(explained[0].1.candidates.len(), 3);
 }
 
 #[test]
