@@ -2,7 +2,9 @@
 
 | module | holds |
 |---|---|
-| `engine` | `EngineConfig`: every flag with its default and help; `parse`, `build`, the rules between flags |
+| `engine` | `EngineConfig`: every flag with its default, bounds and help |
+| `rules` | rules between flags |
+| `parsing` | `parse` and `build`: flags or values to a checked config |
 | `flags` | `opt` and `FlagParser`: flags made of the fields of a dataclass |
 | `classes` | `--priority-classes` |
 | `tenants` | `--tenant-config` |
@@ -13,3 +15,4 @@
 
 from baton.config.engine import *  # noqa: F403
 from baton.config.flags import *  # noqa: F403
+from baton.config.parsing import *  # noqa: F403

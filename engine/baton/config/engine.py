@@ -7,19 +7,12 @@ semantics agree.
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-import os
-import re
-import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from baton.config import kv_events, simulated, tenants
-from baton.config.classes import parse_classes
-from baton.config.flags import FlagMistake, FlagParser, add_flags, base_type, flag_name, opt, reader, refuse
-from baton.errors import ConfigError
+from baton.config.flags import opt
 
 LOOPBACK = "127.0.0.1"
 UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
@@ -87,12 +80,12 @@ class EngineConfig:
         "between for speed, length_scale and single numbers of it (docs/simulate.md)",
     )
     context_length: int | None = opt(
-        None, "longest prompt + answer accepted (default: the model's) [tokens]", also=("--max-model-len",)
+        None, "longest prompt + answer accepted (default: the model's) [tokens]", also=("--max-model-len",), ge=1
     )
     chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
-    port: int = opt(30000, "port of the HTTP server; 0 picks a free one")
+    port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)
     api_key: str | None = opt(
         None, "require 'Authorization: Bearer KEY' on all but health endpoints", env=SECRETS["api_key"]
     )
@@ -100,14 +93,18 @@ class EngineConfig:
     disaggregation_mode: str = opt(
         "null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode")
     )
-    disaggregation_bootstrap_port: int = opt(8998, "P node: port of the bootstrap server; 0 picks a free one")
+    disaggregation_bootstrap_port: int = opt(
+        8998, "P node: port of the bootstrap server; 0 picks a free one", ge=0, le=65535
+    )
     disaggregation_transfer_backend: str = opt(
         "auto",
         "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
         "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
         choices=("auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"),
     )
-    transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
+    transfer_port: int = opt(
+        0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones", ge=0, le=65535
+    )
     cluster_key: str | None = opt(
         None,
         "shared secret of all engines that authenticates KV transfers; without it they stay on loopback",
@@ -137,18 +134,27 @@ class EngineConfig:
         1,
         "threads per rank that take checksums of KV pages in host memory and copy them by shm; one room keeps at most "
         "two busy",
+        ge=1,
+        le=32,
     )
-    kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
+    kv_lease_secs: float = opt(
+        30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]", gt=0, lt=1e9
+    )
     kv_transfer_timeout_secs: float = opt(
-        60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]"
+        60.0,
+        "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]",
+        gt=0,
+        lt=1e9,
     )
     num_reserved_decode_tokens: int = opt(
-        512, "D keeps room for this many more tokens per running request when admitting [tokens]"
+        512, "D keeps room for this many more tokens per running request when admitting [tokens]", ge=0
     )
     nccl_max_ctas: int | None = opt(
         None,
         "thread blocks that NCCL may use per KV transfer, 1 to 32, of which each takes an SM and carries some 20 GB/s; "
         "P's value counts for a pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
+        ge=1,
+        le=32,
     )
     test_kv_fault: str | None = opt(
         None,
@@ -159,12 +165,18 @@ class EngineConfig:
         1,
         "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them",
         also=("--tp", "--tensor-parallel-size"),
+        ge=1,
+        le=64,
     )
     dist_timeout: float = opt(
-        120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]"
+        120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]", gt=0, le=86_400
     )
     dp_size: int = opt(
-        1, "data-parallel ranks, each with its own scheduler and KV pool", also=("--dp", "--data-parallel-size")
+        1,
+        "data-parallel ranks, each with its own scheduler and KV pool",
+        also=("--dp", "--data-parallel-size"),
+        ge=1,
+        le=64,
     )
     device: str = opt(
         "cpu",
@@ -186,35 +198,45 @@ class EngineConfig:
         None,
         "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every kernel (default: 256; "
         "never more than max-running-requests)",
+        ge=1,
+        le=1024,
     )
     cpu_threads: int = opt(
-        0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes"
+        0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes", ge=0
     )
 
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]", also=("--block-size",))
     max_total_tokens: int = opt(
-        0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]"
+        0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]", ge=0
     )
     kv_pool_mib: int | None = opt(
         None,
         "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "
         "share of all pages (default: 128 on the CPU; on a CUDA device sized by mem-fraction-static) [MiB]",
+        ge=1,
     )
     mem_fraction_static: float = opt(
         MEM_FRACTION,
         "CUDA: share of the device's whole memory for weights and KV pool together; less is taken when less is free. "
         "Several engines on one device share it, 0.4 each for two",
+        gt=0,
+        lt=1,
     )
-    host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]")
+    host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]", ge=0, lt=2**20)
     max_running_requests: int = opt(
         64,
         "most requests decoding at once per DP rank; with --device cuda 256 unless given",
         also=("--max-num-seqs",),
+        ge=1,
     )
-    max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
-    max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
+    max_queued_requests: int = opt(
+        4096, "most requests waiting per DP rank; more are answered 503 with Retry-After", ge=1
+    )
+    max_queued_tokens: int | None = opt(
+        None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]", ge=1
+    )
     queue_timeout_secs: float = opt(
-        0.0, "a request that has waited this long without having started is answered 503; 0: never [s]"
+        0.0, "a request that has waited this long without having started is answered 503; 0: never [s]", ge=0, lt=1e9
     )
     chunked_prefill_size: int = opt(
         512,
@@ -222,12 +244,12 @@ class EngineConfig:
         "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
         also=("--max-num-batched-tokens",),
     )
-    max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
+    max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]", ge=1)
     long_prefill_token_threshold: int = opt(
         0,
         "most tokens of one prompt per step, so that a long one leaves some to others; 0: no limit (as vLLM) [tokens]",
     )
-    prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
+    prefill_max_requests: int | None = opt(None, "most prompts that one step may work on", ge=1)
     enable_dynamic_chunking: bool = opt(
         False, "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one"
     )
@@ -235,14 +257,20 @@ class EngineConfig:
         0.0,
         "size chunks so that a step takes about this long, decode rows included; at least one page, at most "
         "chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the time of a full first chunk [ms]",
+        ge=0,
+        le=60_000,
     )
     watermark: float = opt(
-        0.01, "share of the KV pool that must stay available after a request was admitted beside others, 0 to 0.5"
+        0.01,
+        "share of the KV pool that must stay available after a request was admitted beside others, 0 to 0.5",
+        ge=0,
+        le=0.5,
     )
     clip_max_new_tokens: int = opt(
         4096,
         "an answer is never expected to be longer than this, unless ignore_eos fixes its length [tokens]",
         env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+        ge=1,
     )
     schedule_policy: str = opt(
         "auto",
@@ -261,30 +289,41 @@ class EngineConfig:
             "adaptive",
         ),
     )
-    lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
-    lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
+    lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0)
+    lpm_aging_tokens_per_s: float = opt(
+        0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]", ge=0, lt=1e12
+    )
     in_batch_prefix_caching_check_threshold: int = opt(
         -1,
         "lpm: a request with at most this many cached tokens goes last if an earlier waiting one begins alike (SGLang "
         "has 32); -1: off, requests of one step share their pages anyway [tokens]",
         env="IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
+        ge=-1,
     )
     in_batch_prefix_caching_deprioritize_threshold: int = opt(
         32,
         "lpm: how many first tokens have to be equal for that [tokens]",
         env="IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
+        ge=1,
     )
     short_first_output_weight: str = opt(
         "auto", "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only"
     )
-    short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
-    srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
-    srpt_aging_backlog_secs: float = opt(
-        60.0, "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]"
+    short_first_aging_tokens_per_s: float = opt(
+        500.0, "short-first: waiting shortens a request by this [tokens/s]", ge=0, lt=1e12
     )
-    adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]")
-    adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean")
-    default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
+    srpt_aging: float = opt(
+        0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate", ge=0, lt=1e12
+    )
+    srpt_aging_backlog_secs: float = opt(
+        60.0,
+        "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]",
+        ge=0,
+        lt=1e12,
+    )
+    adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]", ge=0.1, le=3600)
+    adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean", ge=0, lt=1e12)
+    default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]", ge=1)
     deadline_miss_action: str = opt(
         "demote",
         "a request that cannot meet its ttft_deadline_ms: edf puts it back by edf-demotion-secs, or keeps its place; "
@@ -295,16 +334,20 @@ class EngineConfig:
         300.0,
         "edf: a request that cannot meet its deadline counts as this much later; the bound of its wait behind others "
         "that can [s]",
+        ge=0,
+        lt=1e12,
     )
     max_partial_prefills: int = opt(
         4,
         "srpt-aging, edf, or with priorities: behind this many unfinished prompts, which hold pages, a request starts "
         "only if one step completes it",
+        ge=1,
     )
     admission_skip_ahead: int = opt(
         8,
         "waiting requests without enough pages (or behind max-partial-prefills) that a step may pass over, per class; "
         "pages are kept for the first of them; 0: nothing passes",
+        ge=0,
     )
     priority_classes: str | None = opt(
         None,
@@ -315,39 +358,52 @@ class EngineConfig:
     tenant_config: str | None = opt(
         None, "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight"
     )
-    prompt_token_weight: float = opt(1.0, "what a computed prompt token counts for its tenant")
-    output_token_weight: float = opt(2.0, "what a generated token counts for its tenant")
+    prompt_token_weight: float = opt(1.0, "what a computed prompt token counts for its tenant", gt=0, le=1e6)
+    output_token_weight: float = opt(2.0, "what a generated token counts for its tenant", gt=0, le=1e6)
     cached_token_weight: float = opt(
-        0.1, "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1"
+        0.1, "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1", ge=0, le=1
     )
     max_idle_tenants: int = opt(
-        10000, "tenants without waiting requests whose accounts are kept; the longest idle is forgotten"
+        10000, "tenants without waiting requests whose accounts are kept; the longest idle is forgotten", ge=1
     )
     enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
     schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
     abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
     priority_scheduling_preemption_threshold: int = opt(
-        10, "a waiting request preempts running ones whose priority is lower by more than this"
+        10, "a waiting request preempts running ones whose priority is lower by more than this", ge=0
     )
-    default_priority: int | None = opt(None, "priority of requests that state none (default: below every stated one)")
-    priority_aging_rate: float = opt(0.0, "priority gained per second of waiting (order only, never preemption)")
-    priority_aging_max: float | None = opt(None, "most priority that waiting can gain (default: no limit)")
+    default_priority: int | None = opt(
+        None, "priority of requests that state none (default: below every stated one)", gt=-(2**31), lt=2**31
+    )
+    priority_aging_rate: float = opt(
+        0.0, "priority gained per second of waiting (order only, never preemption)", ge=0, lt=1e12
+    )
+    priority_aging_max: float | None = opt(
+        None, "most priority that waiting can gain (default: no limit)", ge=0, lt=1e12
+    )
     priority_adjustment_function: str | None = opt(
         None, "module:callable that may replace a waiting request's priority, called as fn(request, load)"
     )
-    priority_adjust_interval_ms: int = opt(250, "a waiting request is shown to that function this often [ms]")
+    priority_adjust_interval_ms: int = opt(
+        250, "a waiting request is shown to that function this often [ms]", ge=1, le=3_600_000
+    )
     preemption_mode: str = opt(
         "cache",
         "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it to the host pool, "
         "auto offloads where copying is faster than computing",
         choices=("recompute", "cache", "offload", "auto"),
     )
-    max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune")
-    preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
+    max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune", ge=1)
+    preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]", ge=0)
     starvation_threshold_ms: int = opt(
-        10000, "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]"
+        10000,
+        "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]",
+        ge=1,
+        le=86_400_000,
     )
-    schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
+    schedule_conservativeness: float = opt(
+        1.0, "scales the estimate of how much running requests will still generate", gt=0, lt=1e6
+    )
     disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
     radix_eviction_policy: str = opt(
         "lru",
@@ -368,10 +424,12 @@ class EngineConfig:
         0.0,
         "with prefill-first: several prefill steps may follow each other while decode rows wait no longer than this; "
         "0: one step [ms]",
+        ge=0,
+        le=60_000,
     )
-    stream_interval: int = opt(1, "tokens per streamed event [tokens]")
-    request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
-    drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
+    stream_interval: int = opt(1, "tokens per streamed event [tokens]", ge=1)
+    request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]", gt=0, lt=1e9)
+    drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]", ge=0, lt=1e9)
     random_seed: int = opt(0, "seed of dummy weights")
     metrics_compat: str = opt(
         "none",
@@ -432,308 +490,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _is_address_or_name(text: str) -> bool:
-    """True for an IP address of one host, and for a host name."""
-    if text in UNSPECIFIED_HOSTS:
-        return False
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", text) is not None
-    return True
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= 1
-    except ValueError:
-        return False
-
-
-def _violations(c: EngineConfig) -> list[str]:
-    """Every rule between fields and ranges; each message names the flag, the value and what to do."""
-    bad: list[str] = []
-
-    def rule(ok: bool, text: str) -> None:
-        if not ok:
-            bad.append(text)
-
-    rule(c.cluster_key != "", "--cluster-key is empty: give a long random text, or leave it out")
-    rule(c.second_cluster_key != "", "--second-cluster-key is empty: give the other key, or leave it out")
-    rule(
-        c.second_cluster_key is None or c.cluster_key is not None,
-        "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key",
-    )
-    rule(
-        c.disaggregation_mode != "prefill" or c.bootstrap_listen_host == c.host or c.host in UNSPECIFIED_HOSTS,
-        f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for "
-        f"them; {KV_REMEDY}",
-    )
-    for name in ("kv_host", "kv_advertise_host"):
-        host = getattr(c, name)
-        rule(
-            host is None or c.is_kv_open or is_loopback(host),
-            f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback addresses; {KV_REMEDY}",
-        )
-    rule(
-        c.kv_advertise_host is None or _is_address_or_name(c.kv_advertise_host),
-        f"--kv-advertise-host {c.kv_advertise_host}: give one IPv4 address, IPv6 address without brackets or host "
-        "name, without a port",
-    )
-    rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
-    rule(
-        c.tp_size == 1 or c.dp_size == 1 or c.disaggregation_mode != "prefill",
-        f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes",
-    )
-    rule(
-        c.attention_backend != "flashinfer" or c.device != "cpu",
-        f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch",
-    )
-    for why_not, reason in (
-        (c.device == "cpu", "there are no CUDA graphs on --device cpu"),
-        (c.tp_size > 1, f"steps are not recorded with --tp-size {c.tp_size}"),
-        (c.disable_cuda_graph, "--disable-cuda-graph is set, too"),
-    ):
-        rule(
-            c.cuda_graph_max_bs is None or not why_not,
-            f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: {reason}; leave it out",
-        )
-    rule(
-        c.cuda_graph_max_bs is None or 1 <= c.cuda_graph_max_bs <= 1024,
-        f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: give 1 to 1024 rows",
-    )
-    rule(
-        c.nccl_max_ctas is None or 1 <= c.nccl_max_ctas <= 32,
-        f"--nccl-max-ctas {c.nccl_max_ctas}: give 1 to 32 thread blocks",
-    )
-    rule(1 <= c.kv_copy_threads <= 32, f"--kv-copy-threads {c.kv_copy_threads}: give 1 to 32 threads")
-    rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
-    rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
-    rule(
-        c.chunked_prefill_size == -1
-        or (c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % max(c.page_size, 1) == 0),
-        f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size}), or "
-        "-1 to compute each prompt in one step",
-    )
-    for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
-        rule(
-            c.chunked_prefill_size != -1 or not getattr(c, name),
-            f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out",
-        )
-    rule(
-        c.long_prefill_token_threshold == 0 or c.long_prefill_token_threshold >= c.page_size,
-        f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: use at least --page-size "
-        f"({c.page_size}), or 0 for no limit",
-    )
-    for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval"):
-        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
-    class_names: Collection[str] = ()
-    if c.priority_classes is not None:
-        classes, mistakes = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
-        class_names = classes.names
-        bad.extend(f"--priority-classes {c.priority_classes}: {mistake}" for mistake in mistakes)
-    if c.tenant_config is not None:
-        try:
-            tenants.load(c.tenant_config, class_names)
-        except ConfigError as err:
-            bad.append(err.message)
-    rule(
-        not c.disable_class_charge_decode or c.priority_classes is not None,
-        "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out",
-    )
-    for name in ("prompt_token_weight", "output_token_weight"):
-        rule(0 < getattr(c, name) <= 1e6, f"{flag_name(name)} {getattr(c, name)}: use a number above 0, at most 1e6")
-    rule(0 <= c.cached_token_weight <= 1, f"--cached-token-weight {c.cached_token_weight}: use 0 to 1")
-    rule(c.max_idle_tenants >= 1, f"--max-idle-tenants {c.max_idle_tenants}: must be at least 1")
-    for name in ("max_partial_prefills", "max_preemptions_per_request", "default_deadline_ms"):
-        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
-    rule(
-        1 <= c.starvation_threshold_ms <= 86_400_000,
-        f"--starvation-threshold-ms {c.starvation_threshold_ms}: give 1 to 86400000 (a day)",
-    )
-    rule(
-        c.decision_log is None or c.decision_log != c.scheduler_trace,
-        f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files",
-    )
-    for name in (
-        "lpm_aging_tokens_per_s",
-        "short_first_aging_tokens_per_s",
-        "srpt_aging",
-        "srpt_aging_backlog_secs",
-        "edf_demotion_secs",
-        "priority_aging_rate",
-        "adaptive_tail_weight",
-    ):
-        rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: give a number from 0 to below 1e12")
-    rule(
-        c.short_first_output_weight == "auto" or _is_share(c.short_first_output_weight),
-        f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1",
-    )
-    rule(
-        c.priority_aging_max is None or 0 <= c.priority_aging_max < 1e12,
-        f"--priority-aging-max {c.priority_aging_max}: must not be negative; leave it out for no limit",
-    )
-    rule(
-        c.priority_aging_max is None or c.priority_aging_rate > 0,
-        f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0",
-    )
-    rule(
-        c.priority_adjustment_function is None or c.enable_priority_scheduling,
-        f"--priority-adjustment-function {c.priority_adjustment_function}: needs --enable-priority-scheduling",
-    )
-    rule(
-        1 <= c.priority_adjust_interval_ms <= 3_600_000,
-        f"--priority-adjust-interval-ms {c.priority_adjust_interval_ms}: use 1 to 3600000",
-    )
-    rule(
-        c.default_priority is None or abs(c.default_priority) < 2**31,
-        f"--default-priority {c.default_priority}: use an integer between -2147483647 and 2147483647",
-    )
-    for name in (
-        "admission_skip_ahead",
-        "lpm_degrade_threshold",
-        "priority_scheduling_preemption_threshold",
-        "preemption_min_remaining_tokens",
-    ):
-        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
-    rule(
-        0.1 <= c.adaptive_window_secs <= 3600,
-        f"--adaptive-window-secs {c.adaptive_window_secs}: use 0.1 to 3600 s; each comparison costs some 25 ms",
-    )
-    rule(
-        0 <= c.queue_timeout_secs < 1e9,
-        f"--queue-timeout-secs {c.queue_timeout_secs}: must not be negative; 0 switches it off",
-    )
-    rule(
-        c.max_queued_tokens is None or c.max_queued_tokens >= 1,
-        f"--max-queued-tokens {c.max_queued_tokens}: must be at least 1",
-    )
-    for name in ("step_target_ms", "max_decode_gap_ms"):
-        rule(0 <= getattr(c, name) <= 60_000, f"{flag_name(name)} {getattr(c, name)}: give 0 to 60000 ms")
-    rule(0 <= c.watermark <= 0.5, f"--watermark {c.watermark}: give a share of the pool from 0 to 0.5")
-    rule(
-        c.in_batch_prefix_caching_check_threshold >= -1,
-        f"--in-batch-prefix-caching-check-threshold {c.in_batch_prefix_caching_check_threshold}: give -1 (off) or more",
-    )
-    rule(
-        c.in_batch_prefix_caching_deprioritize_threshold >= 1,
-        f"--in-batch-prefix-caching-deprioritize-threshold {c.in_batch_prefix_caching_deprioritize_threshold}: "
-        "must be at least 1",
-    )
-    rule(c.clip_max_new_tokens >= 1, f"--clip-max-new-tokens {c.clip_max_new_tokens}: must be at least 1")
-    rule(
-        not c.max_decode_gap_ms or (c.prefill_first and not c.enable_mixed_chunk),
-        f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
-        "--enable-mixed-chunk; otherwise they join every step: leave it out",
-    )
-    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs"):
-        rule(0 < getattr(c, name) < 1e9, f"{flag_name(name)} {getattr(c, name)}: give seconds above 0 and below 1e9")
-    rule(
-        0 < c.dist_timeout <= 86_400, f"--dist-timeout {c.dist_timeout:g}: give seconds above 0, at most 86400 (a day)"
-    )
-    rule(
-        0 <= c.drain_timeout_secs < 1e9,
-        f"--drain-timeout-secs {c.drain_timeout_secs}: give seconds from 0 (do not wait) to below 1e9",
-    )
-    rule(
-        0 < c.schedule_conservativeness < 1e6,
-        f"--schedule-conservativeness {c.schedule_conservativeness}: give a number above 0 and below 1e6",
-    )
-    for name in ("prefill_max_requests", "context_length", "kv_pool_mib"):
-        value = getattr(c, name)
-        rule(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1, or left out")
-    for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
-        rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
-    for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
-        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
-    rule(
-        0 < c.mem_fraction_static < 1,
-        f"--mem-fraction-static {c.mem_fraction_static:g}: give a share above 0 and below 1",
-    )
-    rule(
-        c.device != "cpu" or c.mem_fraction_static == MEM_FRACTION,
-        f"--mem-fraction-static {c.mem_fraction_static:g}: it sizes the pool of a CUDA device, --device is cpu; use "
-        "--kv-pool-mib",
-    )
-    rule(
-        not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size),
-        f"--max-total-tokens {c.max_total_tokens}: give at least two pages",
-    )
-    rule(
-        not (c.disable_radix_cache and c.radix_eviction_policy != "lru"),
-        f"--radix-eviction-policy {c.radix_eviction_policy}: nothing is cached with --disable-radix-cache; "
-        "drop one of the two",
-    )
-    if c.simulate is not None:
-        bad += _not_simulated(c)
-    bad += kv_events.mistakes(c.kv_events_config, c.dp_size)
-    rule(
-        not (c.disable_radix_cache and c.kv_events_config),
-        f"--kv-events-config {c.kv_events_config[:100]}: nothing is cached with --disable-radix-cache; "
-        "drop one of the two",
-    )
-    rule(
-        0 <= c.host_kv_gib < 2**20,
-        f"--host-kv-gib {c.host_kv_gib}: give 0 (none) or a size in GiB below 1048576",
-    )
-    rule(
-        not (c.disable_radix_cache and c.host_kv_gib),
-        f"--host-kv-gib {c.host_kv_gib:g}: nothing is cached with --disable-radix-cache; drop one of the two",
-    )
-    rule(
-        not (c.preemption_mode == "offload" and not c.host_kv_gib),
-        "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache",
-    )
-    return bad
-
-
-def _not_simulated(c: EngineConfig) -> list[str]:
-    """Flags about a device, where there is none."""
-    given = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name in simulated.NO_MEANING}
-    usual = {f.name: f.default for f in dataclasses.fields(c)}
-    return [
-        f"{flag_name(name)} {value}: there is no device with --simulate; leave it out"
-        for name, value in given.items()
-        if value != usual[name]
-    ]
-
-
-def build(values: dict[str, Any]) -> EngineConfig:
-    """Make a checked config from field values. Raises ConfigError that lists every violation."""
-    bad: list[str] = []
-    if values.get("device") == "cuda":
-        values = {**CUDA_DEFAULTS, **values}
-    if values.get("simulate") is not None:
-        try:
-            values = {**simulated.defaults(values["simulate"]), **values}
-        except ConfigError as err:
-            bad.append(err.message)
-    hints = typing.get_type_hints(EngineConfig)
-    for f in dataclasses.fields(EngineConfig):
-        env = f.metadata["env"]
-        if env and f.name not in values and os.environ.get(env):
-            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
-            if isinstance(value, FlagMistake):
-                bad.append(f"environment {env}: {value.text}")
-            else:
-                values[f.name] = value
-    config = EngineConfig(**values)
-    if bad := bad + _violations(config):
-        raise ConfigError("\n".join(bad))
-    return config
-
-
-def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
-    """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
-    parser = FlagParser(prog, "One Baton engine: prefill node, decode node, or both in one.")
-    add_flags(parser, EngineConfig)
-    values, bad = parser.read(argv)
-    try:
-        config = build(values)
-    except ConfigError as err:
-        bad.append(err.message)
-    if bad:
-        refuse(prog, bad)
-    return config

@@ -5,24 +5,66 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from baton.config.unsupported_flags import INSTEAD
 
 
+@dataclass(frozen=True, slots=True)
+class ValueRange:
+    """Interval that a number has to lie in."""
+
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return value >= self.ge and value <= self.le and (value > self.gt or self.gt == -math.inf) and value < self.lt
+
+    def __str__(self) -> str:
+        if self.ge > -math.inf and self.le < math.inf:
+            return f"{_plain(self.ge)} to {_plain(self.le)}"
+        low = f"at least {_plain(self.ge)}" if self.ge > -math.inf else f"above {_plain(self.gt)}"
+        high = f"at most {_plain(self.le)}" if self.le < math.inf else f"below {_plain(self.lt)}"
+        return " and ".join([low] * (low != "above -inf") + [high] * (high != "below inf"))
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}".replace("e+0", "e").replace("e+", "e")
+
+
 def opt(
-    default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None, also: Sequence[str] = ()
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    env: str | None = None,
+    also: Sequence[str] = (),
+    **bounds: float,
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
 
-    `also`: names of the same flag in SGLang and vLLM.
+    Args:
+        also: names of the same flag in SGLang and vLLM.
+        bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in docs/flags.md.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "also": also})
+    metadata = {"help": help, "choices": choices, "env": env, "also": also}
+    return dataclasses.field(default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None})
+
+
+def out_of_range(config: Any) -> Iterator[str]:
+    """Sentences about the fields of a config whose number is outside its bounds. None is always inside."""
+    for f in dataclasses.fields(config):
+        value, allowed = getattr(config, f.name), f.metadata["range"]
+        if allowed is not None and value is not None and value not in allowed:
+            yield f"{flag_name(f.name)} {value}: give {allowed}"
 
 
 def flag_name(field_name: str) -> str:
@@ -149,6 +191,7 @@ def markdown(cls: type) -> str:
         kind = base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
         value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
+        value += f", {f.metadata['range']}" if f.metadata["range"] else ""
         default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
         env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""
         flags = " ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["also"]))

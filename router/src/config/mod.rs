@@ -18,6 +18,7 @@ mod tokens;
 mod unsupported_flags;
 mod workers;
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
@@ -265,10 +266,10 @@ pub enum ParseStop {
 }
 
 /// Less than a few hundred prompts' worth of index is a mistake.
-const MIN_INDEX_BYTES: usize = 1 << 20;
+const MIN_INDEX_BYTES: f64 = 1_048_576.0;
 
 /// Smallest file: a line with the candidates of a large fleet has tens of kilobytes.
-const MIN_LOG_BYTES: u64 = 1 << 20;
+const MIN_LOG_BYTES: f64 = 1_048_576.0;
 
 /// Headers searched for a request id when --request-id-headers is absent.
 const REQUEST_ID_HEADERS: [&str; 4] =
@@ -359,135 +360,110 @@ impl RouterConfig {
 
     /// Every rule between fields and ranges; each message names the flag, the value and what to do.
     fn check(&self, bad: &mut Vec<String>) {
-        let mut rule = |ok: bool, text: String| {
-            if !ok {
-                bad.push(text);
+        for (flag, value, range) in self.ranges() {
+            if !range.contains(&value) {
+                let (least, most) = range.into_inner();
+                let most =
+                    if most == f64::MAX { String::new() } else { format!(", at most {most}") };
+                // At f32's precision, which some flags have.
+                let fraction = (value as f32).to_string();
+                let given = if value.fract() == 0.0 { value.to_string() } else { fraction };
+                bad.push(format!("{flag} {given}: give at least {least}{most}"));
             }
-        };
-        let fraction = self.routing.cache_threshold;
-        rule(
-            (0.0..=1.0).contains(&fraction),
-            format!("--cache-threshold {fraction}: give a fraction from 0 to 1"),
-        );
-        let ratio = self.routing.balance_rel_threshold;
-        rule(ratio >= 1.0, format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"));
-        rule(
-            self.routing.default_capacity_tokens >= 1,
-            "--default-capacity-tokens 0: must be at least 1".to_owned(),
-        );
-        let ms = self.routing.kv_pull_ms_per_kilotoken;
-        rule(
-            ms >= 0.0 && ms.is_finite(),
-            format!("--kv-pull-ms-per-kilotoken {ms}: give a time of at least 0"),
-        );
-        let crossing_ms = self.routing.kv_pull_crossing_ms_per_kilotoken;
-        rule(
-            crossing_ms >= ms && crossing_ms.is_finite(),
-            format!(
-                "--kv-pull-crossing-ms-per-kilotoken {crossing_ms}: give at least --kv-pull-ms-per-kilotoken {ms}"
-            ),
-        );
-        let bytes = self.observe.decision_log_max_bytes;
-        rule(
-            bytes >= MIN_LOG_BYTES,
-            format!("--decision-log-max-bytes {bytes}: give at least {MIN_LOG_BYTES}"),
-        );
-        let files = self.observe.decision_log_files;
-        rule(
-            (1..=1000).contains(&files),
-            format!("--decision-log-files {files}: give a number from 1 to 1000"),
-        );
-        let factor = self.retry.retry_backoff_multiplier;
-        rule(
-            factor >= 1.0 && factor.is_finite(),
-            format!("--retry-backoff-multiplier {factor}: must be at least 1"),
-        );
-        let jitter = self.retry.retry_jitter_factor;
-        rule(
-            (0.0..=1.0).contains(&jitter),
-            format!("--retry-jitter-factor {jitter}: give a fraction from 0 to 1"),
-        );
-        let ratio = self.retry.retry_budget_ratio;
-        rule(
-            ratio >= 0.0 && ratio.is_finite(),
-            format!("--retry-budget-ratio {ratio}: give retries per request, at least 0"),
-        );
-        for (flag, value) in [
-            ("--retry-max-retries", u64::from(self.retry.retry_max_retries)),
-            ("--failover-concurrency", self.retry.failover_concurrency as u64),
-            ("--cb-failure-threshold", u64::from(self.breaker.cb_failure_threshold)),
-            ("--cb-success-threshold", u64::from(self.breaker.cb_success_threshold)),
-            ("--health-failure-threshold", u64::from(self.health.health_failure_threshold)),
-            ("--health-success-threshold", u64::from(self.health.health_success_threshold)),
-            ("--health-check-timeout-secs", self.health.health_check_timeout_secs),
-            ("--health-check-interval-secs", self.health.health_check_interval_secs),
-            ("--worker-startup-check-interval", self.workers.worker_startup_check_interval),
-            ("--eviction-interval-secs", self.routing.eviction_interval_secs),
-            ("--max-idle-secs", self.routing.max_idle_secs),
-        ] {
-            rule(value >= 1, format!("{flag} {value}: must be at least 1"));
         }
-        let bytes = self.routing.max_index_bytes;
-        rule(
-            bytes >= MIN_INDEX_BYTES,
-            format!(
-                "--max-index-bytes {bytes}: give at least {MIN_INDEX_BYTES}, less remembers next to nothing"
-            ),
-        );
+        bad.extend(self.malformed_texts());
+        bad.extend(self.between_groups().map(str::to_owned));
+        bad.extend(self.discovery.complaints(self.workers.pd_disaggregation));
+        bad.extend(self.workers.complaints());
+        bad.extend(self.observe.complaints());
+        bad.extend(self.tls.complaints());
+        bad.extend(self.limits.complaints(self.forecasts()));
+        bad.extend(self.tokens.complaints());
+        bad.extend(self.kv_events.complaints());
+        bad.extend(keys::complaints(&self.listen.control_plane_api_keys));
+        bad.extend(self.worker_specs().err().unwrap_or_default());
+    }
+
+    /// Numbers with bounds that their types do not have. `f64::MAX`: none but being finite.
+    fn ranges(&self) -> [(&'static str, f64, RangeInclusive<f64>); 22] {
+        const NATURAL: RangeInclusive<f64> = 0.0..=f64::MAX;
+        const POSITIVE: RangeInclusive<f64> = 1.0..=f64::MAX;
+        let (routing, retry, breaker) = (&self.routing, &self.retry, &self.breaker);
+        let (health, observe) = (&self.health, &self.observe);
+        let pull_ms = routing.kv_pull_ms_per_kilotoken;
+        let crossing_ms = routing.kv_pull_crossing_ms_per_kilotoken;
+        let log_bytes = observe.decision_log_max_bytes as f64;
+        let probe_secs = health.health_check_timeout_secs as f64;
+        let probe_pause_secs = health.health_check_interval_secs as f64;
+        let startup_secs = self.workers.worker_startup_check_interval as f64;
+        [
+            ("--cache-threshold", routing.cache_threshold.into(), 0.0..=1.0),
+            ("--balance-rel-threshold", routing.balance_rel_threshold.into(), POSITIVE),
+            ("--default-capacity-tokens", routing.default_capacity_tokens as f64, POSITIVE),
+            ("--kv-pull-ms-per-kilotoken", pull_ms, NATURAL),
+            ("--kv-pull-crossing-ms-per-kilotoken", crossing_ms, pull_ms..=f64::MAX),
+            ("--max-index-bytes", routing.max_index_bytes as f64, MIN_INDEX_BYTES..=f64::MAX),
+            ("--eviction-interval-secs", routing.eviction_interval_secs as f64, POSITIVE),
+            ("--max-idle-secs", routing.max_idle_secs as f64, POSITIVE),
+            ("--decision-log-max-bytes", log_bytes, MIN_LOG_BYTES..=f64::MAX),
+            ("--decision-log-files", observe.decision_log_files.into(), 1.0..=1000.0),
+            ("--retry-backoff-multiplier", retry.retry_backoff_multiplier, POSITIVE),
+            ("--retry-jitter-factor", retry.retry_jitter_factor, 0.0..=1.0),
+            ("--retry-budget-ratio", retry.retry_budget_ratio, NATURAL),
+            ("--retry-max-retries", retry.retry_max_retries.into(), POSITIVE),
+            ("--failover-concurrency", retry.failover_concurrency as f64, POSITIVE),
+            ("--cb-failure-threshold", breaker.cb_failure_threshold.into(), POSITIVE),
+            ("--cb-success-threshold", breaker.cb_success_threshold.into(), POSITIVE),
+            ("--health-failure-threshold", health.health_failure_threshold.into(), POSITIVE),
+            ("--health-success-threshold", health.health_success_threshold.into(), POSITIVE),
+            ("--health-check-timeout-secs", probe_secs, POSITIVE),
+            ("--health-check-interval-secs", probe_pause_secs, POSITIVE),
+            ("--worker-startup-check-interval", startup_secs, POSITIVE),
+        ]
+    }
+
+    fn malformed_texts(&self) -> Vec<String> {
+        let mut bad = Vec::new();
         let path = &self.health.health_check_endpoint;
-        rule(
-            path.starts_with('/'),
-            format!("--health-check-endpoint {path}: give a path that starts with '/'"),
-        );
+        if !path.starts_with('/') {
+            bad.push(format!("--health-check-endpoint {path}: give a path that starts with '/'"));
+        }
         for name in &self.listen.request_id_headers {
-            rule(
-                http::HeaderName::try_from(name.as_str()).is_ok(),
-                format!("--request-id-headers {name}: not a header name"),
-            );
+            if http::HeaderName::try_from(name.as_str()).is_err() {
+                bad.push(format!("--request-id-headers {name}: not a header name"));
+            }
         }
         for origin in &self.listen.cors_allowed_origins {
-            rule(
-                http::HeaderValue::try_from(origin.as_str()).is_ok(),
-                format!("--cors-allowed-origins {origin}: not an origin"),
-            );
-        }
-        rule(
-            self.workers.pd_disaggregation
-                || (self.workers.prefill.is_empty() && self.workers.decode.is_empty()),
-            "--prefill and --decode need --pd-disaggregation".to_owned(),
-        );
-        rule(
-            !self.workers.pd_disaggregation || self.workers.worker_urls.is_empty(),
-            "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode".to_owned(),
-        );
-        rule(
-            !(self.workers.is_dp_aware() && self.health.disable_health_check),
-            "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
-                .to_owned(),
-        );
-        rule(
-            !self.discovery.is_tls() || !self.tls.ca_cert_paths.is_empty(),
-            "--service-discovery-scheme https needs --ca-cert-paths, the certificates that pods' must descend from"
-                .to_owned(),
-        );
-        let discovery = self.discovery.complaints(self.workers.pd_disaggregation);
-        for text in discovery
-            .into_iter()
-            .chain(self.workers.complaints())
-            .chain(self.observe.complaints())
-            .chain(self.tls.complaints())
-            .chain(self.limits.complaints(self.forecasts()))
-            .chain(self.tokens.complaints())
-            .chain(self.kv_events.complaints())
-            .chain(keys::complaints(&self.listen.control_plane_api_keys))
-        {
-            rule(false, text);
-        }
-        if let Err(problems) = self.worker_specs() {
-            for text in problems {
-                rule(false, text);
+            if http::HeaderValue::try_from(origin.as_str()).is_err() {
+                bad.push(format!("--cors-allowed-origins {origin}: not an origin"));
             }
         }
+        bad
+    }
+
+    /// Rules between flags of different groups.
+    fn between_groups(&self) -> impl Iterator<Item = &'static str> {
+        let workers = &self.workers;
+        let has_pairs = !workers.prefill.is_empty() || !workers.decode.is_empty();
+        let rules = [
+            (
+                !workers.pd_disaggregation && has_pairs,
+                "--prefill and --decode need --pd-disaggregation",
+            ),
+            (
+                workers.pd_disaggregation && !workers.worker_urls.is_empty(),
+                "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode",
+            ),
+            (
+                workers.is_dp_aware() && self.health.disable_health_check,
+                "--dp-aware learns the ranks from healthy workers; drop --disable-health-check",
+            ),
+            (
+                self.discovery.is_tls() && self.tls.ca_cert_paths.is_empty(),
+                "--service-discovery-scheme https needs --ca-cert-paths, the certificates that pods' must descend from",
+            ),
+        ];
+        rules.into_iter().filter(|(is_broken, _)| *is_broken).map(|(_, text)| text)
     }
 
     pub fn has_static_workers(&self) -> bool {

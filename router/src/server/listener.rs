@@ -259,7 +259,8 @@ where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;
-    let header_timeout = HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
+    let header_timeout =
+        HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
     let stream = header_timeout.watch(stream);
     let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());

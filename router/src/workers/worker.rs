@@ -276,8 +276,8 @@ impl Worker {
             }
             _ => QueueOrder::Arrival,
         };
-        let is_sglang_decode =
-            description.engine.is_none() && description.disaggregation_mode.as_deref() == Some("decode");
+        let is_sglang_decode = description.engine.is_none()
+            && description.disaggregation_mode.as_deref() == Some("decode");
         let has_decode_cache = description.disaggregation_decode_enable_radix_cache == Some(true);
         WorkerFacts {
             is_cacheless: description.disable_radix_cache == Some(true)

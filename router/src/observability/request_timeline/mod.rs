@@ -569,7 +569,8 @@ mod tests {
             best_cached_tokens: 64,
             best_ttft_ms: 12,
         };
-        let leg = timeline.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
+        let leg =
+            timeline.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
         leg.sent();
         leg.ended(RequestOutcome::Failure);
         timeline.failed(Role::Regular, "connect");
@@ -590,7 +591,9 @@ mod tests {
         assert_eq!(recorded["legs"][1]["usage"]["cached_tokens"], 60);
         assert_eq!(recorded["failed_attempts"][0]["reason"], "connect");
         assert!(records["timeline"]["ended_ms"].is_number());
-        assert!(timeline.summary().contains("http://b") && !timeline.summary().contains("http://a"));
+        assert!(
+            timeline.summary().contains("http://b") && !timeline.summary().contains("http://a")
+        );
         assert!(timeline.stages().connect.is_some() && timeline.stages().first_token.is_none());
     }
 }

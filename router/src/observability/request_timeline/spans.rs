@@ -112,7 +112,8 @@ impl AttemptTimeline {
             ("baton.worker".into(), text(&self.worker)),
             ("baton.why".into(), text(self.why.label())),
         ];
-        attributes.extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));
+        attributes
+            .extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));
         attributes.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
         if let Some(forecast) = self.why.forecast() {
             let cached = AttributeValue::Int(forecast.cached_tokens.into());
@@ -124,7 +125,8 @@ impl AttemptTimeline {
         }
         if let Some(usage) = self.usage {
             let mut count = |name: &'static str, tokens: Option<u32>| {
-                attributes.extend(tokens.map(|tokens| (name.into(), AttributeValue::Int(tokens.into()))));
+                attributes
+                    .extend(tokens.map(|tokens| (name.into(), AttributeValue::Int(tokens.into()))));
             };
             count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
             count("gen_ai.usage.output_tokens", usage.completion_tokens);

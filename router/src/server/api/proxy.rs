@@ -229,7 +229,8 @@ pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
     };
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let pages = answers.iter().filter(|answer| answer.is_success());
-    let text = metrics_merge::merge(pages.map(|answer| (answer.url.as_str(), answer.text.as_str())));
+    let text =
+        metrics_merge::merge(pages.map(|answer| (answer.url.as_str(), answer.text.as_str())));
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 

@@ -129,9 +129,9 @@ async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), Subscripti
                 line.seq
             ))),
         },
-        EventKind::Error => {
-            Err(SubscriptionEnd::Connect(line.error.map_or_else(String::new, |error| error.message)))
-        }
+        EventKind::Error => Err(SubscriptionEnd::Connect(
+            line.error.map_or_else(String::new, |error| error.message),
+        )),
     }
 }
 

@@ -30,7 +30,8 @@ pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option
         candidates: Vec<Named<'a, T>>,
     }
     let Explanation { policy, basis, candidates: weighed } = explanation;
-    let weighed = weighed.iter().map(|weighed| Named { worker: name_of(candidates, weighed.id), weighed });
+    let weighed =
+        weighed.iter().map(|weighed| Named { worker: name_of(candidates, weighed.id), weighed });
     let explanation = NamedExplanation { policy, basis, candidates: weighed.collect() };
     match to_raw_value(&explanation) {
         Ok(json) => Some(json),

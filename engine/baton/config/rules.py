@@ -1,0 +1,160 @@
+"""Rules between flags of an engine. Each yields sentences that name the flag, the value and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+from collections.abc import Collection, Iterator
+
+from baton.config import kv_events, simulated, tenants
+from baton.config.classes import parse_classes
+from baton.config.engine import KV_REMEDY, LOOPBACK, MEM_FRACTION, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
+from baton.config.flags import flag_name, out_of_range
+from baton.errors import ConfigError
+
+
+def mistakes(config: EngineConfig) -> Iterator[str]:
+    """All that is wrong with a config."""
+    yield from out_of_range(config)
+    for rules in (_transfer, _device, _step, _queue, _sharing, _priority, _memory, _simulated):
+        yield from rules(config)
+    yield from kv_events.mistakes(config.kv_events_config, config.dp_size)
+
+
+def _transfer(c: EngineConfig) -> Iterator[str]:
+    if c.cluster_key == "":
+        yield "--cluster-key is empty: give a long random text, or leave it out"
+    if c.second_cluster_key == "":
+        yield "--second-cluster-key is empty: give the other key, or leave it out"
+    if c.second_cluster_key is not None and c.cluster_key is None:
+        yield "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key"
+    if c.disaggregation_mode == "prefill" and c.bootstrap_listen_host != c.host and c.host not in UNSPECIFIED_HOSTS:
+        yield (
+            f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look "
+            f"for them; {KV_REMEDY}"
+        )
+    for name in ("kv_host", "kv_advertise_host"):
+        host = getattr(c, name)
+        if host is not None and not c.is_kv_open and not is_loopback(host):
+            yield f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback; {KV_REMEDY}"
+    if c.kv_advertise_host is not None and not _is_address_or_name(c.kv_advertise_host):
+        yield (
+            f"--kv-advertise-host {c.kv_advertise_host}: give one IPv4 address, IPv6 address without brackets or host "
+            "name, without a port"
+        )
+
+
+def _is_address_or_name(text: str) -> bool:
+    """True for an IP address of one host, and for a host name."""
+    if text in UNSPECIFIED_HOSTS:
+        return False
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", text) is not None
+    return True
+
+
+def _device(c: EngineConfig) -> Iterator[str]:
+    if c.tp_size > 1 and c.dp_size > 1 and c.disaggregation_mode == "prefill":
+        yield f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes"
+    if c.attention_backend == "flashinfer" and c.device == "cpu":
+        yield f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch"
+    if c.cuda_graph_max_bs is not None:
+        for why_not, reason in (
+            (c.device == "cpu", "there are no CUDA graphs on --device cpu"),
+            (c.tp_size > 1, f"steps are not recorded with --tp-size {c.tp_size}"),
+            (c.disable_cuda_graph, "--disable-cuda-graph is set, too"),
+        ):
+            if why_not:
+                yield f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: {reason}; leave it out"
+
+
+def _step(c: EngineConfig) -> Iterator[str]:
+    if c.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+        yield f"--page-size {c.page_size}: use a power of two from 1 to 128"
+    chunk = c.chunked_prefill_size
+    if chunk != -1 and (chunk < c.page_size or chunk % max(c.page_size, 1)):
+        yield (
+            f"--chunked-prefill-size {chunk}: use a positive multiple of --page-size ({c.page_size}), or -1 to compute "
+            "each prompt in one step"
+        )
+    for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
+        if chunk == -1 and getattr(c, name):
+            yield f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out"
+    if c.long_prefill_token_threshold and c.long_prefill_token_threshold < c.page_size:
+        yield (
+            f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: use at least --page-size "
+            f"({c.page_size}), or 0 for no limit"
+        )
+    if c.max_decode_gap_ms and (not c.prefill_first or c.enable_mixed_chunk):
+        yield (
+            f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
+            "--enable-mixed-chunk; otherwise they join every step: leave it out"
+        )
+
+
+def _queue(c: EngineConfig) -> Iterator[str]:
+    if c.short_first_output_weight != "auto" and not _is_share(c.short_first_output_weight):
+        yield f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1"
+    if c.decision_log is not None and c.decision_log == c.scheduler_trace:
+        yield f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files"
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _sharing(c: EngineConfig) -> Iterator[str]:
+    class_names: Collection[str] = ()
+    if c.priority_classes is not None:
+        classes, wrong = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        class_names = classes.names
+        yield from (f"--priority-classes {c.priority_classes}: {mistake}" for mistake in wrong)
+    elif c.disable_class_charge_decode:
+        yield "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out"
+    if c.tenant_config is not None:
+        try:
+            tenants.load(c.tenant_config, class_names)
+        except ConfigError as err:
+            yield err.message
+
+
+def _priority(c: EngineConfig) -> Iterator[str]:
+    if c.priority_aging_max is not None and c.priority_aging_rate <= 0:
+        yield f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0"
+    if c.priority_adjustment_function is not None and not c.enable_priority_scheduling:
+        yield f"--priority-adjustment-function {c.priority_adjustment_function}: needs --enable-priority-scheduling"
+    if c.preemption_mode == "offload" and not c.host_kv_gib:
+        yield "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache"
+
+
+def _memory(c: EngineConfig) -> Iterator[str]:
+    if c.device == "cpu" and c.mem_fraction_static != MEM_FRACTION:
+        yield (
+            f"--mem-fraction-static {c.mem_fraction_static:g}: it sizes the pool of a CUDA device, --device is cpu; "
+            "use --kv-pool-mib"
+        )
+    if c.max_total_tokens and c.max_total_tokens < 2 * c.page_size:
+        yield f"--max-total-tokens {c.max_total_tokens}: give at least two pages"
+    if c.disable_radix_cache:
+        for flag, value in (
+            ("--radix-eviction-policy", c.radix_eviction_policy if c.radix_eviction_policy != "lru" else ""),
+            ("--kv-events-config", c.kv_events_config[:100]),
+            ("--host-kv-gib", f"{c.host_kv_gib:g}" if c.host_kv_gib else ""),
+        ):
+            if value:
+                yield f"{flag} {value}: nothing is cached with --disable-radix-cache; drop one of the two"
+
+
+def _simulated(c: EngineConfig) -> Iterator[str]:
+    """Flags about a device, where there is none."""
+    if c.simulate is None:
+        return
+    for f in dataclasses.fields(c):
+        if f.name in simulated.NO_MEANING and (value := getattr(c, f.name)) != f.default:
+            yield f"{flag_name(f.name)} {value}: there is no device with --simulate; leave it out"
