@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.sched.planner import Planner
+from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
@@ -144,7 +144,7 @@ def check(plain: Plain, cluster: Cluster, case: Case, turn: int, which: int) -> 
 @pytest.fixture(autouse=True)
 def preemption_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preempt at every moment: measured step times would spare a request that is about to end."""
-    monkeypatch.setattr(Planner, "_saves_time", lambda *_, **__: True)
+    monkeypatch.setattr(PreemptionPlanner, "_saves_time", lambda *_, **__: True)
 
 
 def test_the_selection_holds_every_pair() -> None:

@@ -21,8 +21,8 @@ from pathlib import Path
 import aiohttp
 
 from baton.cli.bench.words import words
+from baton.config import simulated
 from baton.config.simulated import scaled
-from baton.runtime.simulated import device
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
@@ -66,7 +66,7 @@ async def sweep(fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, rows: li
 
 
 async def measure(options: argparse.Namespace, log_dir: Path) -> str:
-    simulated = device.read(options.device)
+    device = simulated.read(options.device)
     rows = [int(text) for text in options.concurrency.split(",")]
     flags = ["--simulate", options.device, "--dp-size", "8"]
     roles = {"prefill": [*flags, "--schedule-policy", options.order], "decode": [*flags, "--stream-interval", "16"]}
@@ -78,15 +78,15 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
     ):
         for _ in range(options.rounds):
             for arm in arms:
-                results[arm.name].append(await sweep(fleet, arm, session, rows, simulated.length_scale))
+                results[arm.name].append(await sweep(fleet, arm, session, rows, device.length_scale))
     print(f"{options.rounds} rounds, {options.device}, {options.order}; {machine()}")
     lines = ["| at once | " + " | ".join(f"{a.name}: TTFT p95, TPOT p95 [ms], hits" for a in arms) + " | change |"]
     lines.append("|---|" + "---|" * (len(arms) + 1))
-    per_token = simulated.speed / simulated.length_scale
+    per_token = device.speed / device.length_scale
 
     def cell(name: str, row: int) -> tuple[list[float], list[float], float]:
         seen = [sweep[row] for sweep in results[name]]
-        ttft = [s.ms("ttft", 0.95) * simulated.speed for s in seen]
+        ttft = [s.ms("ttft", 0.95) * device.speed for s in seen]
         return ttft, [s.ms("tpot", 0.95) * per_token for s in seen], statistics.mean(s.hit_rate for s in seen)
 
     for row, concurrency in enumerate(rows):
@@ -95,7 +95,7 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
             f"{statistics.median(ttft):.0f}, {statistics.median(tpot):.1f}, {hits:.2f}"
             for ttft, tpot, hits in cells.values()
         ]
-        off, on = (cells[arm.name] for arm in ARMS[:2])
+        off, on = (cells[arm.name][:2] for arm in ARMS[:2])
         plain, aware = ([sweep[row].seconds for sweep in results[arm.name]] for arm in ARMS[:2])
         changes = [
             f"{name} " + " / ".join(f"{(b / a - 1) * 100:+.0f} %" for a, b in zip(off[i], on[i], strict=True))

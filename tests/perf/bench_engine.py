@@ -32,7 +32,7 @@ def make_small(path: Path) -> None:
         vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -227,7 +227,8 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
         while len(started_rows) < batch or min(started_rows.values()) < 2:
             for handle, n in driver.turn().items():
                 started_rows[handle] = started_rows.get(handle, 0) + n
-        times, tokens = [], effort.context * batch + sum(started_rows.values())
+        times: list[float] = []
+        tokens = effort.context * batch + sum(started_rows.values())
         busy, began = driver.device_seconds, time.perf_counter()
         last = began
         while len(times) < effort.steps:

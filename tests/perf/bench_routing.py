@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 
 from baton.cli.bench import replay
+from baton.config import simulated
 from baton.config.simulated import StepModel
-from baton.runtime.simulated import device
 from baton.sim import trace as traces
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
@@ -54,10 +54,10 @@ def work_per_node(options: argparse.Namespace, trace: list[traces.TraceRequest],
 
 
 async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, Any]]:
-    simulated = device.read(options.device)
-    scale, speed = simulated.length_scale, simulated.speed
+    device = simulated.read(options.device)
+    scale, speed = device.length_scale, device.speed
     trace = traces.read(traces.locate(options.trace), options.limit or None)
-    span = work_per_node(options, trace, simulated.model) / options.load
+    span = work_per_node(options, trace, device.model) / options.load
     work = replay.asks(trace, span / traces.arrivals(trace)[-1] / speed)
     shape = f"{options.workers} engines" if options.workers else f"{options.prefill} P and {options.decode} D nodes"
     print(
@@ -104,7 +104,7 @@ async def one(
     after = await replay.worker_counts(session, fleet.urls("worker") or fleet.urls("prefill"))
     split = [after[url] - before[url] for url in before]
     times = replay.rows(outcome)["TTFT ms"]
-    result = {
+    result: dict[str, Any] = {
         "arm": arm.name,
         "round": number,
         "failed": len(outcome.failures),

@@ -10,6 +10,7 @@ take turns within one run, so that a neighbour's load falls on both. Results are
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import random
@@ -19,6 +20,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
@@ -147,6 +149,11 @@ def _rows_alone() -> list[Row]:
     return [Row(i, i, 100, 1, True, array("i", [-1]), 7, array("i")) for i in range(ROWS)]
 
 
+def _commit(sched: Scheduler, plan: StepPlan, result: StepResult) -> None:
+    sched.commit(plan, result)
+    sched.drain_events()
+
+
 def time_steps(name: str, sched: Scheduler, seconds: float, stop: StopReason, steps: int = 8000) -> None:
     planning, committing, plain = Times(), Times(), Times()
     gc.collect()
@@ -157,7 +164,7 @@ def time_steps(name: str, sched: Scheduler, seconds: float, stop: StopReason, st
         assert plan.num_decode == len(plan.rows) == ROWS
         assert plan.stopped_by is stop
         result = StepResult([7] * ROWS)
-        committing.call(lambda plan=plan, result=result: (sched.commit(plan, result), sched.drain_events()))
+        committing.call(functools.partial(_commit, sched, plan, result))
         plain.call(_rows_alone)
     report(f"plan, {name}", planning, budget=300e-6, plain=plain)
     report(f"commit + events, {name}", committing)
@@ -375,7 +382,7 @@ def bench_host(_seconds: float) -> None:
     demo = Path(baton.models.__file__).parent / "demo"
     budget = 400e-6
 
-    def engine(**flags: object) -> EngineLoop:
+    def engine(**flags: Any) -> EngineLoop:
         return make_engine(demo, dtype="bfloat16", page_size=16, max_total_tokens=4096, **flags)
 
     arms = {"overlap on": engine(), "overlap off": engine(disable_overlap_schedule=True)}
@@ -407,7 +414,7 @@ def _decode_alone(engine: object, req: ValidatedRequest) -> tuple[list[int], lis
     from baton.runtime.engine_loop import EngineLoop
 
     assert isinstance(engine, EngineLoop)
-    runner = engine._runner
+    runner: Any = engine._runner
     forward, execute = runner._model.forward, runner.execute
     in_forward, in_job = Times(), Times()
     tokens: list[int] = []

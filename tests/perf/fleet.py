@@ -13,7 +13,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +83,9 @@ class Fleet:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def start(cls, log_dir: Path, roles: dict[str, int], flags: dict[str, Sequence[str]]) -> AsyncIterator[Fleet]:
+    async def start(
+        cls, log_dir: Path, roles: dict[str, int], flags: Mapping[str, Sequence[str]]
+    ) -> AsyncIterator[Fleet]:
         """`roles`: how many of `worker`, `prefill`, `decode`; `flags` for each role's engines."""
         fleet = cls(log_dir)
         async with contextlib.AsyncExitStack() as stack:

@@ -12,7 +12,7 @@ import pytest
 from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
-from baton.sched.fairness.fair_queue import MAX_LABELS, FairnessRules
+from baton.sched.fairness.fair_queue import MAX_LABELS, FairnessRules, FairQueue
 from baton.sched.policies import POLICIES
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
@@ -126,11 +126,10 @@ def test_a_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
         waited += 1
     assert waited <= 2
     first, last = (f'class_tokens_total{{class="{name}",kind="prompt"}}' for name in ("gold", "coal"))
-    assert books.sched.fair is not None
-    counters = books.sched.fair.counters()
+    counters = books.sched.sharing.counters()
     assert counters[first] == sum(books.prompt_tokens(p).get("gold", 0) for p in books.steps)
     assert counters[last] == sum(books.prompt_tokens(p).get("coal", 0) for p in books.steps)
-    assert books.sched.fair.gauges()['class_waiting{class="coal"}'] == books.sched.counts()["waiting"]
+    assert books.sched.sharing.gauges()['class_waiting{class="coal"}'] == books.sched.counts()["waiting"]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging"])
@@ -210,8 +209,9 @@ def test_requests_without_a_known_class_are_in_the_middle() -> None:
     sched = Scheduler(limits(fair("a:1,b:1,c:1")))
     for handle, name in enumerate(("", "gold", "b")):
         sched.add(ask(handle, 2, of=name))
-    assert sched.fair is not None
-    assert sched.fair.gauges() == {f'class_waiting{{class="{n}"}}': float(c) for n, c in (("a", 0), ("b", 3), ("c", 0))}
+    assert sched.sharing.gauges() == {
+        f'class_waiting{{class="{n}"}}': float(c) for n, c in (("a", 0), ("b", 3), ("c", 0))
+    }
 
 
 # ---- tenants -----------------------------------------------------------------------------------------------------
@@ -275,8 +275,7 @@ def test_a_tenant_at_its_limit_is_skipped_and_blocks_nobody() -> None:
     assert 2 <= most["small"] <= 3, "100 tokens for requests of 40, which estimates let grow a little"
     free = [h for h in range(12) if books.owner[h] == "free"]
     assert set(books.ended[:4]) & set(free), "nobody waits for the capped one"
-    assert books.sched.fair is not None
-    counters = books.sched.fair.counters()
+    counters = books.sched.sharing.counters()
     assert counters['tenant_throttled_total{reason="running"}'] == 3, "once per request that had to wait"
     assert counters['tenant_throttled_total{reason="kv"}'] >= 1
 
@@ -300,8 +299,7 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
         sched.add(ask(4, 50, by="t"))
     sched.abort(0)
     sched.add(ask(5, 4, by="t"))
-    assert sched.fair is not None
-    assert sched.fair.counters()['tenant_throttled_total{reason="queue"}'] == 1
+    assert sched.sharing.counters()['tenant_throttled_total{reason="queue"}'] == 1
 
 
 def test_the_nodes_own_requests_have_no_limits() -> None:
@@ -313,8 +311,7 @@ def test_the_nodes_own_requests_have_no_limits() -> None:
     books.add(ask(1, 4), "")
     while not books.ended:
         books.step()
-    assert books.sched.fair is not None
-    assert books.sched.fair.counters()['tenant_tokens_total{tenant="internal",kind="prompt"}'] == 4
+    assert books.sched.sharing.counters()['tenant_tokens_total{tenant="internal",kind="prompt"}'] == 4
 
 
 def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
@@ -326,16 +323,15 @@ def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
     books.add(ask(1, 9, by="named", max_new=5, first=1000), "named")
     while len(books.ended) < 2:
         books.step()
-    assert books.sched.fair is not None
-    counters = books.sched.fair.counters()
+    counters = books.sched.sharing.counters()
     got = [counters[f'tenant_tokens_total{{tenant="named",kind="{k}"}}'] for k in ("prompt", "cached", "generated")]
     assert got == [9 + 1, 8, 10]
-    assert books.sched.fair._counters[0]["named"] == 10 + 0.25 * 8 + 3.0 * 10
+    assert books.sched.sharing._counters[0]["named"] == 10 + 0.25 * 8 + 3.0 * 10
     for handle in range(2, 2 * MAX_LABELS):
         books.add(ask(handle, 1, by=f"t{handle}"), "x")
     while len(books.ended) < 2 * MAX_LABELS:
         books.step()
-    labels = {key.split('"')[1] for key in books.sched.fair.counters() if key.startswith("tenant_tokens")}
+    labels = {key.split('"')[1] for key in books.sched.sharing.counters() if key.startswith("tenant_tokens")}
     assert len(labels) == MAX_LABELS + 2
     assert "other" in labels
 
@@ -426,10 +422,10 @@ def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) 
         h: out for h, out in want.items() if h not in gone
     }
     node.sched.ledger().check_idle(node.limits.num_pages)
-    if node.sched.fair is not None:
-        assert node.sched.fair._waiting == [{} for _ in node.sched.fair._waiting]
-        assert not node.sched.fair._queued
-        assert not node.sched.fair._held_back
+    if isinstance(node.sched.sharing, FairQueue):
+        assert node.sched.sharing._waiting == [{} for _ in node.sched.sharing._waiting]
+        assert not node.sched.sharing._queued
+        assert not node.sched.sharing._held_back
 
 
 def test_a_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:

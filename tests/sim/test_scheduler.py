@@ -312,7 +312,7 @@ def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(
     node.step()
     node.sched.add(request(1, [2] * 280, 1))
     node.step()
-    held = node.sched._planner._reservation
+    held = node.sched._planner.reservation.held
     assert held is not None
     assert held.seq.handle == 1
     node.sched.add(request(2, [3] * 96, 1))
@@ -381,11 +381,10 @@ def test_an_admission_taken_back_leaves_cached_tokens_to_charge(monkeypatch: pyt
         req = dataclasses.replace(request(handle, [1] * 20, 1), tenant=tenant)
         if handle:
             with monkeypatch.context() as patch:
-                patch.setattr(node.sched._planner, "_chunk", lambda *args, **kwargs: 0)
+                patch.setattr(node.sched._planner.prefill, "_chunk", lambda *args, **kwargs: 0)
                 node.sched.add(req)
                 assert node.sched.plan() is None
         else:
             node.sched.add(req)
         node.run()
-    assert node.sched.fair is not None
-    assert node.sched.fair.counters()['tenant_tokens_total{tenant="b",kind="cached"}'] == 16
+    assert node.sched.sharing.counters()['tenant_tokens_total{tenant="b",kind="cached"}'] == 16

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.cache.radix import RadixNode
-from baton.sched.planner import PageReservation
+from baton.sched.planner.reservation import PageReservation
 from baton.sched.policies import AdaptivePolicy, ShortFirst
 from baton.sched.queue.priority import LOWEST_PRIORITY
 from baton.sched.scheduler import Scheduler
@@ -54,7 +54,7 @@ class Before:
     preemptions: dict[int, int]
     waiting: set[int]
     opening: set[int]
-    parked: set[int]
+    retained: set[int]
     decoding: set[int]
     evictions: int
     reservation: PageReservation | None
@@ -136,10 +136,10 @@ class WatchedScheduler(Scheduler):
             preemptions={seq.handle: seq.preemptions for seq in running},
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
-            parked=set(state.retained),
+            retained=set(state.retained),
             decoding={seq.handle for seq in running if _decodes(seq)},
             evictions=self._evictions,
-            reservation=copy.copy(self._planner._reservation),
+            reservation=copy.copy(self._planner.reservation.held),
         )
 
     def _facts(self) -> list[Fact]:
@@ -364,7 +364,7 @@ class WatchedScheduler(Scheduler):
         `came_first` were admitted in this plan before `seq` was tried: they count as passing, too.
         """
         state, limits = self._state, self.limits
-        held = before.reservation or self._planner._reservation
+        held = before.reservation or self._planner.reservation.held
         if held is None or held.seq is seq or self._importance(seq) > self._importance(held.seq):
             return False
 

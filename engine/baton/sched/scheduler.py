@@ -27,12 +27,12 @@ from baton.errors import (
     RequestTimeout,
     WrongState,
 )
-from baton.sched.fairness.fair_queue import FairQueue
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.load_report import LoadReport, measure
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
-from baton.sched.planner import Planner
+from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
@@ -76,8 +76,7 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        if state.fair is not None:
-            state.fair.check(req, state.admission.retry_after(max(state.now, req.arrival), state.prefill_rate))
+        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise DuplicateRoom(
@@ -332,19 +331,19 @@ class Scheduler:
         Args:
             now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
         """
-        plan = self._planner.plan(now)
-        self._note(plan, now)
-        return plan
+        outcome = self._planner.plan(now)
+        self._note(outcome, now)
+        return outcome.plan
 
-    def _note(self, plan: StepPlan | None, now: float) -> None:
+    def _note(self, outcome: PlanOutcome, now: float) -> None:
         """Keep a record of what was just decided."""
-        state, planner, limits = self._state, self._planner, self.limits
+        state, limits, plan = self._state, self.limits, outcome.plan
         sent_back = tuple(state.stats.sent_back)
         if plan is not None:
             self.decisions.count(plan)
         elif not sent_back:
             waits = state.waiting or state.opening
-            if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(planner.stopped_by):
+            if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(outcome.stopped_by):
                 return
         state.stats.sent_back.clear()
         decode_rows = plan.num_decode if plan else 0
@@ -353,16 +352,16 @@ class Scheduler:
                 step=state.planned_step,
                 now=now,
                 mode=(plan.mode if plan else ForwardMode.IDLE).value,
-                stopped_by=planner.stopped_by.value,
+                stopped_by=outcome.stopped_by.value,
                 policy=state.arrival_policy.active,
                 decode_rows=decode_rows,
                 prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
                 prefill_requests=len(plan.rows) - decode_rows if plan else 0,
                 token_budget=limits.step_tokens,
-                seconds_budget=planner.seconds_budget,
+                seconds_budget=outcome.seconds_budget,
                 request_budget=limits.prefill_max_requests,
                 pages_available=state.memory.available,
-                pages_reserved=planner.reserved_pages,
+                pages_reserved=outcome.pages_reserved,
                 slots_free=len(state.slots),
                 new_token_ratio=state.memory.ratio.value,
                 queued=dict(state.stats.queued),
@@ -426,8 +425,7 @@ class Scheduler:
         stages = state.stats.on_first_token(seq, state.now) if generated == 1 else None
         if seq.state is not RUNNING:
             state.waiting.on_tokens(seq)
-        if state.fair is not None:
-            state.fair.charge_generated(seq)
+        state.sharing.charge_generated(seq)
         params = seq.req.params
         finish: FinishReason | None = None
         if token in params.stop_token_ids and generated >= params.min_new_tokens:
@@ -560,9 +558,9 @@ class Scheduler:
         return self._state.memory.ratio.value
 
     @property
-    def fair(self) -> FairQueue | None:
-        """The accounts of classes and tenants; None where there is nothing to share out."""
-        return self._state.fair
+    def sharing(self) -> SharingStrategy:
+        """The accounts of classes and tenants."""
+        return self._state.sharing
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
 from baton.sched.fairness.fair_queue import FairQueue
+from baton.sched.fairness.sharing import SharingStrategy, SingleClass
 from baton.sched.memory.kv_manager import KvManager
 from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.step_time import StepTime
@@ -50,15 +51,14 @@ class SchedulerState:
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
-        self.fair: FairQueue | None = None
-        """None: one class, one tenant, nothing to share out."""
+        self.sharing: SharingStrategy = SingleClass()
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
-            self.fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
-            label = self.fair.label if limits.fairness.classes.classes else label
-        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
+            self.sharing = fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
+            label = fair.label if limits.fairness.classes.classes else label
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
         self.opening = WaitingQueue(
-            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.fair
+            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.sharing
         )
         self.announced: dict[int, Seq] = {}
         """D: those of `opening` whose pages P holds. A view, not a table."""

@@ -9,14 +9,14 @@ tenants has had least. What the planner plans for a candidate is charged before 
 
 * A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting; others pass.
 * A candidate for which there are no pages is passed over: other tenants of its class follow, then its own tenant's
-  later requests, then other classes. The planner keeps pages for it (Planner._may_pass_reservation), so that those
+  later requests, then other classes. The planner keeps pages for it (planner/reservation.py), so that those
   that pass cannot keep it out for ever. A class whose requests all lack pages has no turn.
 * Recomputed tokens (after a retraction or preemption) are charged again: they are work. Tokens found in the cache cost
   a class nothing and a tenant `cached_weight` of computed ones. On D, fetched prompt tokens count as computed.
 * With one class and no tenants the order is the policy's own.
 
-Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off (the
-planner does not come here).
+Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off
+(sharing.SingleClass).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from baton.config.classes import ClassRules, PriorityClass
 from baton.config.tenants import INTERNAL, OTHER, TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.classes import DeficitRoundRobin
+from baton.sched.fairness.sharing import PrefillView
 from baton.sched.fairness.tenants import VirtualCounters
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState, is_partial
@@ -159,6 +160,8 @@ class _Use:
 class FairQueue:
     """The accounts of one rank. `answer_tokens`: tokens that a request is expected to still generate."""
 
+    orders_requests = True
+
     def __init__(self, rules: FairnessRules, quantum: int, answer_tokens: Callable[[Seq], int]) -> None:
         classes = rules.classes.classes or (PriorityClass(""),)
         self._rules = rules
@@ -233,7 +236,36 @@ class FairQueue:
             del self._waiting[c][tenant]
             self._counters[c].leave(tenant)
 
-    # ------------------------------------------------------------------ the order
+    # ------------------------------------------------------------------ the order (sharing.SharingStrategy)
+
+    def candidates(self, view: PrefillView) -> Iterator[Seq]:
+        """Prompts to compute in this step: the policy orders the requests of each class and tenant."""
+        if (first := view.preemptor) is not None:
+            yield first
+            view.preemptor = None
+        order = (seq for seq in view.order() if seq.state is not SeqState.WAITING or not seq.inflight_steps)
+        yield from self.merge(
+            view.unfinished,
+            order,
+            view.holders(),
+            together=view.together,
+            has_slot=view.has_slot,
+            completes=view.completes,
+            most=view.max_partial,
+            most_skipped=view.skip_ahead,
+        )
+        for seq in view.untried():
+            if self._ahead_in_class(seq, view.partial()) < view.max_partial or view.completes(seq):
+                yield seq
+
+    def _ahead_in_class(self, seq: Seq, unfinished: Sequence[Seq]) -> int:
+        """Unfinished prompts ahead of one that is tried last; 0 if its class has none (as `merge` counts)."""
+        own = self.class_of(seq)
+        return len(unfinished) if any(self.class_of(other) == own for other in unfinished) else 0
+
+    def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
+        """D: prompts on their way, in the order in which they should get pages."""
+        return self.merge((), order, holders, most_skipped=skip_ahead)
 
     def merge(
         self,
@@ -330,9 +362,9 @@ class FairQueue:
                 lane.first.append(seq)
         return lanes
 
-    def startable(self, seqs: Iterable[Seq], holders: Iterable[Seq]) -> Iterator[Seq]:
+    def startable(self, seqs: Iterable[Seq], holders: Callable[[], Iterable[Seq]]) -> Iterator[Seq]:
         """Those whose tenants are below their limits."""
-        used = self._use(holders)
+        used = self._use(holders())
         return (seq for seq in seqs if self._fits(seq, used))
 
     def _use(self, holders: Iterable[Seq]) -> dict[str, _Use]:

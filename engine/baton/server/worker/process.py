@@ -404,9 +404,8 @@ class RankProcess:
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = stats.oldest_lease_seconds(now)
         counters.update(stats.counters())
-        if (fair := self.engine.sched.fair) is not None:
-            gauges.update(fair.gauges())
-            counters.update(fair.counters())
+        gauges.update(self.engine.sched.sharing.gauges())
+        counters.update(self.engine.sched.sharing.counters())
         counters.update(self.engine.sched.decisions.counters())
         for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
             if file is not None:

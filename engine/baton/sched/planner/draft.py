@@ -1,0 +1,48 @@
+"""The plan in the making: what one plan has taken so far."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row
+from baton.sched.types.sequence import Seq
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[AdmittedSeq] = field(default_factory=list)
+    preemptor: Seq | None = None
+    """The waiting request that others were preempted for in this plan, until it is tried."""
+    seconds_budget: float | None = None
+    """Time the prompts are allowed to take."""
+
+    def add(self, seq: Seq, n: int) -> Row:
+        """Plan the next `n` tokens of a sequence."""
+        start = seq.computed
+        if seq.sent_pages == 0:
+            history = array("i", seq.tokens)
+            self.admitted.append(AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history))
+        tokens = seq.tokens[start : start + n]
+        if len(tokens) < n:
+            tokens.append(UNKNOWN_TOKEN)
+        row = Row(
+            seq.handle,
+            seq.slot,
+            start,
+            n,
+            start + n == seq.total_len,
+            tokens,
+            seq.sent_pages,
+            seq.pages[seq.sent_pages :],
+        )
+        seq.sent_pages = len(seq.pages)
+        seq.computed = start + n
+        seq.inflight_steps += 1
+        seq.has_started = True
+        if row.sample:
+            # The token before this one is known or in flight; from now on the newest unknown one is this row's.
+            seq.inflight += 1
+        self.rows.append(row)
+        return row
