@@ -23,10 +23,10 @@ from torch.nn import functional
 
 from baton import _native
 from baton.layers import ops_cpu
-from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.layers.model_spec import KVSpec
+from tests.support.attention_batch import AttentionRow, build_batch
 
 Arm = Callable[[], Any]
 DTYPES = (torch.float32, torch.bfloat16)

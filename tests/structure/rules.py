@@ -28,6 +28,7 @@ MAX_ENTRIES = 12
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
+MAX_DOC_COLUMNS = 100
 CODE_LINES_STEP = 250
 """Room for small changes while a package is still above its ceiling."""
 MAX_CODE_LINES = {"engine": 17_000, "router": 18_500, "kv_transfer": 9_700}
@@ -170,6 +171,18 @@ def private_words() -> Offenses:
                 yield f"{area}:{word}", count
 
 
+def long_doc_lines() -> Offenses:
+    """Lines of prose that are too long, per page. Tables, headings and code cannot be wrapped."""
+    for path in [*files("docs", ".md"), *files("deploy", ".md"), "README.md", "CONTRIBUTING.md"]:
+        count, is_code = 0, False
+        for line in text(path).split("\n"):
+            is_code ^= line.lstrip().startswith("```")
+            is_whole = is_code or line.startswith("    ") or re.match(r"\s*(\||#|`[^`]+`[.,]?$)", line)
+            count += not is_whole and len(line) > MAX_DOC_COLUMNS
+        if count:
+            yield path, count
+
+
 def code_lines() -> Offenses:
     """Lines of code without blanks, comments and tests, rounded up, where they exceed the ceiling."""
     rust = {folder: sum(map(rust_code_lines, product_rust(folder))) for folder in CRATES.values()}
@@ -199,6 +212,7 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "one-word-types": (one_word_types, f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word"),
     "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
     "bare-opening": (bare_openings, "a doc comment begins with a noun phrase or an imperative verb"),
+    "doc-columns": (long_doc_lines, f"prose of a page wraps at {MAX_DOC_COLUMNS} columns"),
     "private-word": (private_words, "use the field's word; rules.py names one for each"),
     "code-lines": (code_lines, "the package has grown beyond its ceiling: something has to go"),
 }

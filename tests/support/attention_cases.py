@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.layers.attention.base import AttentionBackend, AttentionRow, build_batch
+from baton.layers.attention.base import AttentionBackend
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import KVSpec
+from tests.support.attention_batch import AttentionRow, build_batch
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.layers.attention import make_backend
-from baton.layers.attention.base import AttentionRow, ForwardBatch, build_batch
+from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
+from tests.support.attention_batch import AttentionRow, build_batch
 
 
 @dataclass

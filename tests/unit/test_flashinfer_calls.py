@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.layers import attention
-from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
 from tests.support import fake_flashinfer
+from tests.support.attention_batch import AttentionRow, build_batch
 from tests.support.attention_cases import CASES, Case, check
 
 

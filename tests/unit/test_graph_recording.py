@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from baton import config
 from baton.errors import ConfigError
-from baton.layers.attention.base import AttentionRow, GraphInputs, build_batch
+from baton.layers.attention.base import GraphInputs
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
 from baton.layers.kv_pool import KvTensors, make_pool
@@ -29,6 +29,7 @@ from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.runner.token_table import TokenTable
 from baton.sched.types.plan import INVALID_TOKEN
 from tests.support import fake_flashinfer, tiny_model
+from tests.support.attention_batch import AttentionRow, build_batch
 from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream
 from tests.support.tape import TapeRecorder

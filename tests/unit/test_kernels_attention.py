@@ -13,11 +13,12 @@ import torch
 pytest.importorskip("baton._native", reason="the native module is not built")
 
 from baton.errors import ConfigError
-from baton.layers.attention.base import AttentionRow, ForwardBatch, build_batch
+from baton.layers.attention.base import ForwardBatch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.layers.model_spec import KVSpec
+from tests.support.attention_batch import AttentionRow, build_batch
 
 LAYERS = 2
 

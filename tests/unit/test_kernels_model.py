@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("baton._native", reason="the native module is not built")
 
-from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from baton.models.load import load_model
+from tests.support.attention_batch import AttentionRow, build_batch
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.layers.attention.base import AttentionRow, build_batch
 from baton.layers.attention.paged_indices import (
     PagedRows,
     StepIndices,
@@ -21,6 +20,7 @@ from baton.layers.attention.paged_indices import (
     pad_slots,
     split_step,
 )
+from tests.support.attention_batch import AttentionRow, build_batch
 
 
 @dataclass(frozen=True)

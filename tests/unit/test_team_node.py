@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.channel import FollowerStuck
-from baton.server.tensor_parallel.transfer_node import EventMerger, TeamNode, obey
+from baton.server.tensor_parallel.transfer_node import EventMerger, TeamNode, execute_call
 
 ROOM = 7
 
@@ -29,7 +29,7 @@ class Rank:
         self.p_holds = False
         self.is_over = False
 
-    def obey(self) -> None:
+    def execute_call(self) -> None:
         call, *_ = self.calls.popleft()
         if self.is_over:
             return
@@ -118,9 +118,9 @@ class Team:
     def act(self, what: str) -> None:
         number = self.rng.randrange(len(self.ranks))
         rank = self.ranks[number]
-        if what == "obey":
+        if what == "execute_call":
             if rank.calls:
-                rank.obey()
+                rank.execute_call()
         elif what == "hear":
             self.hear(number)
         elif what == "fail":
@@ -134,11 +134,11 @@ class Team:
         while any(rank.calls or rank.events for rank in self.ranks):
             for number, rank in enumerate(self.ranks):
                 if rank.calls:
-                    rank.obey()
+                    rank.execute_call()
                 self.hear(number)
 
 
-WEIGHTS = {"obey": 8, "hear": 8, "announce": 3, "commit": 3, "grant": 3, "revoke": 2, "fail": 0.3, "abort": 0.3}
+WEIGHTS = {"execute_call": 8, "hear": 8, "announce": 3, "commit": 3, "grant": 3, "revoke": 2, "fail": 0.3, "abort": 0.3}
 
 
 @settings(max_examples=400, deadline=None)
@@ -215,7 +215,7 @@ class FakeNode:
 
 
 class Following:
-    """Followers (server.tensor_parallel.channel) that obey at once."""
+    """Followers (server.tensor_parallel.channel) that execute_call at once."""
 
     def __init__(self, teams: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
         self.teams, self.nodes = teams, nodes
@@ -223,7 +223,7 @@ class Following:
 
     def tell_node(self, call: str, *args: Any) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
-            if refused := obey(node, team, call, args):
+            if refused := execute_call(node, team, call, args):
                 self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
 
     def heard(self) -> list[channel.TransferEvents]:

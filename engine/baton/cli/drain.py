@@ -17,8 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
-import subprocess
 import sys
 import time
 import urllib.error
@@ -29,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from baton.cli.kubectl import Kubectl, KubectlError
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 
 PROG = "baton drain"
@@ -182,7 +181,7 @@ class PodPlace:
     def ask(self, verb: str) -> DrainReport:
         flag = {"drain": [], "undrain": ["--undo"], "status": ["--status"]}[verb]
         command = ["exec", self.pod, "-c", self.container, "--", "baton", "drain", "--json", *flag, self.url]
-        out = self.kubectl.run(command, exits=(0, FAILED))
+        out = self.kubectl.run(*command, exits=(0, FAILED))
         try:
             target = json.loads(out.splitlines()[-1])["targets"][0]
             report = DrainReport(**{**target, "target": self.name})
@@ -193,41 +192,16 @@ class PodPlace:
         return report
 
 
-@dataclass(slots=True)
-class Kubectl:
-    command: Sequence[str]
-    namespace: str
-
-    def run(self, words: Sequence[str], exits: Sequence[int] = (0,)) -> str:
-        """Standard output. Raises DrainFailed for another exit code."""
-        command = [*self.command, "-n", self.namespace, *words]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=EXEC_SECS, check=False, stdin=subprocess.DEVNULL
-            )
-        except OSError as err:
-            raise DrainFailed(f"{command[0]} cannot be run ({err.strerror}); install it, or give --kubectl") from err
-        except subprocess.TimeoutExpired as err:
-            raise DrainFailed(f"{shlex.join(command)} did not end within {EXEC_SECS:g} s") from err
-        if done.returncode not in exits or (done.returncode and not done.stdout.strip()):
-            raise DrainFailed(f"{shlex.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}")
-        return done.stdout
-
-    def pods(self, words: Sequence[str]) -> list[dict[str, Any]]:
-        found = json.loads(self.run(["get", *words, "-o", "json"]))
-        return list(found["items"]) if "items" in found else [found]
-
-
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     """Raises DrainFailed for pods that cannot be found."""
-    kubectl = Kubectl(shlex.split(config.kubectl), config.namespace)
+    kubectl = Kubectl(config.kubectl, config.namespace, EXEC_SECS)
     found: dict[str, Place] = {}
     for target in targets:
         kind, _, name = target.partition("/")
         if kind == "pod":
-            pods = kubectl.pods(["pod", name])
+            pods = kubectl.items("pod", name)
         elif kind == "node":
-            pods = kubectl.pods(["pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"])
+            pods = kubectl.items("pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}")
         else:
             found[target] = UrlPlace(target, target.rstrip("/"), config.key)
             continue
@@ -342,7 +316,7 @@ class DrainCommand:
             # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
             has_ended = before is not None and (before.is_final or before.drained_by == "router")
             report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
-        except DrainFailed as err:
+        except (DrainFailed, KubectlError) as err:
             report = DrainReport(place.name, "unknown", error=str(err))
         if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
             report = dataclasses.replace(report, state="gone", is_drained=True)
@@ -373,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
     config, targets = parse(argv)
     try:
         places = places_of(config, targets)
-    except DrainFailed as err:
+    except (DrainFailed, KubectlError) as err:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:

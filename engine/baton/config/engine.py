@@ -373,7 +373,7 @@ class EngineConfig:
         10, "a waiting request preempts running ones whose priority is lower by more than this", ge=0
     )
     default_priority: int | None = opt(
-        None, "priority of requests that state none (default: below every stated one)", gt=-(2**31), lt=2**31
+        None, "priority of requests that state none (default: below every stated one)", ge=1 - 2**31, le=2**31 - 1
     )
     priority_aging_rate: float = opt(
         0.0, "priority gained per second of waiting (order only, never preemption)", ge=0, lt=1e12

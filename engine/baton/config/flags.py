@@ -33,7 +33,7 @@ class ValueRange:
             return f"{_plain(self.ge)} to {_plain(self.le)}"
         low = f"at least {_plain(self.ge)}" if self.ge > -math.inf else f"above {_plain(self.gt)}"
         high = f"at most {_plain(self.le)}" if self.le < math.inf else f"below {_plain(self.lt)}"
-        return " and ".join([low] * (low != "above -inf") + [high] * (high != "below inf"))
+        return low if high == "below inf" else f"{low} and {high}"
 
 
 def _plain(bound: float) -> str:
@@ -64,7 +64,9 @@ def out_of_range(config: Any) -> Iterator[str]:
     for f in dataclasses.fields(config):
         value, allowed = getattr(config, f.name), f.metadata["range"]
         if allowed is not None and value is not None and value not in allowed:
-            yield f"{flag_name(f.name)} {value}: give {allowed}"
+            what = f"a number {allowed}" if " and " in str(allowed) else str(allowed)
+            unit = re.search(r" \[[^]]+\]$", f.metadata["help"])
+            yield f"{flag_name(f.name)} {value}: give {what}{unit[0] if unit else ''}"
 
 
 def flag_name(field_name: str) -> str:

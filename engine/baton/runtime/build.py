@@ -146,27 +146,25 @@ def load(
     )
     if memory is not None and isinstance(runner, DeviceRunner):
         _record(runner, config, compute, context, memory)
-    layout = kv.layout(spec.model_hash)
-    if shard.size > 1:
-        layout["tp_size"] = shard.size
-    info: dict[str, object] = {
-        "max_total_num_tokens": kv.max_tokens,
-        "context_length": context,
-        "kv_pool_bytes": kv.num_pages * kv.page_bytes,
-        "num_pages": kv.num_pages,
-        "host_pages": host_pages,
-        "dtype": spec.kv.dtype,
-        "num_parameters": whole.num_parameters,
-        "cpu_threads": threads,
-        "device": str(compute),
-        "layout": layout,
-    }
+    info: dict[str, object] = {"num_parameters": whole.num_parameters, "cpu_threads": threads, "device": str(compute)}
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
         model_dir, whole.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
         kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    return LoadedModel(config, runner, kv, layout, info, host_pages, group)
+    layout = kv.layout(spec.model_hash)
+    if shard.size > 1:
+        layout["tp_size"] = shard.size
+    info |= {"context_length": context, "host_pages": host_pages, "dtype": spec.kv.dtype, "layout": layout}
+    return LoadedModel(config, runner, kv, layout, info | _pool_info(kv), host_pages, group)
+
+
+def _pool_info(kv: KvTensors) -> dict[str, object]:
+    return {
+        "max_total_num_tokens": kv.max_tokens,
+        "kv_pool_bytes": kv.num_pages * kv.page_bytes,
+        "num_pages": kv.num_pages,
+    }
 
 
 def _record(

@@ -8,7 +8,7 @@ use super::unsupported_flags::refused_flags;
 /// Every flag by group, then the refused ones.
 pub fn flags_markdown() -> String {
     let mut out = String::from(
-        "## `baton router`\n\n`baton-router --print-flags` prints this section. Of a flag given twice the last counts. Every flag can be set\nas `BATON_ROUTER_FLAG_<NAME>` in the environment, `--api-key` as `BATON_API_KEY`.\n",
+        "## `baton router`\n\n`baton-router --print-flags` prints this section. Of a flag given twice the last counts. Every flag\ncan be set as `BATON_ROUTER_FLAG_<NAME>` in the environment, `--api-key` as `BATON_API_KEY`.\n",
     );
     let command = RouterConfig::command();
     let mut heading = "";

@@ -456,7 +456,7 @@ impl RouterMetrics {
 pub fn metrics_markdown() -> String {
     let buckets = seconds_buckets();
     let mut out = format!(
-        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics` prints this section. Histograms\nshare {} buckets, factor 1.6 from {} s to {:.0} s, rounded to four digits.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
+        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics`\nprints this section. Histograms share {} buckets, factor 1.6 from {} s to {:.0} s, rounded to four\ndigits.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
         buckets.len(),
         buckets[0],
         buckets[buckets.len() - 1],

@@ -166,7 +166,10 @@ async fn worker_without_the_route_is_drained_by_this_router_alone_and_the_answer
         let told = told.json();
         assert_eq!(told["drained_by"], "router");
         assert!(told["reason"].as_str().unwrap().contains("404"), "{told}");
-        assert!(told["message"].as_str().unwrap().contains("others are not told"), "{told}");
+        assert!(
+            told["message"].as_str().unwrap().contains("other routers still send to it"),
+            "{told}"
+        );
         eventually("it is gone", || async {
             router.get(&format!("/workers/{id}")).await.status == 404
         })

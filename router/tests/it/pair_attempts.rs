@@ -272,7 +272,7 @@ async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
 
 #[tokio::test]
 async fn a_prefill_that_nobody_will_fetch_is_given_up() {
-    let told = "baton_router_prefill_releases_total{result=\"told\"}";
+    let sent = "baton_router_prefill_releases_total{result=\"sent\"}";
     timed(async {
         let p = Mock::start(&[]).await.with_info(reopens(8998));
         let d = Mock::start(&[Act::Answer, Act::Gated(400, "invalid_value"), Act::Hang]).await;
@@ -304,7 +304,7 @@ async fn a_prefill_that_nobody_will_fetch_is_given_up() {
         asking.abort();
         eventually("P is told again", || async { p.released().len() == 2 }).await;
         assert_eq!(p.released()[1], json!([d.seen()[2].body["bootstrap_room"]]));
-        assert_eq!(router.metric(told).await, 2.0);
+        assert_eq!(router.metric(sent).await, 2.0);
         router.no_load().await;
     })
     .await;

@@ -5,15 +5,13 @@ What kubectl may not read is skipped with the server's words, not guessed.
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cli.doctor.check import CheckResult, CheckStatus, fail, problems_or_ok, skip, warn
+from baton.cli.kubectl import Kubectl, KubectlError
 
 Object = dict[str, Any]
 
@@ -26,10 +24,6 @@ DRAIN_FLAGS = {"router": ("--shutdown-grace-period-secs", 180.0), "engine": ("--
 """By program, the flag that limits its drain, and the default."""
 SELECTOR_FLAGS = ("--selector", "--prefill-selector", "--decode-selector")
 GPU_RESOURCE = "nvidia.com/gpu"
-
-
-class KubectlError(Exception):
-    """kubectl ended with an error; the message is its last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +52,8 @@ class KubeView:
 # ---- reading ---------------------------------------------------------------------------------------------------
 
 
-class Kubectl:
-    def __init__(self, namespace: str, command: str) -> None:
-        """`command`: kubectl with flags of its own, as a shell would read it."""
-        self._command = [*shlex.split(command), "--namespace", namespace]
-
-    def run(self, *words: str) -> str:
-        command = [*self._command, "--request-timeout=20s", *words]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_SECS, check=False)
-        except FileNotFoundError as err:
-            raise KubectlError(f"{self._command[0]} is not in PATH") from err
-        except subprocess.TimeoutExpired as err:
-            raise KubectlError(f"kubectl {' '.join(words)} did not end within {KUBECTL_SECS:g} s") from err
-        if done.returncode != 0 and not done.stdout.strip():
-            lines = done.stderr.strip().splitlines() or [f"kubectl {' '.join(words)} ended with {done.returncode}"]
-            raise KubectlError(lines[-1])
-        return done.stdout
-
-    def items(self, kind: str) -> list[Object]:
-        return list(json.loads(self.run("get", kind, "-o", "json")).get("items", []))
-
-
 def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
-    kubectl = Kubectl(namespace, command)
+    kubectl = Kubectl(f"{command} --request-timeout=20s", namespace, KUBECTL_SECS)
     objects: dict[str, list[Object]] = {}
     unreadable: dict[str, str] = {}
     for kind in KINDS:
@@ -114,7 +86,8 @@ def _secret_keys(kubectl: Kubectl, name: str) -> list[str]:
 
 def _can(kubectl: Kubectl, namespace: str, account: str, verb: str) -> str:
     try:
-        answer = kubectl.run("auth", "can-i", verb, "pods", f"--as=system:serviceaccount:{namespace}:{account}")
+        who = f"--as=system:serviceaccount:{namespace}:{account}"
+        answer = kubectl.run("auth", "can-i", verb, "pods", who, exits=(0, 1))
     except KubectlError as err:
         return str(err)
     return answer.strip().splitlines()[-1].partition(" ")[0]

@@ -15,7 +15,7 @@ from baton.sched.types.sequence import Seq, SeqState, is_partial
 
 
 class PrefillView(Protocol):
-    """What a strategy sees of the planner while it hands out candidates."""
+    """The planner as a strategy sees it while it hands out candidates."""
 
     together: bool
     """Prompts under way compete with waiting ones in policy order; else they go first."""
@@ -100,7 +100,7 @@ class SharingStrategy(Protocol):
 
 
 class SingleClass:
-    """One class, one tenant: nothing to share out."""
+    """Null object: nothing to share out."""
 
     orders_requests = False
 

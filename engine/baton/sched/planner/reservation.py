@@ -83,7 +83,7 @@ class ReservedGrowth:
         """None: not counted in this plan yet."""
 
     def reset(self) -> None:
-        """What it was counted from has changed."""
+        """Count again when next asked: running requests have changed."""
         self.counted = None
 
     def pages(self) -> int:

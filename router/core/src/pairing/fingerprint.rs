@@ -50,7 +50,8 @@ mod tests {
 
     #[test]
     fn only_what_both_tell_can_differ() {
-        let (a, b, unreported) = (make("16", "bf16"), make("32", "bf16"), WorkerFingerprint::default());
+        let (a, b, unreported) =
+            (make("16", "bf16"), make("32", "bf16"), WorkerFingerprint::default());
         assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
         assert!(a.fits(&a) && a.fits(&unreported) && unreported.fits(&b));
         assert!(make("", "bf16").fits(&a) && !make("", "f32").fits(&a));

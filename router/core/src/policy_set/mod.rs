@@ -186,7 +186,8 @@ impl PolicySet {
     fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
         let turn = self.turn();
         self.policy(role).observe(event);
-        let entry = || ObservedEvent::of(event, name).map(|observed| LogEntry::Observed { role, observed });
+        let entry =
+            || ObservedEvent::of(event, name).map(|observed| LogEntry::Observed { role, observed });
         self.write_with(turn, entry);
     }
 

@@ -127,12 +127,11 @@ async fn try_attempt(
             let traffic = &app.pair_traffic;
             traffic.opened(pair, opened.stages.as_ref(), now_ms());
             let wanted = request.scan.wants_input_logprobs;
-            let opened = match wanted && (opened.is_sse || opened.rest.is_none()) {
-                true => {
-                    logprobs::merged(opened, &mut prefilled.leg, app.config.request_timeout()).await
-                }
-                false => opened,
-            };
+            if !wanted || !(opened.is_sse || opened.rest.is_none()) {
+                return Ok((opened, Some(prefilled.leg)));
+            }
+            let limit = app.config.request_timeout();
+            let opened = logprobs::merged(opened, &mut prefilled.leg, limit).await;
             Ok((opened, Some(prefilled.leg)))
         }
         Err(failure) if failure.blames_partner() => {
@@ -143,11 +142,9 @@ async fn try_attempt(
         Err(failure) => {
             let mut tried = request.avoid.clone();
             tried.add(Role::Decode, failure.worker);
-            let other = |tried| {
-                let registry = &app.fleet.registry;
-                registry.has_other(Role::Decode, &request.wanted(), tried)
-            };
-            if prefilled.meeting.prefill.worker.has_feature("reopen") && other(&tried) {
+            let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
+            let registry = &app.fleet.registry;
+            if can_reopen && registry.has_other(Role::Decode, &request.wanted(), &tried) {
                 *kept = Some(prefilled);
             }
             Err(failure.into())

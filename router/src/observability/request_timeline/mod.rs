@@ -590,7 +590,7 @@ mod tests {
         assert_eq!(recorded["legs"][1]["attempt"], 2);
         assert_eq!(recorded["legs"][1]["usage"]["cached_tokens"], 60);
         assert_eq!(recorded["failed_attempts"][0]["reason"], "connect");
-        assert!(records["timeline"]["ended_ms"].is_number());
+        assert!(recorded["timeline"]["ended_ms"].is_number());
         assert!(
             timeline.summary().contains("http://b") && !timeline.summary().contains("http://a")
         );

@@ -171,7 +171,8 @@ impl CostPolicy {
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
-            let explanation = tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
+            let explanation =
+                tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
             let other = tell(&ScoringContext::of(&decode.model, &theirs, req, &d, known), &second);
             Some([(first.choice, explanation), (second.choice, other)])
         });

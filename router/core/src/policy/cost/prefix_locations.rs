@@ -27,7 +27,7 @@ const TRUSTED: f64 = 0.95;
 
 /// Cached part of one prompt at one rank.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct PrefixMatch {
+pub(super) struct HeldPrefix {
     pub blocks: usize,
     source: Source,
 }
@@ -40,7 +40,7 @@ enum Source {
     Doubtful,
 }
 
-impl PrefixMatch {
+impl HeldPrefix {
     /// Tokens that need not be computed, of `tokens` in blocks of `tokens_per_block`.
     pub fn cached_tokens(self, tokens: f64, tokens_per_block: f64, confidence: f64) -> f64 {
         let believed = |share: f64| (self.blocks as f64 * tokens_per_block * share).min(tokens);
@@ -132,7 +132,7 @@ impl PrefixLocations {
         &mut self,
         prompt: &PromptView<'_>,
         workers: &[WorkerId],
-        held: &mut Vec<PrefixMatch>,
+        held: &mut Vec<HeldPrefix>,
         now_ms: f64,
     ) -> usize {
         self.expire(now_ms);
@@ -141,7 +141,7 @@ impl PrefixLocations {
         found.resize(workers.len(), 0);
         let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
         held.clear();
-        held.extend(found.iter().map(|&blocks| PrefixMatch { blocks, source: Source::Remembered }));
+        held.extend(found.iter().map(|&blocks| HeldPrefix { blocks, source: Source::Remembered }));
         if self.announced.is_idle() || !prompt.is_of_tokens() {
             return deepest;
         }
@@ -149,13 +149,11 @@ impl PrefixLocations {
         for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
             match self.announced.rank(*worker) {
                 Some(rank) if rank.is_exact => {
-                    *held = PrefixMatch { blocks: announced, source: Source::Announced(rank) };
+                    *held = HeldPrefix { blocks: announced, source: Source::Announced(rank) };
                 }
                 Some(_) => {
-                    *held = PrefixMatch {
-                        blocks: announced.max(held.blocks),
-                        source: Source::Doubtful,
-                    };
+                    *held =
+                        HeldPrefix { blocks: announced.max(held.blocks), source: Source::Doubtful };
                 }
                 None => {}
             }

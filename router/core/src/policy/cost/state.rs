@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::decay::DecayingSum;
 use super::params::{CostModel, CostParams};
 use super::popularity::PrefixPopularity;
-use super::prefix_locations::{InsertionReceipt, PrefixLocations, PrefixMatch};
+use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
 use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
 use crate::kv::{CacheUpdate, NewsError};
@@ -38,7 +38,7 @@ pub(super) struct CostState {
 #[derive(Debug, Default)]
 pub(super) struct ScratchBuffers {
     ids: Vec<WorkerId>,
-    held: Vec<PrefixMatch>,
+    held: Vec<HeldPrefix>,
     pub(super) options: Vec<CandidateCost>,
 }
 
@@ -159,7 +159,7 @@ impl CostState {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
             let held = match rank.facts.is_cacheless {
-                true => PrefixMatch::default(),
+                true => HeldPrefix::default(),
                 false => held.unwrap_or_default(),
             };
             let mut option = CandidateCost {
