@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use router_core::{
     Policy, PolicyEvent, PolicyKind, PolicyParams, PromptBlocks, RequestView, Role, SendTicket,
-    WorkerFacts, WorkerId, WorkerView, build, choose_pair,
+    WorkerFacts, WorkerId, WorkerView, build, decide_pair,
 };
 
 const SYSTEM_PROMPTS: u32 = 16;
@@ -127,8 +127,8 @@ impl Setting {
         let choice = match &self.decode {
             None => self.policy.choose(&request, &self.ready, rng)?,
             Some(decode) => {
-                let ready = &self.ready;
-                choose_pair(&*self.policy, &**decode, &request, ready, ready, rng)?.0
+                let ready = [&*self.ready, &self.ready];
+                decide_pair(&*self.policy, &**decode, &request, ready, None, rng, false)?[0].0
             }
         };
         self.route(text, &blocks, choice.worker);

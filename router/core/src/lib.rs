@@ -5,7 +5,7 @@
 //! 1. The shell (crate `baton-router`) keeps the registry of workers and counts requests in flight.
 //! 2. For a request it builds a [`RequestView`] and the [`WorkerView`]s of the workers that may take it.
 //! 3. [`Policy::choose`] returns a [`WorkerChoice`]: a worker and the reason. It changes nothing.
-//!    For a prefill and a decode worker together it is [`choose_pair`].
+//!    For a prefill and a decode worker together it is [`decide_pair`].
 //! 4. The shell dispatches and reports what happened through [`Policy::observe`]: sent, first token, usage, end.
 //! 5. Every eviction interval the shell calls [`Policy::evict`]; nothing here owns a thread or a timer.
 //!
@@ -29,12 +29,11 @@ pub use pairing::bootstrap_room::{LiveRooms, draw_room};
 pub use pairing::fingerprint::{ASPECTS, WorkerFingerprint};
 pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
 pub use policy::{
-    AssignmentMode, CacheAwareParams, CostParams, ManualParams, MissPolicy, Policy, PolicyKind,
-    PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
-    explain_pair,
+    AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
+    Policy, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build, decide_pair,
 };
 pub use policy_set::replay::DecisionReplay;
-pub use policy_set::{ExplainedChoice, PolicySet, SplitMix64};
+pub use policy_set::{PolicySet, SplitMix64};
 pub use prompt::{
     PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace, token_blocks,
 };

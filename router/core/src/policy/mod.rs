@@ -43,6 +43,9 @@ pub use power_of_two::PowerOfTwo;
 pub use random::RandomPolicy;
 pub use round_robin::RoundRobin;
 
+/// A choice, and what was weighed for it if that was asked for.
+pub type ExplainedChoice = (WorkerChoice, Option<Explanation>);
+
 /// Chooses a worker for a request.
 pub trait Policy: Send + Sync {
     /// The name of its [`PolicyKind`].
@@ -58,7 +61,7 @@ pub trait Policy: Send + Sync {
         false
     }
 
-    /// For [`choose_pair`]: the one policy that can decide about two workers at once.
+    /// For [`decide_pair`]: the one policy that can decide about two workers at once.
     fn as_cost(&self) -> Option<&CostPolicy> {
         None
     }
@@ -88,6 +91,20 @@ pub trait Policy: Send + Sync {
         let explanation =
             Explanation::of(self.name(), PolicyBasis::Nothing, ready, |_| PolicyTerms::Load {});
         Some((choice, explanation))
+    }
+
+    /// [`Policy::choose`], or [`Policy::explain`] if `explains`.
+    fn decide(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+        explains: bool,
+    ) -> Option<ExplainedChoice> {
+        match explains {
+            false => self.choose(req, ready, rng).map(|choice| (choice, None)),
+            true => self.explain(req, ready, rng).map(|(choice, why)| (choice, Some(why))),
+        }
     }
 
     /// Learn what happened. Locks inside are held briefly.
@@ -138,69 +155,37 @@ pub struct RankStats {
     pub ms_per_kilotoken: f64,
 }
 
-/// Choose a prefill and a decode worker: together if both sides are `cost`, else one after the other.
-pub fn choose_pair(
-    prefill: &dyn Policy,
-    decode: &dyn Policy,
-    req: &RequestView<'_>,
-    prefill_ready: &[WorkerView],
-    decode_ready: &[WorkerView],
-    rng: &mut dyn RngCore,
-) -> Option<(WorkerChoice, WorkerChoice)> {
-    if let (Some(p), Some(d)) = (prefill.as_cost(), decode.as_cost()) {
-        return p.choose_pair(d, req, prefill_ready, decode_ready, rng);
-    }
-    let p = prefill.choose(req, prefill_ready, rng)?;
-    Some((p, decode.choose(req, decode_ready, rng)?))
-}
-
 /// Test of who can be paired, in a fleet where not every prefill worker can hand its pages to every decode worker.
 pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 
-/// [`choose_pair`] among those that fit. The prefill policy chooses among those that have a partner; `cost` then decides
-/// again among the workers like that one, jointly. `None`: no two fit.
-pub fn choose_fitting_pair(
+/// Decide about a prefill and a decode worker: together if both sides are `cost`, else one after the other.
+///
+/// With `fits` only about two that fit: the prefill policy decides among those that have a partner; `cost` then decides
+/// again among the workers like that one, jointly. `None`: there is no pair.
+pub fn decide_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
     req: &RequestView<'_>,
-    prefill_ready: &[WorkerView],
-    decode_ready: &[WorkerView],
-    fits: &Fits<'_>,
-    rng: &mut dyn RngCore,
-) -> Option<(WorkerChoice, WorkerChoice)> {
-    let with_partner = with_partner(prefill_ready, decode_ready, fits);
-    let p = prefill.choose(req, &with_partner, rng)?;
-    let (alike, partners) = narrowed(p.worker, &with_partner, decode_ready, fits);
-    if let (Some(both), Some(other)) = (prefill.as_cost(), decode.as_cost()) {
-        return both.choose_pair(other, req, &alike, &partners, rng);
-    }
-    Some((p, decode.choose(req, &partners, rng)?))
-}
-
-/// [`choose_pair`], or [`choose_fitting_pair`] if `fits` is given, telling what both sides weighed.
-pub fn explain_pair(
-    prefill: &dyn Policy,
-    decode: &dyn Policy,
-    req: &RequestView<'_>,
-    [prefill_ready, decode_ready]: [&[WorkerView]; 2],
+    ready: [&[WorkerView]; 2],
     fits: Option<&Fits<'_>>,
     rng: &mut dyn RngCore,
-) -> Option<[(WorkerChoice, Explanation); 2]> {
+    explains: bool,
+) -> Option<[ExplainedChoice; 2]> {
     let costs = prefill.as_cost().zip(decode.as_cost());
     let Some(fits) = fits else {
         if let Some((p, d)) = costs {
-            return p.explain_pair(d, req, prefill_ready, decode_ready, rng);
+            return p.decide_pair(d, req, ready, rng, explains);
         }
-        let p = prefill.explain(req, prefill_ready, rng)?;
-        return Some([p, decode.explain(req, decode_ready, rng)?]);
+        let p = prefill.decide(req, ready[0], rng, explains)?;
+        return Some([p, decode.decide(req, ready[1], rng, explains)?]);
     };
-    let with_partner = with_partner(prefill_ready, decode_ready, fits);
-    let p = prefill.explain(req, &with_partner, rng)?;
-    let (alike, partners) = narrowed(p.0.worker, &with_partner, decode_ready, fits);
+    let with_partner = with_partner(ready[0], ready[1], fits);
+    let p = prefill.decide(req, &with_partner, rng, explains)?;
+    let (alike, partners) = narrowed(p.0.worker, &with_partner, ready[1], fits);
     if let Some((both, other)) = costs {
-        return both.explain_pair(other, req, &alike, &partners, rng);
+        return both.decide_pair(other, req, [&alike, &partners], rng, explains);
     }
-    Some([p, decode.explain(req, &partners, rng)?])
+    Some([p, decode.decide(req, &partners, rng, explains)?])
 }
 
 fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
@@ -411,11 +396,12 @@ mod tests {
             let (p_views, d_views): (Vec<_>, Vec<_>) = ((0..p).map(view).collect(), (10..10 + d).map(view).collect());
             let fits = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
             let is_possible = (0..p).any(|p| (10..10 + d).any(|d| fits(WorkerId(p), WorkerId(d))));
-            let pair = choose_fitting_pair(
-                &*policies.0, &*policies.1, &RequestView::default(), &p_views, &d_views, &fits, &mut rng(seed),
+            let pair = decide_pair(
+                &*policies.0, &*policies.1, &RequestView::default(), [&p_views, &d_views], Some(&fits),
+                &mut rng(seed), false,
             );
             prop_assert_eq!(pair.is_some(), is_possible);
-            if let Some((p, d)) = pair {
+            if let Some([(p, _), (d, _)]) = pair {
                 prop_assert!(fits(p.worker, d.worker));
             }
         }

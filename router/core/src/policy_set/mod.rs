@@ -14,12 +14,9 @@ use rand::RngCore;
 use crate::decision_log::{
     CacheUpdateRecord, DecisionInput, LogEntry, LogLine, LogSink, ObservedEvent,
 };
-use crate::explain::Explanation;
 use crate::kv::{CacheUpdate, NewsError};
 use crate::pairing::fingerprint::WorkerFingerprint;
-use crate::policy::{
-    Fits, Policy, PolicyKind, PolicyParams, build, choose_fitting_pair, choose_pair, explain_pair,
-};
+use crate::policy::{ExplainedChoice, Fits, Policy, PolicyKind, PolicyParams, build, decide_pair};
 use crate::types::{
     PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
     WorkerId, WorkerView,
@@ -40,9 +37,6 @@ struct Journal {
     /// Tells prompts and keys apart without showing them; drawn at random for each run.
     secret: u64,
 }
-
-/// A choice, and what was weighed if that was asked for.
-pub type ExplainedChoice = (WorkerChoice, Option<Explanation>);
 
 impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
@@ -83,13 +77,7 @@ impl PolicySet {
         let asked = self.asked(role, sending, [(ready, ticket)]);
         let turn = self.turn();
         let rng = &mut SplitMix64(sending.seed);
-        let decided = match sending.explains {
-            false => policy.choose(&sending.request, ready, rng).map(|c| (c, None)),
-            true => {
-                let explained = policy.explain(&sending.request, ready, rng);
-                explained.map(|(choice, explanation)| (choice, Some(explanation)))
-            }
-        };
+        let decided = policy.decide(&sending.request, ready, rng, sending.explains);
         if let Some((choice, _)) = &decided {
             self.sent(role, sending, *choice, ticket);
         }
@@ -114,12 +102,7 @@ impl PolicySet {
         let fits = makes.map(|makes| fits_by(ready, makes));
         let turn = self.turn();
         let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-        let decided = match sending.explains {
-            false => pair(p, d, request, ready, fits.as_deref(), rng)
-                .map(|(p, d)| [(p, None), (d, None)]),
-            true => explain_pair(p, d, request, ready, fits.as_deref(), rng)
-                .map(|pair| pair.map(|(choice, explanation)| (choice, Some(explanation)))),
-        };
+        let decided = decide_pair(p, d, request, ready, fits.as_deref(), rng, sending.explains);
         if let Some([(p, _), (d, _)]) = &decided {
             self.sent(Role::Prefill, sending, *p, tickets[0]);
             self.sent(Role::Decode, sending, *d, tickets[1]);
@@ -138,9 +121,8 @@ impl PolicySet {
         request: &RequestView<'_>,
         ready: &[WorkerView],
         seed: u64,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let rng = &mut SplitMix64(seed);
-        self.policy(role).explain(request, ready, rng)
+    ) -> Option<ExplainedChoice> {
+        self.policy(role).decide(request, ready, &mut SplitMix64(seed), true)
     }
 
     /// The same for a pair.
@@ -150,10 +132,11 @@ impl PolicySet {
         ready: [&[WorkerView]; 2],
         makes: Option<Makes<'_>>,
         seed: u64,
-    ) -> Option<[(WorkerChoice, Explanation); 2]> {
+    ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let fits = makes.map(|makes| fits_by(ready, makes));
-        explain_pair(p, d, request, ready, fits.as_deref(), &mut SplitMix64(seed))
+        let rng = &mut SplitMix64(seed);
+        decide_pair(p, d, request, ready, fits.as_deref(), rng, true)
     }
 
     /// A candidate is there; `name` is for readers of the log.
@@ -269,21 +252,6 @@ pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'
         at.and_then(|at| makes[side].get(at)).copied()
     };
     Box::new(move |p, d| make(0, p).unwrap_or_default().fits(&make(1, d).unwrap_or_default()))
-}
-
-/// A pair, of those that fit if not all do.
-pub fn pair(
-    prefill: &dyn Policy,
-    decode: &dyn Policy,
-    request: &RequestView<'_>,
-    [p, d]: [&[WorkerView]; 2],
-    fits: Option<&Fits<'_>>,
-    rng: &mut SplitMix64,
-) -> Option<(WorkerChoice, WorkerChoice)> {
-    match fits {
-        None => choose_pair(prefill, decode, request, p, d, rng),
-        Some(fits) => choose_fitting_pair(prefill, decode, request, p, d, fits, rng),
-    }
 }
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every version.

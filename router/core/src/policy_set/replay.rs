@@ -17,8 +17,8 @@ use std::fmt;
 use crate::decision_log::{DecisionInput, DecisionSide, LogEntry, LogLine, ObservedEvent};
 use crate::explain::{Explanation, PolicyTerms};
 use crate::kv::NewsError;
-use crate::policy::{Policy, PolicyKind, PolicyParams, build, explain_pair};
-use crate::policy_set::{SplitMix64, fits_by, pair};
+use crate::policy::{Policy, PolicyKind, PolicyParams, build, decide_pair};
+use crate::policy_set::{SplitMix64, fits_by};
 use crate::types::{
     PolicyEvent, RequestView, Role, SendTicket, WorkerChoice, WorkerId, WorkerView,
 };
@@ -161,13 +161,15 @@ impl DecisionReplay {
                 let makes = asked.makes.as_ref();
                 let fits = makes.map(|[p, d]| fits_by(ready, [p, d]));
                 let (fits, rng) = (fits.as_deref(), &mut SplitMix64(asked.seed));
-                let pair = pair(&**p, &**d, &request, ready, fits, rng);
-                let [_, p, d] = &self.judges;
-                let judged = explain_pair(&**p, &**d, &request, ready, fits, &mut SplitMix64(0));
-                (
-                    vec![pair.map(|(p, _)| p), pair.map(|(_, d)| d)],
-                    judged.map(|pair| pair.map(|(_, explanation)| explanation).into()),
-                )
+                let pair = decide_pair(&**p, &**d, &request, ready, fits, rng, false);
+                let again = match pair {
+                    Some(pair) => pair.map(|(choice, _)| Some(choice)).into(),
+                    None => vec![None, None],
+                };
+                let (rng, [_, p, d]) = (&mut SplitMix64(0), &self.judges);
+                let judged = decide_pair(&**p, &**d, &request, ready, fits, rng, true);
+                let judged = judged.map(|pair| pair.into_iter().filter_map(|(_, why)| why));
+                (again, judged.map(Iterator::collect))
             }
             _ => return, // no decision has no or three sides
         };

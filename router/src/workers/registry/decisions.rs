@@ -126,7 +126,7 @@ impl WorkerRegistry {
             role: *role,
             worker: name_of(&list, choice.worker).to_owned(),
             decision: choice.why,
-            explanation: named(&explanation, &list),
+            explanation: explanation.and_then(|full| named(&full, &list)),
         });
         Ok(runs.collect())
     }

@@ -30,7 +30,7 @@
 //!
 //! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j lacks from i, as far as i's
 //! prefill does not hide it. A token takes longer from another machine than from the same, and longest from another topology
-//! domain (zone, rack), where both domains are known. [`CostPolicy::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
+//! domain (zone, rack), where both domains are known. [`CostPolicy::decide_pair`] minimizes the sum over pairs. Regular workers have both costs.
 //! Requests and k are what this router sent, and what other routers sent as far as j reports it.
 //!
 //! Sizes are tokens. Where they were not counted they are text units times a ratio that starts at a quarter (a token in four
@@ -65,7 +65,7 @@ pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
-use super::{Policy, PolicyStats, RankStats};
+use super::{ExplainedChoice, Policy, PolicyStats, RankStats};
 use crate::explain::{DecisionRule, Explanation};
 use crate::kv::{CacheUpdate, NewsError};
 use crate::types::{
@@ -109,40 +109,15 @@ impl CostPolicy {
         Self { state: Mutex::new(CostState::new(&params)), model: CostModel { role, params } }
     }
 
-    /// Choose a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
-    pub fn choose_pair(
-        &self,
-        decode: &CostPolicy,
-        req: &RequestView<'_>,
-        prefill_ready: &[WorkerView],
-        decode_ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, WorkerChoice)> {
-        let pair = self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, |_, _| ());
-        pair.map(|[(p, ()), (d, ())]| (p, d))
-    }
-
-    /// [`CostPolicy::choose_pair`] with what was weighed.
-    pub fn explain_pair(
-        &self,
-        decode: &CostPolicy,
-        req: &RequestView<'_>,
-        prefill_ready: &[WorkerView],
-        decode_ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<[(WorkerChoice, Explanation); 2]> {
-        self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, explain)
-    }
-
-    /// `tell` sees each side's decision and what was weighed for it.
-    fn decide_pair<T>(
+    /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
+    pub fn decide_pair(
         &self,
         decode: &CostPolicy,
         req: &RequestView<'_>,
         [prefill_ready, decode_ready]: [&[WorkerView]; 2],
         rng: &mut dyn RngCore,
-        tell: impl Fn(&ScoringContext<'_>, &ScoredChoice) -> T,
-    ) -> Option<[(WorkerChoice, T); 2]> {
+        explains: bool,
+    ) -> Option<[ExplainedChoice; 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
         let (mut p, deepest) = ours.estimate(&self.model, req, prefill_ready);
         let (mut d, known) = theirs.estimate(&decode.model, req, decode_ready);
@@ -171,10 +146,13 @@ impl CostPolicy {
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
-            let explanation =
-                tell(&ScoringContext::of(&self.model, &ours, req, &p, deepest), &first);
-            let other = tell(&ScoringContext::of(&decode.model, &theirs, req, &d, known), &second);
-            Some([(first.choice, explanation), (second.choice, other)])
+            let why = explains.then(|| {
+                let prefill = ScoringContext::of(&self.model, &ours, req, &p, deepest);
+                let decode = ScoringContext::of(&decode.model, &theirs, req, &d, known);
+                [explain(&prefill, &first), explain(&decode, &second)]
+            });
+            let [p, d] = why.map_or([None, None], |why| why.map(Some));
+            Some([(first.choice, p), (second.choice, d)])
         });
         ours.scratch.options = p;
         theirs.scratch.options = d;
@@ -203,14 +181,13 @@ impl CostPolicy {
         }
     }
 
-    /// `tell` sees the decision and what was weighed for it.
-    fn decide<T>(
+    fn decide_one(
         &self,
         req: &RequestView<'_>,
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
-        tell: impl Fn(&ScoringContext<'_>, &ScoredChoice) -> T,
-    ) -> Option<(WorkerChoice, T)> {
+        explains: bool,
+    ) -> Option<ExplainedChoice> {
         let mut state = self.lock();
         let (mut options, deepest) = state.estimate(&self.model, req, ready);
         let size = state.size_of(&req.prompt);
@@ -224,9 +201,8 @@ impl CostPolicy {
         let is_stale = self.model.role != Role::Decode
             && state.is_stale(&self.model.params, req.now_ms as f64);
         let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let explanation =
-                tell(&ScoringContext::of(&self.model, &state, req, &options, deepest), &picked);
-            (picked.choice, explanation)
+            let context = ScoringContext::of(&self.model, &state, req, &options, deepest);
+            (picked.choice, explains.then(|| explain(&context, &picked)))
         });
         state.scratch.options = options;
         decided
@@ -375,8 +351,7 @@ impl Policy for CostPolicy {
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<WorkerChoice> {
-        let decided = self.decide(req, ready, rng, |_, _| ());
-        decided.map(|(choice, ())| choice)
+        self.decide_one(req, ready, rng, false).map(|(choice, _)| choice)
     }
 
     fn explain(
@@ -385,7 +360,8 @@ impl Policy for CostPolicy {
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<(WorkerChoice, Explanation)> {
-        self.decide(req, ready, rng, explain)
+        let (choice, why) = self.decide_one(req, ready, rng, true)?;
+        Some((choice, why?))
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {

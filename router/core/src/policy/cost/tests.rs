@@ -212,6 +212,17 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     ));
 }
 
+fn pair_of(
+    p: &CostPolicy,
+    d: &CostPolicy,
+    request: &RequestView<'_>,
+    ready: [&[WorkerView]; 2],
+    seed: u64,
+) -> Option<(WorkerChoice, WorkerChoice)> {
+    let pair = p.decide_pair(d, request, ready, &mut rng(seed), false);
+    pair.map(|[(p, _), (d, _)]| (p, d))
+}
+
 fn report_load(policy: &CostPolicy, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
     policy.observe(&PolicyEvent::Reported {
         worker: WorkerId(id),
@@ -490,15 +501,14 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let mut seen = BTreeSet::new();
     for seed in 0..40 {
-        let (a, b) =
-            p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(seed)).expect("a pair");
+        let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], seed).expect("a pair");
         assert_ne!(a.worker, b.worker, "hosts are crossed");
         seen.insert(a.worker);
     }
     assert_eq!(seen.len(), 2);
     // Only one prefill worker is near the idle decode worker.
     let busy = [WorkerView { load: 300, ..d_ready[0] }, d_ready[1]];
-    let (a, b) = p.choose_pair(&d, &request, &p_ready, &busy, &mut rng(1)).expect("a pair");
+    let (a, b) = pair_of(&p, &d, &request, [&p_ready, &busy], 1).expect("a pair");
     assert_eq!((a.worker, b.worker), (WorkerId(0), WorkerId(1)));
 }
 
@@ -523,8 +533,9 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let at = |id, host, load| WorkerView { id: WorkerId(id), load, host };
     let pair = |near_load, far_host| {
         let ready = [at(0, far_host, 0), at(1, 3, near_load)];
-        let pair = p.explain_pair(&d, &request, &[at(0, 1, 0)], &ready, &mut rng(1));
-        let [(_, _), (choice, explanation)] = pair.expect("a pair");
+        let pair = p.decide_pair(&d, &request, [&[at(0, 1, 0)], &ready], &mut rng(1), true);
+        let [_, (choice, explanation)] = pair.expect("a pair");
+        let explanation = explanation.expect("asked for");
         let crossing = explanation.candidates.iter().map(|weighed| match &weighed.terms {
             PolicyTerms::Cost(terms) => (weighed.id, terms.crossing_ms),
             other => panic!("{other:?}"),
@@ -570,7 +581,7 @@ proptest! {
             .collect();
         let blocks = blocks(&text);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-        let (a, b) = p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(1)).expect("a pair");
+        let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], 1).expect("a pair");
         let (is, _) = p.lock().estimate(&p.model, &request, &p_ready);
         let (ds, _) = d.lock().estimate(&d.model, &request, &d_ready);
         let total = |i: &CandidateCost, j: &CandidateCost| {
@@ -723,8 +734,10 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
     let blocks = blocks("abcdefgh");
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
-    let pair = || p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(4));
-    let explained = p.explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4)).expect("a pair");
+    let pair = || pair_of(&p, &d, &request, [&p_ready, &d_ready], 4);
+    let explained = p.decide_pair(&d, &request, [&p_ready, &d_ready], &mut rng(4), true);
+    let explained =
+        explained.expect("a pair").map(|(choice, why)| (choice, why.expect("asked for")));
     assert_eq!(pair(), Some((explained[0].0, explained[1].0)));
     for (side, (choice, explanation)) in explained.iter().enumerate() {
         let PolicyBasis::Cost(basis) = explanation.basis else {
