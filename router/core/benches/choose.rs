@@ -179,7 +179,7 @@ fn choose_and_observe(c: &mut Criterion) {
         let mut setting = Setting::new(kind, workers, bytes, pairs);
         let mut source = Prompts::new(bytes);
         source.made = setting.prompts.made;
-        let id = BenchmarkId::new(kind.name(), name_of(workers, bytes, pairs));
+        let id = BenchmarkId::new(kind.into_str(), name_of(workers, bytes, pairs));
         group.bench_function(id, |b| {
             b.iter_batched_ref(
                 || source.next(),

@@ -18,7 +18,19 @@ impl fmt::Display for WorkerId {
 }
 
 /// Part of a request that a worker computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::IntoStaticStr,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Prefill and decode in one process.
@@ -37,20 +49,6 @@ impl Role {
             Role::Prefill => 1,
             Role::Decode => 2,
         }
-    }
-
-    pub fn label(self) -> &'static str {
-        match self {
-            Role::Regular => "regular",
-            Role::Prefill => "prefill",
-            Role::Decode => "decode",
-        }
-    }
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.label())
     }
 }
 
@@ -141,8 +139,9 @@ impl TtftEstimate {
     }
 }
 
-/// Why a worker was chosen. [`SelectionReason::label`] is a metric label, so dashboards explain decisions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// Why a worker was chosen. The name is a metric label, so dashboards explain decisions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum SelectionReason {
     Random,
@@ -174,25 +173,6 @@ pub enum SelectionReason {
 }
 
 impl SelectionReason {
-    pub fn label(self) -> &'static str {
-        match self {
-            SelectionReason::Random => "random",
-            SelectionReason::RoundRobin => "round_robin",
-            SelectionReason::LowerOfTwo => "lower_of_two",
-            SelectionReason::PrefixHit { .. } => "prefix_hit",
-            SelectionReason::SmallestTree => "smallest_tree",
-            SelectionReason::LeastLoaded => "least_loaded",
-            SelectionReason::BestHolder(_) => "best_holder",
-            SelectionReason::Cheaper(_) => "cheaper",
-            SelectionReason::NoPrefix(_) => "no_prefix",
-            SelectionReason::Sampled(_) => "sampled",
-            SelectionReason::Sticky => "sticky",
-            SelectionReason::NewKey => "new_key",
-            SelectionReason::NoKey => "no_key",
-            SelectionReason::Only => "only",
-        }
-    }
-
     /// Prediction that the decision was made by, if it was.
     pub fn forecast(self) -> Option<PrefillForecast> {
         match self {
@@ -215,12 +195,12 @@ impl fmt::Display for SelectionReason {
                 Some(forecast) => write!(
                     f,
                     "{} {}/{} tokens cached, {} ms",
-                    other.label(),
+                    other.into_str(),
                     forecast.cached_tokens,
                     forecast.prompt_tokens,
                     forecast.ttft_ms
                 ),
-                None => f.write_str(other.label()),
+                None => f.write_str(other.into_str()),
             },
         }
     }

@@ -104,7 +104,7 @@ type Resumed = (Box<RequestContext>, Result<CommittedResponse, NoResponse>);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
-        let labels = [self.role.label(), self.outcome];
+        let labels = [self.role.into_str(), self.outcome];
         self.metrics.failovers.with_label_values(&labels).inc();
     }
 }
@@ -229,7 +229,7 @@ impl ProxyBody {
             tail.pass(event, &mut self.out);
         }
         if let (Some(lost), RequestState::Whole(_)) = (said.lost(), &self.asker) {
-            let labels = [lost.label()];
+            let labels = [lost.into_str()];
             self.app.metrics.unresumable.with_label_values(&labels).inc();
             self.asker.slim();
         }
@@ -408,7 +408,7 @@ impl ProxyBody {
         };
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
-            let labels = [role.label(), "refused"];
+            let labels = [role.into_str(), "refused"];
             app.metrics.failovers.with_label_values(&labels).inc();
         }
         may
@@ -473,7 +473,7 @@ impl ProxyBody {
             Ok((opened, prefill)) if opened.is_sse => {
                 resuming.outcome = "resumed";
                 let pause = &self.app.metrics.failover_pause;
-                let pause = pause.with_label_values(&[resuming.role.label()]);
+                let pause = pause.with_label_values(&[resuming.role.into_str()]);
                 pause.observe(resuming.since.elapsed().as_secs_f64());
                 if !opened.tells_tokens {
                     self.said = None;

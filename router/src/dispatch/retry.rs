@@ -63,7 +63,7 @@ async fn try_until_committed(
             Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
         request.record.timeline.failed(failure.role, failure.reason);
-        let labels = [failure.role.label(), failure.reason];
+        let labels = [failure.role.into_str(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
         let mut avoid = request.avoid.clone();
         avoid.add(failure.role, failure.worker);

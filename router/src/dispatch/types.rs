@@ -56,7 +56,7 @@ pub fn ids_for<'a>(
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
         return None;
     }
-    let labels = [worker.role().label()];
+    let labels = [worker.role().into_str()];
     app.metrics.ids_forwarded.with_label_values(&labels).inc();
     Some(ids)
 }

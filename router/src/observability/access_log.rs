@@ -81,7 +81,7 @@ impl AccessLogEntry {
 
     /// A worker failed after its answer had begun.
     pub fn upstream_error(&self, role: Role, reason: &'static str) {
-        let labels = [role.label(), reason];
+        let labels = [role.into_str(), reason];
         let errors = &self.sinks.metrics.upstream_errors;
         errors.with_label_values(&labels).inc();
     }

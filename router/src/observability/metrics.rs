@@ -402,24 +402,24 @@ impl RouterMetrics {
 
     /// A worker reported its queue.
     pub fn load_report(&self, role: Role, source: &str, result: &str) {
-        let labels = [role.label(), source, result];
+        let labels = [role.into_str(), source, result];
         self.load_reports.with_label_values(&labels).inc();
     }
 
     pub fn kv_batch(&self, role: Role, result: &str) {
-        self.kv_batches.with_label_values(&[role.label(), result]).inc();
+        self.kv_batches.with_label_values(&[role.into_str(), result]).inc();
     }
 
     pub fn kv_resync(&self, role: Role, how: &str) {
-        self.kv_resyncs.with_label_values(&[role.label(), how]).inc();
+        self.kv_resyncs.with_label_values(&[role.into_str(), how]).inc();
     }
 
     pub fn kv_failure(&self, role: Role, reason: &str) {
-        self.kv_failures.with_label_values(&[role.label(), reason]).inc();
+        self.kv_failures.with_label_values(&[role.into_str(), reason]).inc();
     }
 
     pub fn kv_lag(&self, role: Role, seconds: f64) {
-        self.kv_lag.with_label_values(&[role.label()]).observe(seconds);
+        self.kv_lag.with_label_values(&[role.into_str()]).observe(seconds);
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.

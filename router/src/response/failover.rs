@@ -35,7 +35,8 @@ const MAX_TOKENS: usize = 1 << 18;
 const MAX_WAITING: usize = 8 << 20;
 
 /// Reason why a stream can no longer be resumed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
     /// More than `MAX_TOKENS`, or an event of more than `MAX_WAITING`.
     TooLong,
@@ -43,16 +44,6 @@ pub enum NotResumable {
     Memory,
     /// Not the comments that were asked for.
     Malformed,
-}
-
-impl NotResumable {
-    pub fn label(self) -> &'static str {
-        match self {
-            NotResumable::TooLong => "too_long",
-            NotResumable::Memory => "memory",
-            NotResumable::Malformed => "malformed",
-        }
-    }
 }
 
 /// Memory used by the resume buffers of all streams.

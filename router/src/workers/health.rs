@@ -290,7 +290,7 @@ async fn probe(
         Probe::Refused(_) => "refused",
         Probe::Bad(_) => "bad",
     };
-    let labels = [worker.role().label(), result];
+    let labels = [worker.role().into_str(), result];
     fleet.metrics.probes.with_label_values(&labels).inc();
     probe
 }
@@ -402,7 +402,7 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
             }
         },
     };
-    fleet.metrics.load_report(worker.role(), "poll", fate.label());
+    fleet.metrics.load_report(worker.role(), "poll", fate.into_str());
 }
 
 /// The worker answers probes: find out what it is, and let it in unless it is something else.

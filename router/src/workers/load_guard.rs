@@ -68,7 +68,7 @@ impl Candidate {
 
     fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: RequestOutcome) {
         if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
-            tracing::warn!(worker = %self.name, circuit = state.label(), "circuit breaker changed");
+            tracing::warn!(worker = %self.name, circuit = state.into_str(), "circuit breaker changed");
         }
     }
 
@@ -150,7 +150,7 @@ impl LoadGuard {
             now_ms,
         });
         if let Some(forecast) = self.sent.forecast {
-            let role = self.candidate.worker.role().label();
+            let role = self.candidate.worker.role().into_str();
             let took_ms = now_ms.saturating_sub(self.sent.at_ms);
             self.metrics.first_token(role, forecast, took_ms);
         }
@@ -172,7 +172,7 @@ impl LoadGuard {
             }
         };
         let role = candidate.worker.role();
-        self.metrics.load_report(role, "answer", fate.label());
+        self.metrics.load_report(role, "answer", fate.into_str());
     }
 
     /// Times the worker reported of the way to its first token.
@@ -198,7 +198,7 @@ impl LoadGuard {
             usage,
         });
         if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
-            let role = self.candidate.worker.role().label();
+            let role = self.candidate.worker.role().into_str();
             self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
         }
         let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
@@ -207,7 +207,7 @@ impl LoadGuard {
                 true => "equal",
                 false => "different",
             };
-            let labels = [self.candidate.worker.role().label(), result];
+            let labels = [self.candidate.worker.role().into_str(), result];
             self.metrics.token_counts.with_label_values(&labels).inc();
         }
     }

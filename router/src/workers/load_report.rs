@@ -35,7 +35,8 @@ pub struct TokenTotals {
 }
 
 /// Result of a report; a metric label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum ReportStatus {
     Taken,
     /// The rank has not reported yet, or it is one of several behind one candidate.
@@ -43,17 +44,6 @@ pub enum ReportStatus {
     Malformed,
     /// The worker was asked and gave no answer.
     Failed,
-}
-
-impl ReportStatus {
-    pub fn label(self) -> &'static str {
-        match self {
-            ReportStatus::Taken => "taken",
-            ReportStatus::Unused => "unused",
-            ReportStatus::Malformed => "malformed",
-            ReportStatus::Failed => "failed",
-        }
-    }
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

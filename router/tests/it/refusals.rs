@@ -15,7 +15,7 @@ async fn refusing_worker_costs_no_client_an_answer_under_any_policy() {
             for (status, code) in [(404, "model_not_found"), (401, "x"), (429, "queue_full")] {
                 let bad = Mock::start(&[Act::Status(status, code)]).await;
                 let good = Mock::start(&[]).await;
-                let flags = ["--policy", kind.name(), "--retry-budget-floor", "20"];
+                let flags = ["--policy", kind.into_str(), "--retry-budget-floor", "20"];
                 let router = Router::regular(&[&bad, &good], &flags).await;
                 for turn in 0..30 {
                     let body = json!({"messages": [{"role": "user", "content": turn.to_string()}]});

@@ -24,23 +24,14 @@ pub struct LocalRule {
     pub when_no_prefill: bool,
 }
 
-/// Why it computes the prompt itself. [`LocalWhy::label`] is a metric label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+/// Why it computes the prompt itself. The name is a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum LocalWhy {
     NoPrefill,
     Short,
     PrefixHere,
-}
-
-impl LocalWhy {
-    pub fn label(self) -> &'static str {
-        match self {
-            LocalWhy::NoPrefill => "no_prefill",
-            LocalWhy::Short => "short",
-            LocalWhy::PrefixHere => "prefix_here",
-        }
-    }
 }
 
 impl LocalRule {

@@ -65,7 +65,19 @@ impl Default for CacheAwareParams {
 }
 
 /// Rule for a request whose prefix no worker holds well enough.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum MissPolicy {
     /// The worker with the fewest characters in the tree (sglang-router).
@@ -75,27 +87,14 @@ pub enum MissPolicy {
 }
 
 impl MissPolicy {
-    pub const ALL: [MissPolicy; 2] = [MissPolicy::SmallestTree, MissPolicy::LeastLoad];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            MissPolicy::SmallestTree => "smallest_tree",
-            MissPolicy::LeastLoad => "least_load",
-        }
-    }
-}
-
-impl std::fmt::Display for MissPolicy {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 }
 
 impl FromStr for MissPolicy {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("miss rule", &Self::ALL, Self::name, name)
+        UnknownName::find("miss rule", name)
     }
 }
 

@@ -46,7 +46,19 @@ impl Default for ManualParams {
 }
 
 /// Rule for a key that has no worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum AssignmentMode {
     Random,
@@ -57,28 +69,14 @@ pub enum AssignmentMode {
 }
 
 impl AssignmentMode {
-    pub const ALL: [AssignmentMode; 3] = [Self::Random, Self::MinLoad, Self::MinGroup];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::MinLoad => "min_load",
-            Self::MinGroup => "min_group",
-        }
-    }
-}
-
-impl std::fmt::Display for AssignmentMode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 }
 
 impl FromStr for AssignmentMode {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("assignment mode", &Self::ALL, Self::name, name)
+        UnknownName::find("assignment mode", name)
     }
 }
 
@@ -326,7 +324,7 @@ mod tests {
     #[test]
     fn new_keys_go_where_the_mode_says_and_no_key_is_random() {
         let (mut sender, mut rng) = (TestSender::default(), rng(5));
-        for mode in AssignmentMode::ALL {
+        for &mode in AssignmentMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
             let policy =
                 policy_for(3, ManualParams { assignment_mode: mode, ..Default::default() });

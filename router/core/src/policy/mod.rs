@@ -24,7 +24,6 @@ mod tie_break;
 #[cfg(test)]
 pub(crate) mod testing;
 
-use std::fmt;
 use std::str::FromStr;
 
 use rand::RngCore;
@@ -214,7 +213,20 @@ fn narrowed(
 }
 
 /// The policies an operator can name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
     Random,
@@ -226,38 +238,14 @@ pub enum PolicyKind {
 }
 
 impl PolicyKind {
-    pub const ALL: [PolicyKind; 6] = [
-        PolicyKind::Random,
-        PolicyKind::RoundRobin,
-        PolicyKind::PowerOfTwo,
-        PolicyKind::CacheAware,
-        PolicyKind::Manual,
-        PolicyKind::Cost,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            PolicyKind::Random => "random",
-            PolicyKind::RoundRobin => "round_robin",
-            PolicyKind::PowerOfTwo => "power_of_two",
-            PolicyKind::CacheAware => "cache_aware",
-            PolicyKind::Manual => "manual",
-            PolicyKind::Cost => "cost",
-        }
-    }
-}
-
-impl fmt::Display for PolicyKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 }
 
 impl FromStr for PolicyKind {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("policy", &Self::ALL, Self::name, name)
+        UnknownName::find("policy", name)
     }
 }
 
@@ -271,16 +259,14 @@ pub struct UnknownName {
 }
 
 impl UnknownName {
-    /// The item of `all` with this name.
-    pub(crate) fn find<T: Copy>(
-        what: &'static str,
-        all: &[T],
-        name_of: impl Fn(T) -> &'static str,
-        name: &str,
-    ) -> Result<T, UnknownName> {
-        let mut found = all.iter().copied().filter(|item| name_of(*item) == name);
+    /// The variant with this name.
+    pub(crate) fn find<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
+    where
+        T: Copy + strum::VariantArray + Into<&'static str>,
+    {
+        let mut found = T::VARIANTS.iter().copied().filter(|item| (*item).into() == name);
         found.next().ok_or_else(|| {
-            let known: Vec<_> = all.iter().map(|item| name_of(*item)).collect();
+            let known: Vec<&str> = T::VARIANTS.iter().map(|item| (*item).into()).collect();
             UnknownName { what, name: name.to_owned(), known: known.join(", ") }
         })
     }
@@ -319,12 +305,12 @@ mod tests {
 
     #[test]
     fn names_are_parsed_and_a_wrong_one_is_answered_with_the_list() {
-        for kind in PolicyKind::ALL {
+        for &kind in PolicyKind::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
             let policy = build(kind, Role::Regular, &PolicyParams::default());
-            assert_eq!(policy.name(), kind.name());
+            assert_eq!(policy.name(), kind.into_str());
         }
-        for miss in MissPolicy::ALL {
+        for &miss in MissPolicy::ALL {
             assert_eq!(miss.to_string().parse(), Ok(miss));
         }
         let error = "cache-aware".parse::<PolicyKind>().expect_err("not a name");

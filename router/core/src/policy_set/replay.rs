@@ -94,7 +94,7 @@ impl DecisionReplay {
         params: &PolicyParams,
     ) -> Self {
         Self {
-            recorded: Role::ALL.map(|role| recorded(role).name()),
+            recorded: Role::ALL.map(|role| recorded(role).into_str()),
             policies: Role::ALL.map(|role| build(kind(role), role, params)),
             judges: Role::ALL.map(|role| build(PolicyKind::Cost, role, params)),
             in_flight: HashMap::new(),
@@ -180,7 +180,7 @@ impl DecisionReplay {
             };
             let recorded = choices.get(at).copied().flatten();
             let policy = self.policies[role.index()].name();
-            let decisions = self.report.roles.entry(role.label()).or_default();
+            let decisions = self.report.roles.entry(role.into_str()).or_default();
             decisions.recorded_policy = self.recorded[role.index()];
             decisions.policy = policy;
             decisions.compare(n, recorded, again[at]);
@@ -237,7 +237,7 @@ impl DecisionReplay {
             other => other,
         });
         if let Some(sent) = sent {
-            let decisions = self.report.roles.entry(sent.role.label()).or_default();
+            let decisions = self.report.roles.entry(sent.role.into_str()).or_default();
             decisions.observed.observe(observed, sent);
         }
         if let ObservedEvent::Finished { ticket, .. } = observed {
@@ -257,8 +257,9 @@ fn text_of(asked: &DecisionInput) -> String {
 
 impl DecisionCounts {
     fn compare(&mut self, n: u64, recorded: Option<WorkerChoice>, again: Option<WorkerChoice>) {
-        let why =
-            |choice: Option<WorkerChoice>| choice.map_or("no worker", |choice| choice.why.label());
+        let why = |choice: Option<WorkerChoice>| {
+            choice.map_or("no worker", |choice| choice.why.into_str())
+        };
         self.whys.entry(why(recorded)).or_default().0 += 1;
         self.whys.entry(why(again)).or_default().1 += 1;
         if recorded == again {
@@ -365,7 +366,7 @@ impl DecisionCounts {
             }
             writeln!(f)
         };
-        if role != Role::Decode.label() {
+        if role != Role::Decode.into_str() {
             row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
         }
         let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));

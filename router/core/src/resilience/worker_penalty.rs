@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn worker_that_refuses_at_once_attracts_no_traffic_under_any_policy() {
-        for kind in PolicyKind::ALL {
+        for &kind in PolicyKind::ALL {
             for role in Role::ALL {
                 for is_denial in [true, false] {
                     // 1 + 2 + 4 + 8 + 16 + 30 s are more than the minute.

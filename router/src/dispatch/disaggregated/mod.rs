@@ -253,7 +253,7 @@ async fn local(
     decode: Selection,
     why: LocalWhy,
 ) -> Result<CommittedResponse, AttemptFailure> {
-    let labels = [why.label()];
+    let labels = [why.into_str()];
     app.metrics.local_prefills.with_label_values(&labels).inc();
     let candidate = &decode.guard.candidate;
     request.record.prefill = None;

@@ -42,7 +42,8 @@ impl RequestTimeline {
                 spans.push(decide);
             }
             let to = leg.ended_ms.unwrap_or(ended_ms);
-            let mut span = child(leg.span, leg.role.label(), SpanKind::Client, leg.chosen_ms, to);
+            let mut span =
+                child(leg.span, leg.role.into_str(), SpanKind::Client, leg.chosen_ms, to);
             span.attributes = leg.attributes();
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
             let events =
@@ -110,7 +111,7 @@ impl AttemptTimeline {
         let mut attributes = vec![
             ("baton.attempt".into(), AttributeValue::Int(self.attempt.into())),
             ("baton.worker".into(), text(&self.worker)),
-            ("baton.why".into(), text(self.why.label())),
+            ("baton.why".into(), text(self.why.into_str())),
         ];
         attributes
             .extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));

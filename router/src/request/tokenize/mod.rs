@@ -161,7 +161,7 @@ impl PromptTokenizer {
             }
             Err(why) => {
                 let fallbacks = &self.metrics.tokenize_fallbacks;
-                fallbacks.with_label_values(&[why.label()]).inc();
+                fallbacks.with_label_values(&[why.into_str()]).inc();
             }
         }
         made

@@ -11,8 +11,9 @@ use serde::de::IgnoredAny;
 use super::template::ChatTemplate;
 use crate::request::body::ApiKind;
 
-/// Why a prompt was not tokenized. [`TokenizeFallback::label`] is a metric label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Why a prompt was not tokenized. The name is a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum TokenizeFallback {
     /// More text than the router tokenizes.
     TooLong,
@@ -26,19 +27,6 @@ pub enum TokenizeFallback {
     Template,
     /// The tokenizer failed.
     Failed,
-}
-
-impl TokenizeFallback {
-    pub fn label(self) -> &'static str {
-        match self {
-            TokenizeFallback::TooLong => "too_long",
-            TokenizeFallback::Busy => "busy",
-            TokenizeFallback::Unread => "unread",
-            TokenizeFallback::NoTemplate => "no_template",
-            TokenizeFallback::Template => "template",
-            TokenizeFallback::Failed => "failed",
-        }
-    }
 }
 
 /// Texts to be encoded, one per prompt.

@@ -38,7 +38,7 @@ pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
     for role in ROLES {
         let (known, ready) = app.fleet.registry.count(role);
         let open_circuits = app.fleet.registry.open_circuits(role);
-        body[role.label()] =
+        body[role.into_str()] =
             json!({"known": known, "ready": ready, "open_circuits": open_circuits});
     }
     if let Some(reason) = refusal.as_ref().or(missing.as_ref()) {
@@ -121,12 +121,12 @@ fn show(app: &AppState, worker: &Worker) -> Value {
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
-        "worker_type": worker.role().label(),
+        "worker_type": worker.role().into_str(),
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "drained_by": state.drained_by(),
         "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.registry.misfit(worker)),
-        "circuit": circuit.label(),
+        "circuit": circuit.into_str(),
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
@@ -317,7 +317,7 @@ pub async fn loads(State(app): State<Arc<AppState>>) -> Response {
     let loads: Vec<Value> = candidates
         .iter()
         .map(
-            |c| json!({"worker": c.name, "worker_type": c.worker.role().label(), "load": c.load()}),
+            |c| json!({"worker": c.name, "worker_type": c.worker.role().into_str(), "load": c.load()}),
         )
         .collect();
     answer(StatusCode::OK, &json!({"workers": loads}))

@@ -13,7 +13,8 @@ use crate::error::RouteError;
 use crate::observability::explain;
 
 /// The key a path needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum AccessLevel {
     /// None: liveness probes and scrapers have no key.
     Open,
@@ -22,16 +23,6 @@ pub enum AccessLevel {
     /// An admin key of --control-plane-api-keys if there are any, else as `Client`: the path shows or changes the fleet or
     /// the requests of others.
     Control,
-}
-
-impl AccessLevel {
-    pub fn label(self) -> &'static str {
-        match self {
-            AccessLevel::Open => "open",
-            AccessLevel::Client => "client",
-            AccessLevel::Control => "control",
-        }
-    }
 }
 
 pub fn has_control_keys(app: &AppState) -> bool {

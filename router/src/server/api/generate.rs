@@ -192,7 +192,7 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
         return Ok(());
     };
-    app.metrics.shed.with_label_values(&[role.label()]).inc();
+    app.metrics.shed.with_label_values(&[role.into_str()]).inc();
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
 }
 

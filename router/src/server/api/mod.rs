@@ -96,7 +96,7 @@ fn routes() -> Vec<Route> {
 /// Every path of the router with the key it needs: open, client or control.
 pub fn route_access() -> Vec<(&'static str, &'static str)> {
     let routes = routes().into_iter();
-    routes.map(|(path, level, _)| (path, level.label())).collect()
+    routes.map(|(path, level, _)| (path, level.into_str())).collect()
 }
 
 /// State of the middleware `edge`.

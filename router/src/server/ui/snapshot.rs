@@ -116,10 +116,10 @@ impl NodeView {
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
-            role: worker.role().label(),
+            role: worker.role().into_str(),
             state: state.label(),
             reason: state.reason().map(str::to_owned).or_else(misfit),
-            circuit: app.fleet.registry.objections_to(worker).0.label(),
+            circuit: app.fleet.registry.objections_to(worker).0.into_str(),
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),

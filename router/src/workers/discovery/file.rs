@@ -162,7 +162,7 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
 fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
     let entry: Entry = serde_json::from_value(value)
         .map_err(|err| format!("{err}; expected url, role, bootstrap_port, topology"))?;
-    let known = || roles.iter().map(|role| role.label()).collect::<Vec<_>>().join(" or ");
+    let known = || roles.iter().map(|role| role.into_str()).collect::<Vec<_>>().join(" or ");
     let role = match (entry.role, roles) {
         (Some(role), _) if roles.contains(&role) => role,
         (None, [only]) => *only,

@@ -372,7 +372,7 @@ mod tests {
             let workers = self.fleet.registry.workers();
             let workers = workers.iter().filter(|w| w.state() != WorkerState::Leaving);
             let mut urls: Vec<String> = workers
-                .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
+                .map(|w| format!("{} {}", &w.role().into_str()[..1], w.url().authority()))
                 .collect();
             urls.sort();
             urls

@@ -27,7 +27,8 @@ impl EventSubscription {
 }
 
 /// How much is known of a rank's cache; a metric label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum SyncState {
     /// Not followed.
@@ -39,17 +40,6 @@ pub enum SyncState {
     Exact,
     /// Something was missed, or it is not heard now.
     Doubtful,
-}
-
-impl SyncState {
-    pub fn label(self) -> &'static str {
-        match self {
-            SyncState::Off => "off",
-            SyncState::Connecting => "connecting",
-            SyncState::Exact => "exact",
-            SyncState::Doubtful => "doubtful",
-        }
-    }
 }
 
 /// Status as GET /workers shows it.

@@ -178,7 +178,7 @@ impl WorkerRegistry {
             breaker.lock().on_sent(sent_ms);
         }
         let policy = self.deciders.policy(role).name();
-        let labels = [role.label(), policy, choice.why.label()];
+        let labels = [role.into_str(), policy, choice.why.into_str()];
         self.metrics.decisions.with_label_values(&labels).inc();
         let timeline = wanted.timeline.as_ref().map(|timeline| {
             let explanation = explanation.and_then(|full| named(&full, candidates));

@@ -22,9 +22,12 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         family.reset();
     }
     for worker in registry.workers() {
-        metrics.workers.with_label_values(&[worker.role().label(), worker.state().label()]).inc();
+        metrics
+            .workers
+            .with_label_values(&[worker.role().into_str(), worker.state().label()])
+            .inc();
         if registry.misfit(&worker).is_some() {
-            let role = worker.role().label();
+            let role = worker.role().into_str();
             metrics.unpaired.with_label_values(&[role]).inc();
         }
     }
@@ -32,9 +35,9 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         .candidates()
         .into_iter()
         .map(|c| {
-            let role = c.worker.role().label();
+            let role = c.worker.role().into_str();
             let labels = [role, c.name.as_str()];
-            let state = c.feed.status().state.label();
+            let state = c.feed.status().state.into_str();
             metrics.kv_ranks.with_label_values(&[role, state]).inc();
             metrics.worker_load.with_label_values(&labels).set(c.load() as f64);
             metrics.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
@@ -42,7 +45,7 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         })
         .collect();
     for (role, stats) in registry.policy_stats() {
-        let role = role.label();
+        let role = role.into_str();
         for (family, value) in [
             (&metrics.tree_bytes, stats.index_bytes as f64),
             (&metrics.tree_evicted, stats.evicted_total as f64),
