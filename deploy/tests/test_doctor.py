@@ -24,7 +24,7 @@ FAKE = """#!{python}
 import json, sys
 words = sys.argv[1:]
 answers = json.load(open({answers!r}))
-while words and words[0].startswith("--"):
+while words and words[0].startswith("-"):
     words = words[1:] if "=" in words[0] else words[2:]
 found = answers.get(" ".join(words))
 if found is None:

@@ -133,7 +133,7 @@ def bucket_bounds(name: str) -> set[str]:
         if metrics.exported_name(spec) == name:
             return {floatToGoString(bound) for bound in spec.buckets}
     text = METRICS_PAGE.read_text()
-    said = re.search(r"share (\d+) buckets, factor ([\d.]+) from ([\d.]+) s to \d+ s, rounded to four digits", text)
+    said = re.search(r"share (\d+) buckets, factor ([\d.]+) from ([\d.]+) s to \d+ s, rounded to four\s+digits", text)
     assert said is not None, "docs/metrics.md no longer says which buckets a router's histograms have"
     exact = [float(said[3]) * float(said[2]) ** i for i in range(int(said[1]))]
     return {f"{round(bound, 3 - math.floor(math.log10(bound))):g}" for bound in exact}

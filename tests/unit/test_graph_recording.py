@@ -179,8 +179,8 @@ REFUSED = [
     ({"cuda_graph_max_bs": 8}, "there are no CUDA graphs on --device cpu; leave it out"),
     ({"cuda_graph_max_bs": 8, "device": "cuda", "tp_size": 2}, "steps are not recorded with --tp-size 2; leave it out"),
     ({"cuda_graph_max_bs": 8, "device": "cuda", "disable_cuda_graph": True}, "--disable-cuda-graph is set, too"),
-    ({"cuda_graph_max_bs": 0, "device": "cuda"}, "--cuda-graph-max-bs 0: give 1 to 1024 rows"),
-    ({"cuda_graph_max_bs": 1025, "device": "auto"}, "--cuda-graph-max-bs 1025: give 1 to 1024 rows"),
+    ({"cuda_graph_max_bs": 0, "device": "cuda"}, "--cuda-graph-max-bs 0: give 1 to 1024"),
+    ({"cuda_graph_max_bs": 1025, "device": "auto"}, "--cuda-graph-max-bs 1025: give 1 to 1024"),
 ]
 
 

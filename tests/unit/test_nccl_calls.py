@@ -133,5 +133,5 @@ def test_both_ranks_of_a_pair_take_the_hosts_number_of_thread_blocks(monkeypatch
             nccl.Handle(lib).init(uid, rank, 5)
             assert lib.max_ctas == expected
     for wrong in (0, 33):
-        with pytest.raises(ConfigError, match=f"--nccl-max-ctas {wrong}: give 1 to 32 thread blocks"):
+        with pytest.raises(ConfigError, match=f"--nccl-max-ctas {wrong}: give 1 to 32"):
             build({"model_path": "demo", "nccl_max_ctas": wrong})

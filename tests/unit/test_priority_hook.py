@@ -228,5 +228,5 @@ def test_a_hook_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_flags_are_checked() -> None:
     with pytest.raises(ConfigError, match="needs --enable-priority-scheduling"):
         config.build({"priority_adjustment_function": "math:sin"})
-    with pytest.raises(ConfigError, match="--priority-adjust-interval-ms 0: use 1 to 3600000"):
+    with pytest.raises(ConfigError, match="--priority-adjust-interval-ms 0: give 1 to 3600000"):
         config.build({"priority_adjust_interval_ms": 0})

@@ -16,7 +16,7 @@ class KubectlError(Exception):
 class Kubectl:
     def __init__(self, command: str, namespace: str, timeout_secs: float) -> None:
         """`command`: kubectl with flags of its own, as a shell would read it."""
-        self._command = [*shlex.split(command), "--namespace", namespace]
+        self._command = [*shlex.split(command), "-n", namespace]
         self._timeout_secs = timeout_secs
 
     def run(self, *words: str, exits: Collection[int] = (0,)) -> str:
