@@ -55,7 +55,7 @@ WORDS = {
     "parked": "pending, retained", "sicken": "mark unhealthy", "farewell": "shutdown",
 }  # fmt: skip
 """Words of this project alone, spellings that differ from the flags', and what to write instead."""
-OUTSIDE = ("PARKED", 'alias = "told"')
+OUTSIDE = ("PARKED", '"told"', "`told`")
 """Names on the wire and in old files, which other versions still read or write."""
 
 BARE = re.compile(r"(Of|What|Who|Whose|Whoever|Whether|It|Its|Nobody|One)\b")
