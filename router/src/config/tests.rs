@@ -262,10 +262,13 @@ fn defaults_are_the_fields() {
 
 #[test]
 fn capacity_and_pull_time_of_flags_reach_cost() {
-    let config = parse(&["--default-capacity-tokens", "5000", "--kv-pull-ms-per-kilotoken", "100"])
-        .expect("known flags");
+    let crossing = "--kv-pull-crossing-ms-per-kilotoken=150";
+    let capacity = "--default-capacity-tokens=5000";
+    let config =
+        parse(&[capacity, "--kv-pull-ms-per-kilotoken", "100", crossing]).expect("known flags");
     let cost = config.policy_params().cost;
     assert_eq!(cost.default_capacity_tokens, 5000);
     assert!((cost.pull_far_ms - 0.1).abs() < 1e-12);
+    assert!((cost.pull_crossing_ms - 0.15).abs() < 1e-12);
     assert!((cost.pull_near_ms - 0.1 * 13.0 / 43.0).abs() < 1e-12);
 }
