@@ -76,8 +76,8 @@ def test_bad_flags_name_themselves() -> None:
         )  # fmt: skip
     flags = [line.split()[0] for line in caught.value.message.splitlines()]
     assert flags == [
-        "--priority-classes", "--priority-classes", "--prompt-token-weight", "--output-token-weight",
-        "--cached-token-weight", "--max-idle-tenants",
+        "--prompt-token-weight", "--output-token-weight", "--cached-token-weight", "--max-idle-tenants",
+        "--priority-classes", "--priority-classes",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--disable-class-charge-decode: there are no classes"):
         config.build({"disable_class_charge_decode": True})

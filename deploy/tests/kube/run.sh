@@ -43,9 +43,9 @@ export BATON_KUBE_PROGRAMS=$cache
 echo "test-kube: building the router's image"
 BATON_KUBE_ROUTER_ROOTFS=$(cd "$root" && PYTHONPATH=. "$python" -m deploy.tests.images) || BATON_KUBE_ROUTER_ROOTFS=
 export BATON_KUBE_ROUTER_ROOTFS
-status=0
-# --kill-child ends every process of the cluster with pytest; mounts and links vanish with their namespaces.
-unshare --net --mount --pid --fork --kill-child --mount-proc --propagation private bash -euc '
+# Each cluster has namespaces of its own. --kill-child ends every process of it with pytest; mounts and links vanish with
+# their namespaces.
+prepare='
     mount -t tmpfs -o mode=755 tmpfs /run
     mount -t tmpfs -o mode=755 tmpfs /var/log
     mkdir -p /run/netns /run/baton/tmp
@@ -55,7 +55,33 @@ unshare --net --mount --pid --fork --kill-child --mount-proc --propagation priva
     cd "$1"
     shift
     "$@"
-' - "$root" "$python" -m pytest -m kube -p no:cacheprovider deploy/tests/e2e "$@" || status=$?
+'
+cluster=(
+    unshare --net --mount --pid --fork --kill-child --mount-proc --propagation private bash -euc "$prepare" - "$root"
+    "$python" -m pytest -m kube -p no:cacheprovider
+)
+
+status=0
+tests=deploy/tests/e2e
+case " $* " in
+*" -k"* | *"::"* | *.py*) "${cluster[@]}" "$tests" "$@" || status=$? ;; # a choice of tests: one cluster
+*) # all of them: most of their time is waiting, so two clusters share the cores
+    first=("$tests"/test_{cpu_demo,disruptions,doctor,whole_run}.py)
+    second=()
+    for path in "$root/$tests"/test_*.py; do
+        path=$tests/$(basename "$path")
+        [[ " ${first[*]} " == *" $path "* && $path != */test_whole_run.py ]] || second+=("$path")
+    done
+    log=$(mktemp)
+    "${cluster[@]}" "${second[@]}" "$@" >"$log" 2>&1 &
+    trap 'kill $! 2>/dev/null' INT TERM
+    "${cluster[@]}" "${first[@]}" "$@" || status=$?
+    wait $! || status=$?
+    echo "test-kube: the second cluster:"
+    cat "$log"
+    rm -f "$log"
+    ;;
+esac
 # Control groups belong to no namespace: remove those of containers, which are empty by now.
 find /sys/fs/cgroup -depth -type d -path '*/baton-kube*' -exec rmdir {} + 2>/dev/null || true
 if [ -n "$(find /sys/fs/cgroup -type d -name 'baton-kube*' -print -quit)" ]; then
