@@ -18,6 +18,7 @@ mod tokens;
 mod unsupported_flags;
 mod workers;
 
+use http::HeaderName;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -102,7 +103,7 @@ pub struct ListenFlags {
     /// Headers a request id is taken from, first match wins [default: x-request-id x-correlation-id x-trace-id
     /// request-id]
     #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
-    pub request_id_headers: Vec<String>,
+    pub request_id_headers: Vec<HeaderName>,
     /// On SIGTERM keep accepting this long after /readyz says 503, so that load balancers notice [ms]
     #[arg(long, default_value_t = 500, value_name = "MS")]
     pub shutdown_delay_ms: u64,
@@ -272,8 +273,12 @@ const MIN_INDEX_BYTES: f64 = 1_048_576.0;
 const MIN_LOG_BYTES: f64 = 1_048_576.0;
 
 /// Headers searched for a request id when --request-id-headers is absent.
-const REQUEST_ID_HEADERS: [&str; 4] =
-    ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"];
+const REQUEST_ID_HEADERS: [HeaderName; 4] = [
+    HeaderName::from_static("x-request-id"),
+    HeaderName::from_static("x-correlation-id"),
+    HeaderName::from_static("x-trace-id"),
+    HeaderName::from_static("request-id"),
+];
 
 /// vllm-router has one flag for pairs of vLLM workers, here it is two.
 fn spelled_out(argv: &[String]) -> Vec<String> {
@@ -352,7 +357,7 @@ impl RouterConfig {
                 _ => ParseStop::Bad(err.to_string().trim_end().to_owned()),
             })?;
         if config.listen.request_id_headers.is_empty() {
-            config.listen.request_id_headers = REQUEST_ID_HEADERS.map(str::to_owned).to_vec();
+            config.listen.request_id_headers = REQUEST_ID_HEADERS.to_vec();
         }
         config.check(&mut bad);
         if bad.is_empty() { Ok(config) } else { Err(ParseStop::Bad(bad.join("\n"))) }
@@ -427,11 +432,6 @@ impl RouterConfig {
         let path = &self.health.health_check_endpoint;
         if !path.starts_with('/') {
             bad.push(format!("--health-check-endpoint {path}: give a path that starts with '/'"));
-        }
-        for name in &self.listen.request_id_headers {
-            if http::HeaderName::try_from(name.as_str()).is_err() {
-                bad.push(format!("--request-id-headers {name}: not a header name"));
-            }
         }
         for origin in &self.listen.cors_allowed_origins {
             if http::HeaderValue::try_from(origin.as_str()).is_err() {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::{FailedAttempts, PromptBlocks, RequestBreaks, WorkerFingerprint, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
@@ -26,9 +26,10 @@ use crate::workers::load_guard::Candidate;
 use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
-const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
+const TTFT_HEADERS: [HeaderName; 2] =
+    [HeaderName::from_static("x-slo-ttft-ms"), HeaderName::from_static("x-llm-d-slo-ttft-ms")];
 /// The whole answer is of use within this [ms].
-const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
+const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remaining-ms");
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
 const WORTH_TELLING: Duration = Duration::from_millis(10);
 
@@ -224,7 +225,8 @@ impl RequestContext {
             headers.remove(name);
         }
         headers.remove(DEADLINE_HEADER);
-        for (name, ms) in [TTFT_HEADERS[0], DEADLINE_HEADER].into_iter().zip(remaining) {
+        let [ttft, _] = TTFT_HEADERS;
+        for (name, ms) in [ttft, DEADLINE_HEADER].into_iter().zip(remaining) {
             if let Some(ms) = ms {
                 headers.insert(name, HeaderValue::from(ms));
             }
@@ -241,7 +243,7 @@ fn body_hash(body: &Bytes) -> u64 {
 
 /// Deadlines in the headers of a request.
 pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
-    let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
+    let ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
     RequestDeadlines {
         ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
         whole: ms(DEADLINE_HEADER),

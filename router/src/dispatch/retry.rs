@@ -126,7 +126,8 @@ async fn attempt_in_turn(
     request.record.attempts += 1;
     request.attempted_at = Instant::now();
     match app.fleet.is_pd() {
-        true => disaggregated::attempt(app, request, kept).await,
+        // Boxed: requests to regular workers need less than half of its size.
+        true => Box::pin(disaggregated::attempt(app, request, kept)).await,
         false => single(app, request).await,
     }
 }

@@ -4,10 +4,10 @@
 //! 2. the leg in the request's timeline keeps it (request_timeline.rs);
 //! 3. a decode worker's pull is added to its pair's traffic (pair_traffic.rs).
 
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Serialize;
 
-pub const HEADER: &str = "x-baton-stages";
+pub const HEADER: HeaderName = HeaderName::from_static("x-baton-stages");
 /// Longest name of a transport that is believed [bytes].
 const MAX_TRANSPORT: usize = 16;
 

@@ -8,14 +8,15 @@
 //! GET /v1/requests/{id}, which needs one too, has the rest.
 
 use axum::response::{IntoResponse, Response};
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::{Role, SelectionReason};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 
-pub const HEADER: &str = "x-baton-explain";
+pub const HEADER: HeaderName = HeaderName::from_static(HEADER_NAME);
+const HEADER_NAME: &str = "x-baton-explain";
 
 /// Explanation that the client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,7 +37,7 @@ impl ExplainMode {
             b"1" | b"true" => Ok(ExplainMode::Explain),
             b"dry-run" => Ok(ExplainMode::DryRun),
             _ => Err(RouteError::InvalidValue {
-                param: HEADER,
+                param: HEADER_NAME,
                 problem: "must be 1 or dry-run".into(),
             }),
         }

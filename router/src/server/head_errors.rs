@@ -66,7 +66,7 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         let err = self.error_of(std::str::from_utf8(status).ok()?)?;
         let head = std::str::from_utf8(written).ok()?;
         let is_whole = head.find("\r\n\r\n") == Some(head.len() - 4);
-        if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID) {
+        if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID.as_str()) {
             return None;
         }
         let labels = ["unmatched", "other", "4xx", err.code()];

@@ -4,11 +4,11 @@
 //! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
 //! 3. the policy of the worker's role observes it (`Event::Reported`).
 
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::RunningLoad;
 use serde::Deserialize;
 
-pub const HEADER: &str = "x-baton-load";
+pub const HEADER: HeaderName = HeaderName::from_static("x-baton-load");
 
 /// Queue of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

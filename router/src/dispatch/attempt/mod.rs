@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
+use memchr::{memchr, memchr_iter};
 use router_core::{RequestOutcome, RetryClass, Role, WorkerId};
 use tokio::time::timeout;
 
@@ -291,14 +292,16 @@ enum StreamStart {
 /// Classify the beginning of a stream, however it was cut into pieces.
 fn stream_start(text: &[u8]) -> StreamStart {
     const ERROR: &[u8] = b"{\"error\"";
-    let mut at = 0;
-    for line in text.split_inclusive(|b| *b == b'\n') {
+    let mut event = text;
+    while event.first().is_some_and(|byte| *byte == b':' || byte.is_ascii_whitespace()) {
+        let end = memchr(b'\n', event).map_or(event.len(), |at| at + 1);
+        let (line, rest) = event.split_at(end);
         if !(line.starts_with(b":") || line.trim_ascii().is_empty()) {
             break;
         }
-        at += line.len();
+        event = rest;
     }
-    let event = &text[at..];
+    let at = text.len() - event.len();
     if event.is_empty() {
         return StreamStart::Comment;
     }
@@ -315,7 +318,7 @@ fn stream_start(text: &[u8]) -> StreamStart {
             false => StreamStart::Answer,
         };
     }
-    match json.contains(&b'\n') {
+    match memchr(b'\n', json).is_some() {
         true => StreamStart::Error(at),
         false => StreamStart::Unclear,
     }
@@ -356,8 +359,7 @@ impl ErrorFinder {
 
 /// Where the first event ends: behind its blank line.
 fn end_of_event(text: &[u8]) -> Option<usize> {
-    let mut ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
-    ends.find_map(|(at, _)| {
+    memchr_iter(b'\n', text).find_map(|at| {
         let rest = &text[at + 1..];
         let blank = [&b"\n"[..], b"\r\n"].into_iter();
         let mut blank = blank.filter(|blank| rest.starts_with(blank));

@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use http::HeaderValue;
+use http::{HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -26,7 +26,7 @@ const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion
     \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
     \"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
 /// Which of its ranks a vLLM worker is to use.
-const RANK_HEADER: &str = "x-data-parallel-rank";
+const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 pub async fn attempt(
     app: &Arc<AppState>,

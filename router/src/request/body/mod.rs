@@ -388,11 +388,10 @@ impl<'a> TopLevelFields<'a> {
 /// At most `most` bytes of a text, cut between two characters.
 fn beginning(text: &[u8], most: usize) -> &str {
     let cut = &text[..text.len().min(most)];
-    let whole = match std::str::from_utf8(cut) {
-        Ok(_) => cut.len(),
-        Err(err) => err.valid_up_to(),
-    };
-    std::str::from_utf8(&cut[..whole]).unwrap_or_default()
+    match std::str::from_utf8(cut) {
+        Ok(text) => text,
+        Err(err) => std::str::from_utf8(&cut[..err.valid_up_to()]).unwrap_or_default(),
+    }
 }
 
 /// Spans run from the end of the member before (so they begin with its comma). The members at the very beginning have

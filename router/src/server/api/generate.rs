@@ -1,5 +1,6 @@
 //! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs takes over.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use http::header::{
     ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
 };
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
@@ -41,18 +42,21 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
 /// A client's own affinity key.
-const ROUTING_KEY: &str = "x-smg-routing-key";
+const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 
-pub async fn chat(State(app): State<Arc<AppState>>, request: Request) -> Response {
-    serve(app, ApiKind::Chat, request).await
+/// Boxed: axum moves a handler's future four times, and this one is large.
+type Serving = Pin<Box<dyn Future<Output = Response> + Send>>;
+
+pub fn chat(State(app): State<Arc<AppState>>, request: Request) -> Serving {
+    Box::pin(serve(app, ApiKind::Chat, request))
 }
 
-pub async fn completions(State(app): State<Arc<AppState>>, request: Request) -> Response {
-    serve(app, ApiKind::Completions, request).await
+pub fn completions(State(app): State<Arc<AppState>>, request: Request) -> Serving {
+    Box::pin(serve(app, ApiKind::Completions, request))
 }
 
-pub async fn generate(State(app): State<Arc<AppState>>, request: Request) -> Response {
-    serve(app, ApiKind::Generate, request).await
+pub fn generate(State(app): State<Arc<AppState>>, request: Request) -> Serving {
+    Box::pin(serve(app, ApiKind::Generate, request))
 }
 
 async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
@@ -298,7 +302,7 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
     }
 }
 
-pub fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
+pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
     let value = headers.get(name)?;
     value.to_str().ok().map(str::to_owned)
 }

@@ -2,14 +2,14 @@
 
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, Method, StatusCode, header};
+use http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::Value;
 
 use crate::request::body::ApiKind;
 
-pub const REQUEST_ID: &str = "x-request-id";
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Bodies of these requests are small [bytes].
 pub const MAX_ADMIN_BODY: usize = 1 << 20;
