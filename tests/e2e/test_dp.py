@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster, eventually, family, get, metric, metrics
+from tests.support.cluster import Cluster, eventually, family, get, metric, metrics, settled
 from tests.support.router import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -150,7 +150,7 @@ def test_every_rank_is_a_candidate_and_the_chosen_one_serves(wide: Cluster) -> N
     url = wide.node("worker")["url"]
     shown = {s.labels["worker"] for s in metrics(wide.url) if s.name == "baton_router_worker_load"}
     assert shown == {f"{url}@{rank}" for rank in range(RANKS)}
-    before = by_rank(url, "baton_generated_tokens_total")
+    before = settled(lambda: by_rank(url, "baton_generated_tokens_total"))
     chosen = dict.fromkeys(range(RANKS), 0)
     for number in range(3 * RANKS):
         generate(wide, f"spread-{number}", prompt(number))
@@ -209,7 +209,11 @@ def test_the_index_follows_each_rank(wide: Cluster) -> None:
 
 def test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank(wide_pair: Cluster) -> None:
     p, d = wide_pair.node("prefill")["url"], wide_pair.node("decode")["url"]
-    before = by_rank(p, "baton_prompt_tokens_computed_total"), by_rank(d, "baton_generated_tokens_total")
+
+    def counted() -> tuple[dict[int, float], dict[int, float]]:
+        return by_rank(p, "baton_prompt_tokens_computed_total"), by_rank(d, "baton_generated_tokens_total")
+
+    before = settled(counted)
     computed, generated = dict.fromkeys(range(4), 0), dict.fromkeys(range(2), 0)
     for number in range(16):
         ids = prompt(300 + number)
@@ -223,17 +227,11 @@ def test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank(wide_pair: 
     assert all(computed.values()), computed
     assert all(generated.values()), generated
 
-    def grown(url: str, name: str, then: dict[int, float]) -> dict[int, float]:
-        return {rank: value - then.get(rank, 0) for rank, value in by_rank(url, name).items()}
+    def grown() -> list[dict[int, float]]:
+        sides = zip(counted(), before, strict=True)
+        return [{rank: value - then.get(rank, 0) for rank, value in now.items()} for now, then in sides]
 
-    eventually(
-        "each P rank has computed what was sent to it",
-        lambda: grown(p, "baton_prompt_tokens_computed_total", before[0]) == computed,
-    )
-    eventually(
-        "each D rank has generated what was sent to it",
-        lambda: grown(d, "baton_generated_tokens_total", before[1]) == generated,
-    )
+    eventually("each rank has computed and generated what was sent to it", lambda: grown() == [computed, generated])
     eventually("no load is left", lambda: no_load(wide_pair))
     wide_pair.assert_nothing_is_held()
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.cluster import Cluster, eventually, get, metric
+from tests.support.cluster import Cluster, count, eventually, get, metric
 from tests.support.router import Router
 
 PAGE = 16
@@ -63,8 +63,7 @@ def asked(cluster: Cluster, ids: list[int]) -> tuple[int, int]:
     names = ("expected_cached_tokens", "reported_cached_tokens", "counted_prompt_tokens")
 
     def counts() -> list[float]:
-        found = [metric(cluster.url, f"baton_router_{name}_total", role="regular") for name in names]
-        return [0.0 if value != value else value for value in found]
+        return [count(cluster.url, f"baton_router_{name}_total", role="regular") for name in names]
 
     before = counts()
     cluster.generate_ids(ids, 2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, metric
+from tests.support.cluster import Cluster, count
 
 MIB = 1 << 20
 LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -24,8 +23,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def engine_requests(cluster: Cluster, **labels: str) -> list[float]:
     """Requests that each engine has answered or refused; a series that does not exist yet counts 0."""
-    counts = [metric(node["url"], "baton_http_requests_total", **labels) for node in cluster.state["nodes"]]
-    return [0.0 if math.isnan(count) else count for count in counts]
+    return [count(node["url"], "baton_http_requests_total", **labels) for node in cluster.state["nodes"]]
 
 
 @pytest.mark.timeout(180)
@@ -71,4 +69,4 @@ def test_router_and_engine_refuse_in_the_same_words(pair: Cluster) -> None:
     assert engine_requests(pair) == before
     for role in ("prefill", "decode"):
         assert pair.post(path, body, url=pair.node(role)["url"]) == by_router
-    assert engine_requests(pair) == [count + 1 for count in before]
+    assert engine_requests(pair) == [number + 1 for number in before]

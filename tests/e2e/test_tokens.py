@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster, metric
+from tests.support.cluster import Cluster, count, metric
 
 USER = {"role": "user", "content": "What is Baton?"}
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 8}
@@ -38,8 +38,7 @@ def test_answers_are_the_engines_own(solo: Cluster, path: str, body: dict[str, A
     body = body if path == "/generate" else {**GREEDY, **body}
 
     def forwarded() -> float:
-        count = metric(solo.url, "baton_router_input_ids_forwarded_total", role="regular")
-        return 0 if count != count else count
+        return count(solo.url, "baton_router_input_ids_forwarded_total", role="regular")
 
     before = forwarded()
     status, through = solo.post(path, body)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -38,6 +39,8 @@ START_SECS = 90.0
 STOP_SECS = 30.0
 RECOVER_SECS = 60.0
 POLL_SECS = 0.02
+SETTLED_SECS = 2.5
+"""Longer than two reports of a rank: what a node shows of its ranks is their last report, one a second."""
 
 _SAMPLE = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -52,6 +55,18 @@ def eventually(what: str, look: Callable[[], T], secs: float = RECOVER_SECS) -> 
             return seen
         assert time.monotonic() < deadline, f"after {secs:g} s still not: {what}; last seen: {seen!r}"
         time.sleep(POLL_SECS)
+
+
+def settled(read: Callable[[], T]) -> T:
+    """What `read` returns once it has stayed the same for SETTLED_SECS: no report of earlier work is on its way."""
+    seen, begun = read(), time.monotonic()
+    since = begun
+    while time.monotonic() < since + SETTLED_SECS:
+        time.sleep(POLL_SECS)
+        if (now := read()) != seen:
+            seen, since = now, time.monotonic()
+            assert since < begun + RECOVER_SECS, f"after {RECOVER_SECS:g} s it still changes: {seen!r}"
+    return seen
 
 
 def get(url: str, timeout: float = 5.0) -> str | None:
@@ -78,9 +93,15 @@ def metrics(url: str) -> list[Sample]:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """Sum over all samples of that name whose labels include `labels`; NaN when there is none."""
+    """Sum over all samples of that name whose labels include `labels`; NaN when there is none, see `count`."""
     values = [s.value for s in metrics(url) if s.name == name and labels.items() <= s.labels.items()]
     return sum(values) if values else float("nan")
+
+
+def count(url: str, name: str, **labels: str) -> float:
+    """`metric` of a counter; one that does not exist yet counts 0."""
+    value = metric(url, name, **labels)
+    return 0.0 if math.isnan(value) else value
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -18,11 +18,11 @@ mod tokens;
 mod unsupported_flags;
 mod workers;
 
-use http::HeaderName;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
+use http::HeaderName;
 use router_core::{
     AssignmentMode, BreakerConfig, BudgetConfig, CacheAwareParams, CostParams, HealthConfig,
     ManualParams, MissPolicy, PolicyKind, PolicyParams, RetryConfig, Role,

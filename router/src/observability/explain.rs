@@ -15,8 +15,8 @@ use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 
-pub const HEADER: HeaderName = HeaderName::from_static(HEADER_NAME);
 const HEADER_NAME: &str = "x-baton-explain";
+pub const HEADER: HeaderName = HeaderName::from_static(HEADER_NAME);
 
 /// Explanation that the client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -318,7 +318,7 @@ fn stream_start(text: &[u8]) -> StreamStart {
             false => StreamStart::Answer,
         };
     }
-    match memchr(b'\n', json).is_some() {
+    match json.contains(&b'\n') {
         true => StreamStart::Error(at),
         false => StreamStart::Unclear,
     }
