@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import json
-import os
 import sys
 from array import array
 from types import SimpleNamespace
@@ -75,7 +74,6 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: p
     """Unless they are frozen, a full collection within the loop walks the model and all modules."""
     frozen: list[int] = []
     job = {
-        "front_pid": os.getppid(),
         "config": {},
         "dp_rank": 0,
         "to_rank": "inproc://rank",
@@ -83,7 +81,6 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: p
     }
     made = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
     monkeypatch.setattr(process, "RankProcess", lambda *_: made)
-    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(process.channel.TpGroup, "of", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)

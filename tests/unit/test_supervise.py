@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff, describe_exit
+from baton.server.launch.process_group import describe_exit
+from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 
 READY_THEN_SLEEP = "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP

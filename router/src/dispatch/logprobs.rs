@@ -12,12 +12,11 @@ use tokio::time::timeout;
 
 use crate::dispatch::attempt::UpstreamResponse;
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::response::sse::comments_len;
 
 const FIELD: &str = "input_token_logprobs";
 /// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits this long for it.
 const STREAM_WAIT: Duration = Duration::from_secs(2);
-/// Longest first event that is held to be merged [bytes].
-const MAX_EVENT: usize = 8 << 20;
 
 /// `opened` with the prefill leg's input logprobs, if it says them within `limit`.
 pub async fn merged(
@@ -44,25 +43,10 @@ pub async fn merged(
         }
         return opened;
     }
-    read_first_event(&mut opened, limit).await;
-    if let Some(pieces) = merge_first_event(&words, &opened.pieces) {
-        opened.pieces = pieces;
+    if let Some(merged) = opened.pieces.first().and_then(|run| merge_first_event(&words, run)) {
+        opened.pieces[0] = merged;
     }
     opened
-}
-
-/// Read on until the first event's line is complete.
-async fn read_first_event(opened: &mut UpstreamResponse, limit: Duration) {
-    let mut held: usize = opened.pieces.iter().map(Bytes::len).sum();
-    while !opened.pieces.iter().any(|piece| piece.contains(&b'\n')) && held < MAX_EVENT {
-        let Some(rest) = &mut opened.rest else { return };
-        // What breaks or stays silent here does so again when the answer is relayed.
-        let Ok(Some(Ok(piece))) = timeout(limit, rest.piece()).await else {
-            return;
-        };
-        held += piece.len();
-        opened.pieces.push(piece);
-    }
 }
 
 fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
@@ -77,22 +61,21 @@ fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
     Some(Bytes::from(to.to_string()))
 }
 
-fn merge_first_event(words: &[u8], pieces: &[Bytes]) -> Option<Vec<Bytes>> {
-    let whole = pieces.concat();
-    let start = whole.iter().position(|b| *b == b'd')?;
-    let end = start + whole[start..].iter().position(|b| *b == b'\n')?;
-    let mut event: Value =
-        serde_json::from_slice(whole[start..end].strip_prefix(b"data:")?).ok()?;
+/// `run` of whole events with the logprobs in its first one.
+fn merge_first_event(words: &[u8], run: &[u8]) -> Option<Bytes> {
+    let start = comments_len(run);
+    let end = start + run[start..].iter().position(|b| *b == b'\n')?;
+    let mut event: Value = serde_json::from_slice(run[start..end].strip_prefix(b"data:")?).ok()?;
     if event.get("index").is_some() {
         return None;
     }
     let logprobs = logprobs_of(words)?;
     merge(&logprobs, &mut event);
-    let mut merged = whole[..start].to_vec();
+    let mut merged = run[..start].to_vec();
     merged.extend_from_slice(b"data: ");
     merged.extend_from_slice(event.to_string().as_bytes());
-    merged.extend_from_slice(&whole[end..]);
-    Some(vec![Bytes::from(merged)])
+    merged.extend_from_slice(&run[end..]);
+    Some(Bytes::from(merged))
 }
 
 /// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.
@@ -124,11 +107,9 @@ mod tests {
 
     const FIRST: &str = "data: {\"text\":\"a\",\"meta_info\":{\"input_token_logprobs\":[[-0.25,3,null]]}}\n\ndata: {\"text\":\"ab\"}\n\n";
 
-    fn streamed(words: &str, pieces: &[&str]) -> Option<String> {
-        let pieces: Vec<_> =
-            pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
-        let merged = merge_first_event(words.as_bytes(), &pieces)?;
-        Some(String::from_utf8(merged.concat()).unwrap())
+    fn streamed(words: &str, run: &str) -> Option<String> {
+        let merged = merge_first_event(words.as_bytes(), run.as_bytes())?;
+        Some(String::from_utf8(merged.to_vec()).unwrap())
     }
 
     #[test]
@@ -136,8 +117,9 @@ mod tests {
         let whole = r#"{"meta_info":{"input_token_logprobs":[[null,1,null],[-0.5,2,null]]}}"#;
         let stream = format!("data: {{\"meta_info\":{{}}}}\n\ndata: {whole}\n\ndata: [DONE]\n\n");
         for words in [whole, stream.as_str()] {
-            for pieces in [&[FIRST][..], &[&FIRST[..20], &FIRST[20..]]] {
-                let merged = streamed(words, pieces).unwrap();
+            for comments in ["", ": keep-alive\n\n", ": baton {\"ids\":[5]}\n"] {
+                let merged = streamed(words, &format!("{comments}{FIRST}")).unwrap();
+                let merged = merged.strip_prefix(comments).unwrap();
                 let (event, rest) = merged.split_once('\n').unwrap();
                 let event: Value = serde_json::from_str(&event["data: ".len()..]).unwrap();
                 assert_eq!(
@@ -159,7 +141,7 @@ mod tests {
             ("{}", "data: {\"index\":1,\"meta_info\":{}}\n\n"),
             ("{}", "data: {\"half"),
         ] {
-            assert_eq!(streamed(words, &[piece]), None, "{words} {piece}");
+            assert_eq!(streamed(words, piece), None, "{words} {piece}");
         }
         assert_eq!(merge_whole(b"{}", b"oops"), None);
     }

@@ -19,7 +19,7 @@ use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 use router_core::{RequestOutcome, Role};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
@@ -32,8 +32,8 @@ use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{BrokenStream, ResumeBuffer};
-use crate::response::keepalive;
-use crate::response::sse::{StreamEnd, StreamTail, epilogue};
+use crate::response::keepalive::KeepAlive;
+use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, epilogue};
 use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
@@ -92,6 +92,7 @@ impl RequestState {
 struct Resuming {
     asking: Pin<Box<dyn Future<Output = Resumed> + Send>>,
     since: Instant,
+    keepalive: KeepAlive,
     role: Role,
     /// Error for the client if no worker can.
     words: Option<StreamFailure>,
@@ -138,11 +139,12 @@ pub struct ProxyBody {
     asker: RequestState,
     out: VecDeque<Bytes>,
     rest: Option<ResponseBody>,
+    events: EventSplitter,
     /// `Some` for streams.
     tail: Option<StreamTail>,
     /// `Some` for streams that tell their tokens.
     said: Option<ResumeBuffer>,
-    /// Pieces that `said` let pass; empty between two pieces.
+    /// Events that `said` let pass; empty between two pieces.
     passed: VecDeque<Bytes>,
     resuming: Option<Resuming>,
     status: StatusCode,
@@ -184,6 +186,7 @@ impl ProxyBody {
             last_piece: Instant::now(),
             silence: None,
             rest: None,
+            events: EventSplitter::default(),
             guard: None,
             counts: false,
             last: None,
@@ -199,11 +202,12 @@ impl ProxyBody {
         self.last_piece = Instant::now();
         self.silence = None;
         self.rest = opened.rest;
+        self.events = opened.events;
         self.guard = Some(opened.guard);
         self.counts = opened.counts;
         self.prefill = prefill;
         for piece in opened.pieces {
-            if let Err(broken) = self.take(piece) {
+            if let Err(broken) = self.pass(piece) {
                 return self.theirs(broken);
             }
         }
@@ -213,6 +217,15 @@ impl ProxyBody {
     }
 
     fn take(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
+        let whole = match &self.tail {
+            Some(_) => self.events.push(piece),
+            None => Some(piece),
+        };
+        whole.map_or(Ok(()), |whole| self.pass(whole))
+    }
+
+    /// A piece of a JSON answer, or whole events.
+    fn pass(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
         let Some(tail) = &mut self.tail else {
             if self.counts {
                 self.last = Some(piece.clone());
@@ -243,6 +256,11 @@ impl ProxyBody {
     /// The worker ended its answer properly; a stream must also have been finished.
     fn ended(&mut self) {
         self.rest = None;
+        if let Some(last) = self.events.finish()
+            && let Err(broken) = self.pass(last)
+        {
+            return self.theirs(broken);
+        }
         let ending = self.ending();
         match ending {
             Some(StreamEnd::Open) => {
@@ -325,7 +343,7 @@ impl ProxyBody {
             }
         }
         if let (Some(said), Some(tail)) = (&mut self.said, &mut self.tail) {
-            said.flush(&mut self.passed);
+            said.release(&mut self.passed);
             for event in self.passed.drain(..) {
                 tail.pass(event, &mut self.out);
             }
@@ -441,6 +459,7 @@ impl ProxyBody {
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
         let metrics = app.metrics.clone();
+        let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
         self.resuming = Some(Resuming {
             asking: Box::pin(async move {
                 let rest = match request.ends_at() {
@@ -458,6 +477,7 @@ impl ProxyBody {
                 (request, rest)
             }),
             since: Instant::now(),
+            keepalive: KeepAlive::new(every),
             role,
             words: Some(words),
             outcome: "client_gone",
@@ -539,18 +559,6 @@ impl ProxyBody {
         }
         None
     }
-
-    /// A comment for a client whose stream pauses.
-    fn poll_keepalive(&mut self, cx: &mut Context<'_>) -> Poll<Bytes> {
-        let every = Duration::from_secs(self.app.config.limits.sse_keepalive_secs);
-        if every.is_zero() {
-            return Poll::Pending;
-        }
-        let timer = self.silence.get_or_insert_with(|| Box::pin(sleep(every)));
-        ready!(timer.as_mut().poll(cx));
-        timer.as_mut().reset(Instant::now() + every);
-        Poll::Ready(Bytes::from_static(keepalive::COMMENT))
-    }
 }
 
 impl Body for ProxyBody {
@@ -578,7 +586,7 @@ impl Body for ProxyBody {
                         }
                     }
                     Poll::Pending => {
-                        let comment = ready!(this.poll_keepalive(cx));
+                        let comment = ready!(resuming.keepalive.poll(cx));
                         this.out.push_back(comment);
                     }
                 }

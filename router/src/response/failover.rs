@@ -18,11 +18,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use http::HeaderName;
-use memchr::memchr;
 use router_core::RetryClass;
 use serde::Deserialize;
 
-use crate::response::sse::{code_of, error_event};
+use crate::response::sse::{MAX_EVENT, code_of, error_event, event_len};
 
 /// Asks a worker for the comments.
 pub const HEADER: HeaderName = HeaderName::from_static("x-baton-emit-tokens");
@@ -31,14 +30,14 @@ pub const FEATURE: &str = "resume";
 const COMMENT: &[u8] = b": baton ";
 /// Longest answer that is remembered [tokens].
 const MAX_TOKENS: usize = 1 << 18;
-/// Most of a stream that waits for the rest of its event, or for its tokens [bytes].
-const MAX_WAITING: usize = 8 << 20;
+/// Most of a stream that waits for its tokens [bytes].
+const MAX_WAITING: usize = MAX_EVENT;
 
 /// Reason why a stream can no longer be resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
-    /// More than `MAX_TOKENS`, or an event of more than `MAX_WAITING`.
+    /// More than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event of more than `MAX_EVENT`.
     TooLong,
     /// --failover-max-bytes.
     Memory,
@@ -116,8 +115,6 @@ pub struct ResumeBuffer {
     created: Option<u64>,
     /// Whole events whose tokens are not known yet.
     waiting: Vec<Bytes>,
-    /// The beginning of an event.
-    part: Vec<u8>,
     waiting_len: usize,
     share: MemoryReservation,
     lost: Option<NotResumable>,
@@ -133,7 +130,6 @@ impl ResumeBuffer {
             seed: None,
             created: None,
             waiting: Vec::new(),
-            part: Vec::new(),
             waiting_len: 0,
             share: MemoryReservation { memory, bytes: 0 },
             lost: None,
@@ -144,23 +140,17 @@ impl ResumeBuffer {
         said
     }
 
-    /// Take a piece of the stream; what is for the client comes to `out`, in whole events.
-    pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
-        let text = if self.part.is_empty() {
-            piece
-        } else {
-            self.part.extend_from_slice(&piece);
-            Bytes::from(std::mem::take(&mut self.part))
-        };
+    /// Take a run of whole events; what is for the client comes to `out`.
+    pub fn pass(&mut self, run: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
         let mut from = 0;
-        while let Some(len) = event_len(&text[from..]) {
-            self.event(&text, from..from + len, out)?;
+        while let Some(len) = event_len(&run[from..]) {
+            self.event(&run, from..from + len, out)?;
             from += len;
         }
-        self.part.extend_from_slice(&text[from..]);
-        if self.part.len() + self.waiting_len > MAX_WAITING {
+        if from < run.len() || self.waiting_len > MAX_WAITING {
             self.lose(NotResumable::TooLong);
-            self.flush(out);
+            self.release(out);
+            out.extend((from < run.len()).then(|| run.slice(from..))); // a part of an event that is too long
         }
         Ok(())
     }
@@ -174,7 +164,7 @@ impl ResumeBuffer {
     ) -> Result<(), BrokenStream> {
         let event = &text[at.clone()];
         if event.starts_with(COMMENT) {
-            let end = line_end(event).unwrap_or(event.len() - 1) + 1;
+            let end = event.iter().position(|b| *b == b'\n').unwrap_or(event.len() - 1) + 1;
             if self.lost.is_none()
                 && let Err(lost) = self.comment(&event[COMMENT.len()..end])
             {
@@ -270,18 +260,11 @@ impl ResumeBuffer {
         self.share.free();
     }
 
-    fn release(&mut self, out: &mut VecDeque<Bytes>) {
+    /// All that waits goes to the client.
+    pub fn release(&mut self, out: &mut VecDeque<Bytes>) {
         self.has_begun = true;
         self.waiting_len = 0;
         out.extend(self.waiting.drain(..));
-    }
-
-    /// All that waits, as it came: this stream is not resumed.
-    pub fn flush(&mut self, out: &mut VecDeque<Bytes>) {
-        self.release(out);
-        if !self.part.is_empty() {
-            out.push_back(Bytes::from(std::mem::take(&mut self.part)));
-        }
     }
 
     pub fn lost(&self) -> Option<NotResumable> {
@@ -313,26 +296,9 @@ impl ResumeBuffer {
         self.ids.truncate(self.passed);
         self.waiting.clear();
         self.waiting_len = 0;
-        self.part.clear();
         if self.passed == 0 {
             (self.seed, self.created) = (None, None);
         }
-    }
-}
-
-fn line_end(text: &[u8]) -> Option<usize> {
-    memchr(b'\n', text)
-}
-
-/// Length of the first event with its empty line, if it is complete.
-fn event_len(text: &[u8]) -> Option<usize> {
-    let mut at = 0;
-    loop {
-        let end = at + line_end(&text[at..])?;
-        if end == at {
-            return Some(end + 1);
-        }
-        at = end + 1;
     }
 }
 
@@ -348,6 +314,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::response::sse::EventSplitter;
 
     /// The role and the first text come in one write, the last write has no comment.
     const STREAM: &str = ": waiting\n\n\
@@ -362,10 +329,21 @@ mod tests {
         ResumeBuffer::new(Arc::new(MemoryBudget::new(1 << 20)), 100)
     }
 
-    fn pass(said: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
+    /// `text`: the next piece of a worker's stream.
+    fn pass_piece(
+        events: &mut EventSplitter,
+        said: &mut ResumeBuffer,
+        text: &str,
+    ) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
-        said.pass(Bytes::copy_from_slice(text.as_bytes()), &mut out)?;
+        if let Some(run) = events.push(Bytes::copy_from_slice(text.as_bytes())) {
+            said.pass(run, &mut out)?;
+        }
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
+    }
+
+    fn pass(said: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
+        pass_piece(&mut EventSplitter::default(), said, text)
     }
 
     proptest! {
@@ -374,9 +352,9 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at % STREAM.len()).collect();
             cuts.extend([0, STREAM.len()]);
             cuts.sort_unstable();
-            let (mut said, mut shown) = (said(), String::new());
+            let (mut events, mut said, mut shown) = (EventSplitter::default(), said(), String::new());
             for pair in cuts.windows(2) {
-                shown += &pass(&mut said, &STREAM[pair[0]..pair[1]]).unwrap();
+                shown += &pass_piece(&mut events, &mut said, &STREAM[pair[0]..pair[1]]).unwrap();
                 let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {
                     (_, true) => 3,
                     (true, false) => 2,

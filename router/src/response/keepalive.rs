@@ -17,7 +17,31 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use crate::response::sse::is_sse;
 
-pub const COMMENT: &[u8] = b": keep-alive\n\n";
+const COMMENT: &[u8] = b": keep-alive\n\n";
+
+/// Comments for a client whose stream pauses.
+#[derive(Debug)]
+pub struct KeepAlive {
+    every: Duration,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl KeepAlive {
+    /// `every`: the time between two comments; zero: none.
+    pub fn new(every: Duration) -> Self {
+        Self { every, timer: Box::pin(sleep(every)) }
+    }
+
+    /// The next comment, when it is due.
+    pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Bytes> {
+        if self.every.is_zero() {
+            return Poll::Pending;
+        }
+        ready!(self.timer.as_mut().poll(cx));
+        self.timer.as_mut().reset(Instant::now() + self.every);
+        Poll::Ready(Bytes::from_static(COMMENT))
+    }
+}
 
 type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
 
@@ -28,9 +52,8 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
     }
     let late = KeepAliveBody {
         state: State::Waiting(answering),
-        first: true,
-        every,
-        timer: Box::pin(sleep(every)),
+        first: Some(Bytes::from_static(COMMENT)),
+        keepalive: KeepAlive::new(every),
     };
     let mut response = Response::new(AxumBody::new(late));
     sse_headers(response.headers_mut());
@@ -50,9 +73,8 @@ pub fn sse_headers(headers: &mut http::HeaderMap) {
 struct KeepAliveBody {
     state: State,
     /// The first comment goes with the head.
-    first: bool,
-    every: Duration,
-    timer: Pin<Box<Sleep>>,
+    first: Option<Bytes>,
+    keepalive: KeepAlive,
 }
 
 enum State {
@@ -72,27 +94,25 @@ impl Body for KeepAliveBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let comment = || Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(COMMENT)))));
-        if std::mem::take(&mut self.first) {
-            return comment();
+        if let Some(comment) = self.first.take() {
+            return Poll::Ready(Some(Ok(Frame::data(comment))));
         }
+        let this = &mut *self;
         loop {
-            match &mut self.state {
+            match &mut this.state {
                 State::Waiting(answering) => match answering.as_mut().poll(cx) {
                     Poll::Ready(answer) => {
                         let is_stream =
                             answer.status() == StatusCode::OK && is_sse(answer.headers());
                         let body = answer.into_body();
-                        self.state = match is_stream {
+                        this.state = match is_stream {
                             true => State::Streaming(body),
                             false => State::Collecting(body, Vec::new()),
                         };
                     }
                     Poll::Pending => {
-                        ready!(self.timer.as_mut().poll(cx));
-                        let next = Instant::now() + self.every;
-                        self.timer.as_mut().reset(next);
-                        return comment();
+                        let comment = ready!(this.keepalive.poll(cx));
+                        return Poll::Ready(Some(Ok(Frame::data(comment))));
                     }
                 },
                 State::Streaming(body) => return Pin::new(body).poll_frame(cx),
@@ -105,7 +125,7 @@ impl Body for KeepAliveBody {
                         }
                         None => {
                             let event = event_of(text);
-                            self.state = State::Ended;
+                            this.state = State::Ended;
                             return Poll::Ready(Some(Ok(Frame::data(event))));
                         }
                     }

@@ -1,13 +1,17 @@
-//! Watching a stream pass: whole lines only go out, and at its end we know whether it had been finished.
+//! Streams of server-sent events, from a worker's pieces to what the client gets.
 //!
-//! Nothing is parsed while the stream runs. Pieces that end with a line (nearly all) pass as they are; the tail of any
-//! other is held until its line is complete, so that a break never leaves half an event with the client. The last few
-//! pieces are remembered (they are reference counted, not copied) and only looked at when the stream ends.
+//! 1. [`EventSplitter`] cuts what arrives into runs of whole events, so that a break never leaves half an event with the
+//!    client. Nearly every piece is such a run and passes as it is;
+//! 2. a leg looks for an error in the first run, or in all of them ([`from_error`]);
+//! 3. failover.rs takes the comments for the router out;
+//! 4. [`StreamTail`] remembers the last few pieces (they are reference counted, not copied) and looks at them when the
+//!    stream ends, to know whether it had been finished. Nothing is parsed while it runs.
 
 use std::collections::VecDeque;
 
 use bytes::Bytes;
 use http::{HeaderMap, header};
+use memchr::{memchr, memrchr_iter};
 use router_core::TokenUsage;
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -17,8 +21,94 @@ use crate::response::usage::usage_in;
 
 /// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
 const REMEMBERED: usize = 4;
-/// A line longer than this passes in parts [bytes].
-const MAX_LINE: usize = 8 << 20;
+/// An event longer than this passes in parts [bytes].
+pub const MAX_EVENT: usize = 8 << 20;
+
+/// Cuts a stream, however it comes, into runs of whole events.
+#[derive(Debug, Default)]
+pub struct EventSplitter {
+    /// The beginning of an event.
+    part: Vec<u8>,
+}
+
+impl EventSplitter {
+    /// Take a piece; returns the events that are whole with it. An event longer than `MAX_EVENT` comes in parts.
+    pub fn push(&mut self, piece: Bytes) -> Option<Bytes> {
+        if self.part.is_empty() {
+            let end = run_len(&piece, 0);
+            self.part.extend_from_slice(&piece[end..]);
+            return (end > 0).then(|| piece.slice(..end));
+        }
+        let seen = self.part.len();
+        self.part.extend_from_slice(&piece);
+        let end = run_len(&self.part, seen);
+        (end > 0).then(|| {
+            let next = self.part.split_off(end);
+            Bytes::from(std::mem::replace(&mut self.part, next))
+        })
+    }
+
+    /// Take the beginning of the next event.
+    pub fn take_part(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.part)
+    }
+
+    /// The worker ended the stream properly: its last event, if only the blank line behind it is missing.
+    pub fn finish(&mut self) -> Option<Bytes> {
+        match self.part.ends_with(b"\n") {
+            true => self.push(Bytes::from_static(b"\n")),
+            false => None,
+        }
+    }
+}
+
+/// Length of the whole events in front, or of all if it is too long to wait. A search that saw the first `seen` bytes
+/// found none there.
+fn run_len(text: &[u8], seen: usize) -> usize {
+    let is_blank = |at: &usize| {
+        let before = text[..*at].strip_suffix(b"\r").unwrap_or(&text[..*at]);
+        before.is_empty() || before.ends_with(b"\n")
+    };
+    let mut ends = memrchr_iter(b'\n', &text[seen..]).map(|at| seen + at);
+    match ends.find(is_blank) {
+        Some(at) => at + 1,
+        None if text.len() > MAX_EVENT => text.len(),
+        None => 0,
+    }
+}
+
+/// Length of the first event with its blank line, if it is whole.
+pub fn event_len(text: &[u8]) -> Option<usize> {
+    let mut at = 0;
+    loop {
+        let end = at + memchr(b'\n', &text[at..])?;
+        if matches!(&text[at..end], b"" | b"\r") {
+            return Some(end + 1);
+        }
+        at = end + 1;
+    }
+}
+
+/// Length of the comments and blank lines in front.
+pub fn comments_len(text: &[u8]) -> usize {
+    let mut at = 0;
+    while text[at..].first().is_some_and(|byte| matches!(byte, b':' | b'\n' | b'\r')) {
+        at = memchr(b'\n', &text[at..]).map_or(text.len(), |end| at + end + 1);
+    }
+    at
+}
+
+/// The run from its first error event on.
+pub fn from_error(run: &Bytes) -> Option<Bytes> {
+    let mut at = 0;
+    loop {
+        at += comments_len(&run[at..]);
+        if error_event(&run[at..]).is_some() {
+            return Some(run.slice(at..));
+        }
+        at += event_len(&run[at..])?;
+    }
+}
 
 /// How far a stream had got when it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,8 +122,6 @@ pub enum StreamEnd {
 
 #[derive(Debug, Default)]
 pub struct StreamTail {
-    held: Vec<Bytes>,
-    held_len: usize,
     recent: VecDeque<Bytes>,
     /// Several answers in one stream: one finish_reason says nothing about the others.
     many: bool,
@@ -44,39 +132,8 @@ impl StreamTail {
         Self { many, ..Self::default() }
     }
 
-    /// Take a piece from the worker, put what may go to the client into `out`.
+    /// Put a piece into `out`, for the client.
     pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) {
-        if piece.ends_with(b"\n") && self.held.is_empty() {
-            return self.emit(piece, out);
-        }
-        match piece.iter().rposition(|b| *b == b'\n') {
-            Some(at) => {
-                self.flush(out);
-                self.emit(piece.slice(..=at), out);
-                self.hold(piece.slice(at + 1..));
-            }
-            None => self.hold(piece),
-        }
-        if self.held_len > MAX_LINE {
-            self.flush(out);
-        }
-    }
-
-    fn hold(&mut self, piece: Bytes) {
-        if !piece.is_empty() {
-            self.held_len += piece.len();
-            self.held.push(piece);
-        }
-    }
-
-    fn flush(&mut self, out: &mut VecDeque<Bytes>) {
-        self.held_len = 0;
-        for piece in std::mem::take(&mut self.held) {
-            self.emit(piece, out);
-        }
-    }
-
-    fn emit(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) {
         if self.recent.len() == REMEMBERED {
             self.recent.pop_front();
         }
@@ -178,23 +235,108 @@ pub fn is_sse(headers: &HeaderMap) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn passed(pieces: &[&str], many: bool) -> (String, StreamEnd) {
-        let mut tail = StreamTail::new(many);
+        let (mut events, mut tail) = (EventSplitter::default(), StreamTail::new(many));
         let mut out = VecDeque::new();
         for piece in pieces {
-            tail.pass(Bytes::copy_from_slice(piece.as_bytes()), &mut out);
+            if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
+                tail.pass(run, &mut out);
+            }
         }
         let text: Vec<u8> = out.into_iter().flatten().collect();
         (String::from_utf8(text).unwrap(), tail.ending())
     }
 
+    fn pushed(events: &mut EventSplitter, piece: &str) -> String {
+        let run = events.push(Bytes::copy_from_slice(piece.as_bytes()));
+        String::from_utf8(run.unwrap_or_default().to_vec()).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_whole_events_however_the_stream_is_cut(
+            events in proptest::collection::vec("(: x\r?\n){0,2}(data: [ab]{0,3}\r?\n){0,2}\r?\n", 0..5),
+            part in "(data: [ab]{0,3}(\n)?)?",
+            cuts in proptest::collection::vec(0usize..200, 0..6),
+        ) {
+            let whole = events.concat();
+            let stream = format!("{whole}{part}");
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at.min(stream.len())).collect();
+            cuts.extend([0, stream.len()]);
+            cuts.sort_unstable();
+            let (mut splitter, mut seen) = (EventSplitter::default(), String::new());
+            for cut in cuts.windows(2) {
+                seen += &pushed(&mut splitter, &stream[cut[0]..cut[1]]);
+                // All events that are whole so far, and nothing else.
+                let mut expected = 0;
+                while let Some(len) = event_len(&stream.as_bytes()[expected..cut[1]]) {
+                    expected += len;
+                }
+                prop_assert_eq!(seen.len(), expected);
+            }
+            prop_assert_eq!(&seen, &whole);
+            let rest = splitter.finish().map(|run| run.to_vec());
+            prop_assert_eq!(rest, part.ends_with('\n').then(|| format!("{part}\n").into_bytes()));
+        }
+    }
+
     #[test]
-    fn only_whole_lines_pass() {
-        assert_eq!(passed(&["data: a\n\n", "data: b"], false).0, "data: a\n\n");
-        assert_eq!(passed(&["data: ", "b", "\n\nda"], false).0, "data: b\n\n");
-        assert_eq!(passed(&["x", "\n"], false).0, "x\n");
+    fn an_event_without_end_is_not_held_for_ever() {
+        let mut events = EventSplitter::default();
+        let half = "x".repeat(MAX_EVENT / 2);
+        assert_eq!(pushed(&mut events, &half), "");
+        assert_eq!(pushed(&mut events, &half), "");
+        assert_eq!(pushed(&mut events, "y\n").len(), MAX_EVENT + 2);
+        assert_eq!(pushed(&mut events, "\ndata: a\n\n"), "\ndata: a\n\n");
+    }
+
+    #[test]
+    fn error_events_are_recognised_at_the_front() {
+        let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
+        assert_eq!(code_of(error_event(event).unwrap()).as_deref(), Some("draining"));
+        assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
+        assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
+        assert!(error_event(b": keep-alive\n\n").is_none());
+    }
+
+    #[test]
+    fn an_error_behind_other_events_is_found_however_the_stream_is_cut() {
+        let error = "data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
+        let behind = [
+            "",
+            "data: {\"text\":\"data: {\\\"error\\\"\"}\n\n",
+            ": keep-alive\n\ndata: {\"a\":1}\r\n\r\n: x\n\n",
+            ": in front of it\n",
+        ];
+        for before in behind {
+            for error in [error.to_owned(), format!("event: error\n{error}")] {
+                let text = Bytes::from(format!("{before}{error}"));
+                for cut in 0..text.len() {
+                    let mut events = EventSplitter::default();
+                    let runs =
+                        [text.slice(..cut), text.slice(cut..)].map(|piece| events.push(piece));
+                    let found = runs.iter().flatten().find_map(from_error).unwrap();
+                    assert!(text[before.len()..].starts_with(&found), "{cut}");
+                    assert_eq!(error_event(&found).and_then(code_of).as_deref(), Some("draining"));
+                }
+            }
+            assert_eq!(from_error(&Bytes::from(format!("{before}data: [DONE]\n\n"))), None);
+        }
+    }
+
+    #[test]
+    fn comments_and_blank_lines_are_not_the_beginning_of_an_answer() {
+        for comments in ["", ":\n\n", ": keep-alive\n\n\n: x\r\n\r\n", ": baton {\"ids\":[1]}\n"] {
+            assert_eq!(comments_len(comments.as_bytes()), comments.len());
+            assert_eq!(
+                comments_len(format!("{comments}data: {{}}\n\n").as_bytes()),
+                comments.len()
+            );
+        }
     }
 
     #[test]

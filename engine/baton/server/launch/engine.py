@@ -26,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_by
 from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
 from baton.server.http.app import HttpServer
+from baton.server.launch.process_group import ProcessGroup, describe_exit
 from baton.server.text import model_info
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ class _Launcher:
     def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
         self._config = config
         self._rank_command = rank_command
-        self._children: dict[tuple[int, int], asyncio.subprocess.Process] = {}
+        self._children: dict[tuple[int, int], ProcessGroup] = {}
         """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
@@ -195,30 +196,23 @@ class _Launcher:
         package_root = str(Path(baton.__path__[0]).parent)
         path = os.environ.get("PYTHONPATH")
         env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
-        child = await asyncio.create_subprocess_exec(
-            *self._rank_command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            env=env,
-            start_new_session=True,
-        )
-        self._children[dp_rank, tp_rank] = child
         order = {
             "config": dataclasses.asdict(self._config),
             "dp_rank": dp_rank,
             "tp_rank": tp_rank,
             "folder": str(folder),
-            "front_pid": os.getpid(),
             "to_rank": addresses[1 + dp_rank],
             "to_front": addresses[0],
             "bootstrap_host": None if bootstrap is None else _reachable(self._config.bootstrap_listen_host),
             "bootstrap_port": None if bootstrap is None else bootstrap.port,
         }
-        assert child.stdin is not None  # asked for above
-        child.stdin.write(json.dumps(order).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):  # it died already: its watcher reports that
-            await child.stdin.drain()
-        child.stdin.close()
+        self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
+            self._rank_command,
+            env,
+            stdout=sys.stderr.fileno(),
+            stdin=json.dumps(order).encode() + b"\n",
+            death_signal=signal.SIGKILL,
+        )
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 
     async def _watch(self, dp_rank: int, tp_rank: int, ranks: RankSet) -> None:
@@ -226,18 +220,12 @@ class _Launcher:
         code = await child.wait()
         self._exit_codes.append(code)
         if not self._closing:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             which = f"process {child.pid}" + (f" (tensor-parallel rank {tp_rank})" if self._config.tp_size > 1 else "")
-            ranks.died(dp_rank, f"{which} {how}")
+            ranks.died(dp_rank, f"{which} {describe_exit(code)}")
         if code or not self._closing:  # else it ended in order, and so do those that compute with it
-            self._kill([c for (dp, _), c in self._children.items() if dp == dp_rank])
-
-    @staticmethod
-    def _kill(children: Iterable[asyncio.subprocess.Process]) -> None:
-        for child in children:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
+            for (dp, _), other in self._children.items():
+                if dp == dp_rank:
+                    other.kill()
 
     async def _wait_ready(self, ranks: RankSet, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
@@ -330,14 +318,10 @@ class _Launcher:
     async def _end_children(self) -> None:
         """SIGTERM, a short grace, SIGKILL; every child is reaped."""
         self._closing = True
-        alive = [c for c in self._children.values() if c.returncode is None]
-        for child in alive:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
-        if alive and not await _within(asyncio.gather(*(c.wait() for c in alive)), EXIT_GRACE_SECS):
-            stubborn = [c for c in alive if c.returncode is None]
-            log.warning("rank processes %s ignore SIGTERM; killing them", [c.pid for c in stubborn])
-            self._kill(stubborn)
+        children = self._children.values()
+        ended = await asyncio.gather(*(child.stop(EXIT_GRACE_SECS) for child in children))
+        if stubborn := [child.pid for child, by_itself in zip(children, ended, strict=True) if not by_itself]:
+            log.warning("rank processes %s ignored SIGTERM and were killed", stubborn)
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 

@@ -36,7 +36,8 @@ from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_b
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
-from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff, describe_exit
+from baton.server.launch.process_group import describe_exit
+from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 from baton.server.text import model_info
 from baton.server.text.model_info import resolve, resolve_tokenizer
 

@@ -1,9 +1,8 @@
-"""Child process that is kept alive: started, watched, restarted with back-off, and never left behind.
+"""Child process that is kept alive: started, watched and restarted with back-off.
 
- 1. `start` spawns it in a process group of its own, with a signal that reaches it even if we are killed (Linux);
+ 1. `start` spawns it in a process group of its own (process_group.py);
  2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
- 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`;
- 4. `stop` asks (SIGTERM), waits a bounded time, then kills the whole group.
+ 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`; `stop` ends it.
 
 Its output goes to a log file; `last_errors` shows the end of it when the process dies.
 """
@@ -12,19 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import re
-import signal
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from baton.server.launch.process_group import ProcessGroup, describe_exit
+
 READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
-PR_SET_PDEATHSIG = 1
 ROUTINE_LINE = re.compile(r"\S+( \S+){0,2} +(INFO|DEBUG|TRACE) |READY ")
 """Lines of an engine (date, time, maybe the rank, level) or a router (time, level) that are no complaint."""
 PROGRESS_LINE = re.compile(r"\S+ \S+ (?:\S+ )?INFO \S+ (.*)")
@@ -57,16 +54,6 @@ class RestartBackoff:
         return pause
 
 
-def describe_exit(code: int) -> str:
-    """'exited with code 1', 'was killed by SIGKILL'."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
 class ChildProcess:
     """Supervised process. `argv` is asked for at every start, so that a restart can name the port it had."""
 
@@ -78,17 +65,15 @@ class ChildProcess:
         """Loop time of the last `until_ready` that succeeded; None while it is not ready."""
         self._argv = argv
         self._env = env
-        self._process: asyncio.subprocess.Process | None = None
+        self._group: ProcessGroup | None = None
         self._output: asyncio.Task[None] | None = None
         self._announced: asyncio.Future[dict[str, Any]] | None = None
         self._log_start = 0
         """Size of its log when it was last started."""
-        self._is_swept = True
-        """Nothing of its group is left: the group's id may belong to another process by now."""
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self._group.pid if self._group else 0
 
     async def start(self) -> None:
         """Spawn it; returns at once."""
@@ -100,29 +85,20 @@ class ChildProcess:
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._argv(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=write_end,
-                    stderr=log,
-                    env=dict(self._env),
-                    start_new_session=True,  # a Ctrl-C in the terminal reaches us alone: we stop children in order
-                    preexec_fn=_die_with_parent(os.getpid()) if sys.platform == "linux" else None,
-                )
+                self._group = await ProcessGroup.spawn(self._argv(), self._env, stdout=write_end, stderr=log.fileno())
         except BaseException:
             os.close(read_end)
             raise
         finally:
             os.close(write_end)
-        self._is_swept = False
         self._output = loop.create_task(self._copy_output(read_end, self._announced))
 
     async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
         """Wait for the READY line (returns its JSON), or for `probe` if given. Raises ChildFailed; kills nothing."""
-        assert self._process is not None, "start comes first"
+        assert self._group is not None, "start comes first"
         assert self._announced is not None, "start comes first"
         ready = asyncio.ensure_future(probe if probe is not None else asyncio.shield(self._announced))
-        ended = asyncio.ensure_future(self._process.wait())
+        ended = asyncio.ensure_future(self._group.wait())
         try:
             await asyncio.wait({ready, ended}, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
@@ -140,10 +116,8 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Wait for its end; returns the exit code, negative for a signal. The rest of its group is killed."""
-        assert self._process is not None, "start comes first"
-        code = await self._process.wait()
-        self._kill_group()
-        self._is_swept = True
+        assert self._group is not None, "start comes first"
+        code = await self._group.wait()
         if self._output is not None:  # bounded: a descendant that left the group may hold the pipe open
             await asyncio.wait({self._output}, timeout=1.0)
             self._output.cancel()
@@ -155,21 +129,16 @@ class ChildProcess:
 
         Returns whether it ended by itself.
         """
-        if self._process is None:
+        if self._group is None:
             return True
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), grace_secs)
-        ended = self._process.returncode is not None
-        self.kill()
+        has_ended = await self._group.stop(grace_secs)
         await self.wait()
-        return ended
+        return has_ended
 
     def kill(self) -> None:
         """SIGKILL for the whole group, at once."""
-        self._kill_group()
+        if self._group is not None:
+            self._group.kill()
 
     def last_errors(self, count: int = 20) -> str:
         """The end of what it logged since its start, without lines of level INFO and below where there are others."""
@@ -187,13 +156,6 @@ class ChildProcess:
             log.seek(max(self._log_start, size - 64 * 1024))
             return log.read().decode(errors="replace").splitlines()
 
-    def _kill_group(self) -> None:
-        """Kill the members too: a group outlives its leader."""
-        if self._is_swept:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
     async def _copy_output(self, read_end: int, announced: asyncio.Future[dict[str, Any]]) -> None:
         """Standard output → log; the first READY line also → `announced`."""
         reader = asyncio.StreamReader()
@@ -210,15 +172,3 @@ class ChildProcess:
                 for line in lines:
                     if line.startswith(READY_PREFIX) and not announced.done():
                         announced.set_result(json.loads(line[len(READY_PREFIX) :]))
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """For the moment between fork and exec: the kernel sends SIGTERM when `parent` dies, however it dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before prctl
-            os._exit(1)
-
-    return prepare

@@ -3,7 +3,8 @@
 1. The front starts it with one JSON line on stdin (config, addresses); it loads the model and sends Ready.
 2. Loop: take all messages that are there, advance the engine, send one TokenBatch per turn. When the engine has nothing
    to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
-3. SIGTERM ends it; the front's death ends it (PR_SET_PDEATHSIG); an error it cannot explain is sent as Fatal first.
+3. SIGTERM ends it, and so does the front's death (launch/process_group.py); an error it cannot explain is sent as Fatal
+   first.
 
 With --tp-size there are more processes per DP rank: this is the first, the others are started by the same command and
 follow it (server.tensor_parallel.channel). Only these processes of an engine import torch, and not with --simulate.
@@ -11,7 +12,6 @@ follow it (server.tensor_parallel.channel). Only these processes of an engine im
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.rank")
 
-PR_SET_PDEATHSIG = 1
 STATS_EVERY_SECS = 1.0
 QUIET_STATS_SECS = 5.0
 """Further wait of an idle rank with a transfer runtime, whose counters peers and strangers move."""
@@ -74,15 +73,12 @@ INGEST_BURST = 256
 
 
 def main() -> int:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
     sys.setswitchinterval(0.0005)  # planning and compute threads hand the GIL over within half a millisecond
     line = sys.stdin.readline()
     if not line:
         return 1  # the front died before it could say what to do
     job = json.loads(line)
-    if os.getppid() != job["front_pid"]:
-        return 1  # it died before prctl: importing torch takes seconds
     config = EngineConfig(**job["config"])
     team = channel.TpGroup.of(job, config)
     name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")

@@ -1,7 +1,7 @@
 //! A leg: one request to one worker, from the send until there is something to give to the client, and the classes of
 //! what can go wrong.
 //!
-//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are none; late.rs keeps
+//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are none; keepalive.rs keeps
 //! the client's connection alive), for the rest when it is complete
 //! (or too long to hold). Before that every failure can still be retried elsewhere without the client noticing.
 
@@ -9,14 +9,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use memchr::{memchr, memchr_iter};
 use router_core::{RequestOutcome, RetryClass, Role, WorkerId};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
-use crate::response::sse::{code_of, error_event, is_sse};
+use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, from_error, is_sse};
 use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
@@ -42,8 +41,14 @@ pub struct UpstreamAttempt {
     pub tells_tokens: bool,
 }
 
-/// Status and headers of an answer, what was read of its body, and the rest.
-type Answered = (StatusCode, HeaderMap, Vec<Bytes>, Option<ResponseBody>);
+/// Answer of a worker so far; fields as in [`UpstreamResponse`].
+struct Answered {
+    status: StatusCode,
+    headers: HeaderMap,
+    pieces: Vec<Bytes>,
+    events: EventSplitter,
+    rest: Option<ResponseBody>,
+}
 
 /// An answer worth giving to the client.
 pub struct UpstreamResponse {
@@ -51,8 +56,10 @@ pub struct UpstreamResponse {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub is_sse: bool,
-    /// Pieces read so far.
+    /// Pieces read so far; of a stream, runs of whole events.
     pub pieces: Vec<Bytes>,
+    /// The beginning of a stream's next event.
+    pub events: EventSplitter,
     /// Answer that is still to come; `None` when it is complete.
     pub rest: Option<ResponseBody>,
     /// See [`UpstreamAttempt::counts`].
@@ -277,104 +284,14 @@ pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
     }
 }
 
-/// Kind of a stream's first event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StreamStart {
-    /// Nothing but comments: the worker says that it lives, not that it has begun.
-    Comment,
-    /// Too little to tell an answer from an error.
-    Unclear,
-    /// An error event, from this index on.
-    Error(usize),
-    Answer,
-}
-
-/// Classify the beginning of a stream, however it was cut into pieces.
-fn stream_start(text: &[u8]) -> StreamStart {
-    const ERROR: &[u8] = b"{\"error\"";
-    let mut event = text;
-    while event.first().is_some_and(|byte| *byte == b':' || byte.is_ascii_whitespace()) {
-        let end = memchr(b'\n', event).map_or(event.len(), |at| at + 1);
-        let (line, rest) = event.split_at(end);
-        if !(line.starts_with(b":") || line.trim_ascii().is_empty()) {
-            break;
-        }
-        event = rest;
-    }
-    let at = text.len() - event.len();
-    if event.is_empty() {
-        return StreamStart::Comment;
-    }
-    let data = event.strip_prefix(b"event: error\n").unwrap_or(event);
-    if b"event: error\n".starts_with(data) || b"data:".starts_with(data) {
-        return StreamStart::Unclear;
-    }
-    let Some(json) = data.strip_prefix(b"data:").map(<[u8]>::trim_ascii_start) else {
-        return StreamStart::Answer;
-    };
-    if !json.starts_with(ERROR) {
-        return match ERROR.starts_with(json) {
-            true => StreamStart::Unclear,
-            false => StreamStart::Answer,
-        };
-    }
-    match json.contains(&b'\n') {
-        true => StreamStart::Error(at),
-        false => StreamStart::Unclear,
-    }
-}
-
-/// Finds an error event in a stream, however the stream is cut into pieces.
-#[derive(Debug, Default)]
-struct ErrorFinder {
-    /// The beginning of an event, or the end of a piece of one that is an answer.
-    text: Vec<u8>,
-    is_in_answer: bool,
-}
-
-impl ErrorFinder {
-    /// Returns the stream from the error event on, as far as it came.
-    fn find(&mut self, piece: &[u8]) -> Option<Bytes> {
-        self.text.extend_from_slice(piece);
-        loop {
-            if self.is_in_answer {
-                let end = end_of_event(&self.text);
-                self.is_in_answer = end.is_none();
-                // A blank line may come in pieces, too.
-                let passed = end.unwrap_or(self.text.len().saturating_sub(2));
-                self.text.drain(..passed);
-                end?;
-            }
-            match stream_start(&self.text) {
-                StreamStart::Error(at) => {
-                    return Some(Bytes::from(std::mem::take(&mut self.text)).slice(at..));
-                }
-                StreamStart::Answer => self.is_in_answer = true,
-                _ if self.text.len() > MAX_ERROR_BODY => self.is_in_answer = true,
-                StreamStart::Comment | StreamStart::Unclear => return None,
-            }
-        }
-    }
-}
-
-/// Where the first event ends: behind its blank line.
-fn end_of_event(text: &[u8]) -> Option<usize> {
-    memchr_iter(b'\n', text).find_map(|at| {
-        let rest = &text[at + 1..];
-        let blank = [&b"\n"[..], b"\r\n"].into_iter();
-        let mut blank = blank.filter(|blank| rest.starts_with(blank));
-        Some(at + 1 + blank.next()?.len())
-    })
-}
-
 impl UpstreamAttempt {
     /// Send and read until the answer can be committed to. Dropping the future closes the connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
         match self.open_unless_hung().await {
-            Ok((status, mut headers, pieces, rest)) => {
+            Ok(mut answer) => {
                 self.answered();
-                let stages = self.take_stages(&mut headers);
-                let is_sse = is_sse(&headers);
+                let stages = self.take_stages(&mut answer.headers);
+                let is_sse = is_sse(&answer.headers);
                 if is_sse {
                     self.guard.first_token();
                 }
@@ -382,11 +299,12 @@ impl UpstreamAttempt {
                     counts: self.counts && self.guard.wants_usage(),
                     tells_tokens: self.tells_tokens && is_sse,
                     guard: self.guard,
-                    status,
+                    status: answer.status,
                     is_sse,
-                    headers,
-                    pieces,
-                    rest,
+                    headers: answer.headers,
+                    pieces: answer.pieces,
+                    events: answer.events,
+                    rest: answer.rest,
                     stages,
                 })
             }
@@ -398,7 +316,8 @@ impl UpstreamAttempt {
     /// answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
         let drained = async {
-            let (_, mut headers, pieces, mut rest) = self.open_unless_hung().await?;
+            let Answered { mut headers, pieces, mut events, mut rest, .. } =
+                self.open_unless_hung().await?;
             self.take_stages(&mut headers);
             if self.counts
                 && self.guard.wants_usage()
@@ -408,29 +327,35 @@ impl UpstreamAttempt {
             }
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
-            let mut finder = is_sse(&headers).then(ErrorFinder::default);
-            let mut error = match &mut finder {
-                Some(finder) => finder.find(&pieces.concat()),
-                None => None,
+            let is_stream = is_sse(&headers);
+            let mut error = match is_stream {
+                true => pieces.iter().find_map(from_error),
+                false => None,
             };
-            let mut find = |piece: &[u8]| finder.as_mut()?.find(piece);
+            let mut find = |piece: Bytes| match is_stream {
+                true => from_error(&events.push(piece)?),
+                false => None,
+            };
             let mut kept = if keep { pieces } else { Vec::new() };
             let mut held: usize = kept.iter().map(Bytes::len).sum();
             while error.is_none()
                 && let Some(answer) = &mut rest
             {
                 let Some(piece) = self.next_piece(answer).await? else {
-                    error = find(b"\n"); // its last line may lack the end
+                    error = find(Bytes::from_static(b"\n\n")); // its last event may lack the end
                     break;
                 };
-                error = find(&piece);
+                error = find(piece.clone());
                 held += piece.len();
                 if keep && held <= MAX_HELD {
                     kept.push(piece);
                 }
             }
             match error {
-                Some(error) => Err(self.error_in_stream(headers, error, rest).await),
+                Some(error) => {
+                    let first = Bytes::from([&error[..], &events.take_part()].concat());
+                    Err(self.error_in_stream(headers, first, rest).await)
+                }
                 None => Ok(kept),
             }
         }
@@ -500,47 +425,51 @@ impl UpstreamAttempt {
             return Err(AttemptError::answer(&self.guard, status, head.headers, body));
         }
         if is_sse(&head.headers) {
-            let mut pieces = Vec::new();
-            let mut text = Vec::new();
-            loop {
-                let Some(piece) = self.next_piece(&mut answer).await? else {
-                    let cause = "ended the stream before it began".into();
-                    let reply = upstream_error(&self.guard, cause);
-                    let class = RetryClass::Broken;
-                    return Err(AttemptError::error(&self.guard, "reset", class, reply));
+            let mut events = EventSplitter::default();
+            let first = loop {
+                let run = match self.next_piece(&mut answer).await? {
+                    Some(piece) => events.push(piece),
+                    None => Some(events.finish().ok_or_else(|| {
+                        let cause = "ended the stream before it began".into();
+                        let reply = upstream_error(&self.guard, cause);
+                        AttemptError::error(&self.guard, "reset", RetryClass::Broken, reply)
+                    })?),
                 };
-                text.extend_from_slice(&piece);
-                pieces.push(piece);
-                match stream_start(&text) {
-                    StreamStart::Error(at) => {
-                        let first = Bytes::from(text).slice(at..);
-                        return Err(self.error_in_stream(head.headers, first, Some(answer)).await);
-                    }
-                    // Whole comments are left out; a part of one may hold the tokens of the event behind it.
-                    StreamStart::Comment if text.ends_with(b"\n\n") => {
-                        pieces.clear();
-                        text.clear();
-                    }
-                    StreamStart::Comment | StreamStart::Unclear if text.len() <= MAX_ERROR_BODY => {
-                    }
-                    _ => break,
+                let Some(run) = run else { continue };
+                let begin = comments_len(&run);
+                if error_event(&run[begin..]).is_some() {
+                    let first = Bytes::from([&run[begin..], &events.take_part()].concat());
+                    return Err(self.error_in_stream(head.headers, first, Some(answer)).await);
                 }
-            }
-            let rest = (!answer.is_end()).then_some(answer);
-            return Ok((head.status, head.headers, pieces, rest));
+                // Comments alone say that the worker lives, not that it has begun.
+                if begin < run.len() {
+                    break run;
+                }
+            };
+            return Ok(Answered {
+                status: head.status,
+                headers: head.headers,
+                pieces: vec![first],
+                events,
+                rest: (!answer.is_end()).then_some(answer),
+            });
         }
         let mut pieces = Vec::new();
         let mut held = 0;
-        while held <= MAX_HELD {
-            match self.next_piece(&mut answer).await? {
+        let mut rest = Some(answer);
+        while held <= MAX_HELD
+            && let Some(answer) = &mut rest
+        {
+            match self.next_piece(answer).await? {
                 Some(piece) => {
                     held += piece.len();
                     pieces.push(piece);
                 }
-                None => return Ok((head.status, head.headers, pieces, None)),
+                None => rest = None,
             }
         }
-        Ok((head.status, head.headers, pieces, Some(answer)))
+        let events = EventSplitter::default();
+        Ok(Answered { status: head.status, headers: head.headers, pieces, events, rest })
     }
 
     async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
