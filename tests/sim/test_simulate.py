@@ -79,7 +79,9 @@ def random_trace(seed: int, count: int = 60) -> list[TraceRequest]:
 
 def test_ttft_of_a_tiny_trace_without_overlap() -> None:
     """A's first 64 tokens until 64 ms; its other 36 with 16 of B's (28 fit: whole pages) until 116; B's rest to 132."""
-    made = ran([request(0, 100, blocks=(0,)), request(10, 32, blocks=(1,)), request(1000, 100, blocks=(0,))], depth=1)
+    made = ran(
+        [request(0, 100, blocks=(0,)), request(10, 32, blocks=(1,)), request(1000, 100, blocks=(0,))], overlap=False
+    )
     assert [r.ttft for r in made.records] == pytest.approx([0.116, 0.122, 0.004])
     assert [r.wait for r in made.records] == pytest.approx([0.0, 0.054, 0.0])
     assert [r.cached_tokens for r in made.records] == [0, 0, 96], "six whole pages of C's prompt are A's"
@@ -88,7 +90,7 @@ def test_ttft_of_a_tiny_trace_without_overlap() -> None:
 
 def test_ttft_of_a_tiny_trace_with_overlap() -> None:
     """A's second chunk is planned before B is there, so B starts alone when it ends."""
-    made = ran([request(0, 100, blocks=(0,)), request(10, 32, blocks=(1,))], depth=2)
+    made = ran([request(0, 100, blocks=(0,)), request(10, 32, blocks=(1,))], overlap=True)
     assert [r.ttft for r in made.records] == pytest.approx([0.100, 0.122])
     assert [r.started for r in made.records] == pytest.approx([0.0, 0.100])
 
@@ -96,14 +98,14 @@ def test_ttft_of_a_tiny_trace_with_overlap() -> None:
 def test_lease_keeps_pages_until_the_transfer_is_over() -> None:
     """Eight pages: A's seven are free again a second after its first token, and only then B may start."""
     trace = [request(0, 100, blocks=(0,)), request(0, 100, blocks=(1,))]
-    made = ran(trace, depth=1, budget=budgets(num_pages=8))
+    made = ran(trace, overlap=False, budget=budgets(num_pages=8))
     assert made.records[0].ttft == pytest.approx(0.100)
     assert made.records[1].started == pytest.approx(1.100)
 
 
 def test_decoding_waits_for_weights_and_reads_its_context() -> None:
     model = StepModel(step_ms=1, token_us=1000, weights_ms=10, attention_ns=0, kv_read_ns=1e6)
-    made = ran([request(0, 32, answer=3)], model=model, depth=1, budget=budgets(role="null"))
+    made = ran([request(0, 32, answer=3)], model=model, overlap=False, budget=budgets(role="null"))
     record = made.records[0]
     assert record.ttft == pytest.approx(0.033), "1 ms + 32 tokens"
     assert record.finished == pytest.approx(0.033 + (0.011 + 0.033) + (0.011 + 0.034)), "contexts of 33 and 34 tokens"
@@ -113,7 +115,7 @@ def test_decoding_waits_for_weights_and_reads_its_context() -> None:
 def test_attention_counts_each_pair_of_tokens_once_however_a_prompt_is_cut() -> None:
     model = dataclasses.replace(MS_PER_TOKEN, attention_ns=1e5)
     for chunk in (16, 64, 512):
-        made = ran([request(0, 100)], model=model, depth=1, budget=budgets(step_tokens=chunk))
+        made = ran([request(0, 100)], model=model, overlap=False, budget=budgets(step_tokens=chunk))
         assert made.records[0].ttft == pytest.approx(0.1 + 1e-4 * 100 * 101 / 2)
     assert model.prefill_seconds(60, 40) == pytest.approx(0.06 + 1e-4 * sum(range(41, 101)))
 
@@ -153,7 +155,7 @@ def test_same_seed_same_decisions_other_seed_others() -> None:
 def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     """A never ends in time, B waits behind it too long, C finds the queue full."""
     trace = [request(0, 2000, blocks=(0, 1, 2, 3)), request(1, 600, blocks=(4, 5)), request(2, 10, blocks=(6,))]
-    made = ran(trace, depth=1, timeout_secs=1.0, budget=budgets(max_queued_requests=1, prefill_max_requests=1))
+    made = ran(trace, overlap=False, timeout_secs=1.0, budget=budgets(max_queued_requests=1, prefill_max_requests=1))
     assert [r.outcome for r in made.records] == [
         RequestOutcome.TIMED_OUT,
         RequestOutcome.TIMED_OUT,
@@ -174,7 +176,7 @@ def test_mean_wait_is_that_of_queueing_theory() -> None:
         at += rng.expovariate(rho / mean) * 1e3
         trace.append(request(at, rng.choice(sizes), blocks=(i,)))
     budget = budgets(prefill_max_requests=1, step_tokens=512, radix_cache=False, page_size=128, num_pages=100_000)
-    made = ran(trace, depth=1, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget)
+    made = ran(trace, overlap=False, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget)
     report = summarise("fcfs", made, 1.0, 0.0)
     assert report.wait is not None
     assert report.wait.mean == pytest.approx(rho / mean * square / (2 * (1 - rho)), rel=0.08)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -66,6 +66,22 @@ _ERROR_OF_REASON: dict[str, type[EngineError]] = {
     "CLIENT_GONE": PrefillFailed,
     "PROMPT_TOO_LONG": PromptTooLong,
 }
+
+
+class Relay(Protocol):
+    """Part of an engine that takes requests' KV pages to another node or gets them from there."""
+
+    @property
+    def counters(self) -> Mapping[str, float]: ...
+    def accept(self, req: ValidatedRequest) -> None:
+        """A request is about to be queued. Raises EngineError when it cannot be."""
+
+    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+        """Undo `accept`: the request was not queued."""
+
+    def carry_out(self, event: Event, sched: Scheduler) -> None: ...
+    def pump(self, sched: Scheduler) -> None:
+        """Tell the scheduler what has happened to the pages."""
 
 
 class TransferNode(Protocol):
@@ -294,6 +310,3 @@ class DecodeRelay(RoomCalls):
             sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", str(err), retryable=True))
             return
         sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs(), pulled)
-
-
-Relay = PrefillRelay | DecodeRelay

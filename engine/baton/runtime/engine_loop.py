@@ -22,14 +22,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from baton.cache.ledger import LedgerError
 from baton.cache.pages import PageError
 from baton.config import EngineConfig
-from baton.disagg.relay import Relay
 from baton.errors import Aborted, EngineDead, EngineError
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
@@ -39,6 +38,9 @@ from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import ValidatedRequest
+
+if TYPE_CHECKING:
+    from baton.disagg.relay import Relay
 
 log = logging.getLogger("baton.engine")
 
@@ -64,6 +66,13 @@ Done = tuple[StepResult, float]
 Outcome: TypeAlias = StepResult | LaunchedStep
 Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
 """Gets what became of one job, and how long the job took [s]."""
+
+
+class JobThread(Protocol):
+    """Runs a device's jobs, in order."""
+
+    def submit(self, job: Callable[[], Outcome]) -> Answer: ...
+    def close(self) -> None: ...
 
 
 class DeviceThread:
@@ -127,7 +136,8 @@ class EngineLoop:
         *,
         overlap: bool,
         hook: PriorityHook | None = None,
-        device: DeviceThread | None = None,
+        device: JobThread | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sched = scheduler
         self._runner = runner
@@ -135,6 +145,7 @@ class EngineLoop:
         self._hook = hook
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
+        self._clock = clock
         self._flight: deque[InFlightStep] = deque()
         self.trouble: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
@@ -211,12 +222,16 @@ class EngineLoop:
             self._collect()
             self._carry_out()
             busy = True
-        outputs, self._outputs = self._outputs, []
-        return outputs, busy
+        return self.take_outputs(), busy
 
     def at(self, now: float) -> None:
         """Set the time: for the timelines of requests that messages or the transfer peer end before the next plan."""
         self.sched.stats.now = now
+
+    def take_outputs(self) -> list[EmittedTokens]:
+        """Outputs since the last call, for the requests to hear."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def take_timelines(self) -> list[RequestTimeline]:
         """Timelines of the traced requests that have ended since the last call."""
@@ -229,7 +244,7 @@ class EngineLoop:
     def _collect(self) -> None:
         flight = self._flight.popleft()
         result, seconds = flight.wait()
-        self.sched.commit(flight.plan, result, time.monotonic())
+        self.sched.commit(flight.plan, result, self._clock())
         self.sched.observe(flight.plan, seconds, result.copy_seconds)
         for run in flight.plan.copies:
             label = f'{{direction="{"out" if run.to_host else "in"}"}}'
@@ -267,7 +282,7 @@ class EngineLoop:
     # ------------------------------------------------------------------ views
 
     @property
-    def relay_counters(self) -> dict[str, float]:
+    def relay_counters(self) -> Mapping[str, float]:
         """Counters of the transfer relay; empty on a node without one."""
         return {} if self._relay is None else self._relay.counters
 

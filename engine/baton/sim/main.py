@@ -230,7 +230,7 @@ def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
         arrivals=[at * factor for at in times],
         model=run.model,
         scale=run.sim.length_scale,
-        depth=1 if run.engine.disable_overlap_schedule else 2,
+        overlap=not run.engine.disable_overlap_schedule,
         timeout_secs=run.engine.request_timeout_secs,
         jitter=run.sim.jitter,
         seed=run.sim.seed,

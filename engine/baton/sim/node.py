@@ -1,8 +1,7 @@
-"""Engine rank on a virtual clock: the loop of `runtime.engine_loop`, with a step-time model instead of a device.
+"""Engine rank on a virtual clock: the production loop (runtime.engine_loop) with a step-time model as its device.
 
-A turn, as in production: take in what has arrived, release leases, expire deadlines, plan, launch; then, with `depth`
-steps in flight or nothing to plan, let the clock run to the end of the oldest step and commit it. Without a step in
-flight the clock jumps to the next arrival, release or deadline. Planning takes no virtual time.
+Before a turn of the loop, take in what has arrived. When the loop waits for a step, the clock runs to the step's end;
+when it has nothing to do, the clock jumps to the next arrival, release or deadline. Planning takes no virtual time.
 
 Invariants: the clock never goes back; every request of the trace ends in exactly one outcome; at the end no page is
 held.
@@ -13,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import queue
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,10 +21,11 @@ from enum import Enum
 from baton.config.simulated import StepModel, scaled
 from baton.config.tenants import DEFAULT_TENANT, TenantRules
 from baton.errors import EngineError, QueueFull, RateLimited, by_code
+from baton.runtime.engine_loop import Answer, Done, EngineLoop, Outcome
 from baton.runtime.simulated.device import step_seconds
 from baton.sched.fairness.tenants import RateLimits
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import EmittedTokens, PrefillDone
+from baton.sched.types.events import EmittedTokens, Event, PrefillDone
 from baton.sched.types.hashing import uniform
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
@@ -71,14 +71,6 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    plan: StepPlan
-    seconds: float
-    ends: float
-    copying: float
-
-
-@dataclass(frozen=True, slots=True)
 class NodeSetting:
     """Settings that all compared policies share."""
 
@@ -88,8 +80,8 @@ class NodeSetting:
     model: StepModel
     scale: int = 1
     """Real tokens per simulated token; the limits are in simulated ones already."""
-    depth: int = 2
-    """Steps in flight: 2 with overlap scheduling, 1 without."""
+    overlap: bool = True
+    """Two steps in flight instead of one."""
     timeout_secs: float = 1800.0
     jitter: float = 0.0
     """Steps take up to this fraction more or less than the model says."""
@@ -100,8 +92,61 @@ class StuckSimulation(RuntimeError):
     """The scheduler has requests and does nothing: a bug in the scheduler. The message has its state."""
 
 
+class SameThread:
+    """engine_loop.JobThread: a job runs where it is submitted."""
+
+    def submit(self, job: Callable[[], Outcome]) -> Answer:
+        done: Answer = queue.SimpleQueue()
+        done.put((job(), 0.0))
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+class VirtualLink:
+    """disagg.Relay of a P node: a prompt's pages are released when a link of the modelled speed has carried them."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+        self.releases: list[tuple[float, int]] = []
+        self.counters: dict[str, float] = {}
+
+    def accept(self, req: ValidatedRequest) -> None:
+        """Every prompt finds the link."""
+
+    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+        """No room was opened."""
+
+    def carry_out(self, event: Event, sched: Scheduler) -> None:
+        if isinstance(event, PrefillDone):
+            setting, handle = self._node.setting, event.req.handle
+            seconds = setting.model.transfer_seconds(setting.trace[handle].input_length)
+            heapq.heappush(self.releases, (self._node.now + seconds, handle))
+
+    def pump(self, sched: Scheduler) -> None:
+        while self.releases and self.releases[0][0] <= self._node.now:
+            sched.release(heapq.heappop(self.releases)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """engine_loop.LaunchedStep."""
+
+    node: SimNode
+    result: StepResult
+    seconds: float
+    ends: float
+
+    def wait(self) -> Done:
+        self.node.run_clock_to(self.ends)
+        return self.result, self.seconds
+
+
 class SimNode:
-    """Build one per policy; `run` may be interrupted, `records` are valid at any time."""
+    """Build one per policy; `run` may be interrupted, `records` are valid at any time. It is its loop's device."""
+
+    page_bytes = 0
 
     def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
@@ -114,11 +159,13 @@ class SimNode:
         self.steps = 0
         self.busy_seconds = 0.0
         self.done = 0
-        self._prefill_role = limits.role == "prefill"
+        self._link = VirtualLink(self) if limits.role == "prefill" else None
+        self._loop = EngineLoop(
+            self.sched, self, self._link, overlap=setting.overlap, device=SameThread(), clock=lambda: self.now
+        )
         self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.table_size)
         self._next = 0
-        self._flight: deque[SimulatedStep] = deque()
-        self._releases: list[tuple[float, int]] = []
+        self._step_ends = 0.0
         self._decisions = hashlib.sha256()
 
     @property
@@ -134,17 +181,9 @@ class SimNode:
 
     def _turn(self) -> bool:
         self._take_in()
-        while self._releases and self._releases[0][0] <= self.now:
-            self.sched.release(heapq.heappop(self._releases)[1])
-        self.sched.expire(self.now)
-        plan = self.sched.plan(self.now)
-        self._absorb()
-        if plan is not None:
-            self._launch(plan)
-        if self._flight and (plan is None or len(self._flight) >= self.setting.depth):
-            self._collect()
-            return True
-        return plan is not None or self._jump()
+        outputs, busy = self._loop.advance(self.now)
+        self._hear(outputs)
+        return busy or self._jump()
 
     def _take_in(self) -> None:
         while self._next < len(self.records) and self.setting.arrivals[self._next] <= self.now:
@@ -152,7 +191,7 @@ class SimNode:
             try:
                 req = self._request(handle)
                 self._take_tokens(req)
-                self.sched.add(req)
+                self._loop.submit(req)
             except EngineError:
                 self.records[handle].outcome = RequestOutcome.REFUSED
                 self.done += 1
@@ -178,19 +217,20 @@ class SimNode:
             priority_class=name,
             tenant=tenant,
             arrival=arrival,
-            rendezvous=Rendezvous("", 0, handle) if self._prefill_role else None,
+            rendezvous=Rendezvous("", 0, handle) if self._link is not None else None,
             deadline=arrival + self.setting.timeout_secs,
         )
 
-    def _launch(self, plan: StepPlan) -> None:
+    def execute(self, plan: StepPlan) -> SimulatedStep:
+        """Launch a step: it begins when the one before it has ended."""
         seconds = step_seconds(self.setting.model, plan, self.setting.scale)
         if self.setting.jitter:
             seconds *= 1 + self.setting.jitter * (2 * uniform(self.setting.seed, plan.step) - 1)
         pages = sum(len(run.pages) for run in plan.copies)
         copying = self.setting.model.copy_seconds(pages * self.sched.limits.page_size * self.setting.scale)
         seconds += copying
-        begins = max(self.now, self._flight[-1].ends if self._flight else self.now)
-        self._flight.append(SimulatedStep(plan, seconds, begins + seconds, copying))
+        begins = max(self.now, self._step_ends)
+        self._step_ends = begins + seconds
         self.steps += 1
         self.busy_seconds += seconds
         decided = array("q", (plan.step, plan.num_decode))
@@ -200,41 +240,32 @@ class SimNode:
             if record.started is None:
                 record.started = begins
         self._decisions.update(decided.tobytes())
+        tokens = [answer_token(row.handle) for row in plan.rows if row.sample]
+        return SimulatedStep(self, StepResult(tokens, copy_seconds=copying), seconds, self._step_ends)
 
-    def _collect(self) -> None:
-        flight = self._flight.popleft()
-        self.now = max(self.now, flight.ends)
-        tokens = [answer_token(row.handle) for row in flight.plan.rows if row.sample]
-        self.sched.commit(flight.plan, StepResult(tokens), self.now)
-        self.sched.observe(flight.plan, flight.seconds, flight.copying)
-        self._absorb()
+    def run_clock_to(self, time: float) -> None:
+        """A step ends; what requests got to hear until then, they heard before it."""
+        self._hear(self._loop.take_outputs())
+        self.now = max(self.now, time)
 
-    def _absorb(self) -> None:
-        for event in self.sched.drain_events():
-            if isinstance(event, EmittedTokens):
-                self._hear(event)
-            elif isinstance(event, PrefillDone):
-                real = self.setting.trace[event.req.handle].input_length
-                released = self.now + self.setting.model.transfer_seconds(real)
-                heapq.heappush(self._releases, (released, event.req.handle))
-
-    def _hear(self, event: EmittedTokens) -> None:
-        record = self.records[event.handle]
-        if event.tokens and record.first_token is None:
-            record.first_token = self.now
-            record.cached_tokens = min(event.cached_tokens * self.setting.scale, record.prompt_tokens - 1)
-        record.answer_tokens += len(event.tokens) * self.setting.scale
-        tenant = self.setting.trace[event.handle].tenant or DEFAULT_TENANT
-        self._rates.spend(tenant, len(event.tokens) * self.setting.scale, self.now)
-        if event.finish is not None:
-            record.finished = self.now
-            record.outcome = _outcome(event)
-            self.done += 1
+    def _hear(self, outputs: Sequence[EmittedTokens]) -> None:
+        for event in outputs:
+            record = self.records[event.handle]
+            if event.tokens and record.first_token is None:
+                record.first_token = self.now
+                record.cached_tokens = min(event.cached_tokens * self.setting.scale, record.prompt_tokens - 1)
+            record.answer_tokens += len(event.tokens) * self.setting.scale
+            tenant = self.setting.trace[event.handle].tenant or DEFAULT_TENANT
+            self._rates.spend(tenant, len(event.tokens) * self.setting.scale, self.now)
+            if event.finish is not None:
+                record.finished = self.now
+                record.outcome = _outcome(event)
+                self.done += 1
 
     def _jump(self) -> bool:
         """Move the clock to the next thing that happens by itself; False when nothing is left to happen."""
         coming = [self.setting.arrivals[self._next]] if self._next < len(self.records) else []
-        coming += [self._releases[0][0]] if self._releases else []
+        coming += [self._link.releases[0][0]] if self._link and self._link.releases else []
         deadline = self.sched.next_deadline()
         if deadline is not None and not self.sched.is_idle:
             coming.append(deadline)
