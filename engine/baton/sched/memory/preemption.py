@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from baton.sched.memory.min_cost_cover import cheapest_cover
+from baton.sched.memory.min_cost_cover import cheap_cover
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
 from baton.sched.types.sequence import Seq
@@ -53,8 +53,8 @@ def priority_victims(
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 
-    All or nothing, and of all sets that are enough the one with the fewest tokens to compute again (`cheapest_cover`);
-    among equals the least important, then the newest. A victim's base priority is lower by more than the threshold, so
+    All or nothing, and with few tokens to compute again (`cheap_cover`: at most twice the fewest); among equals the
+    least important, then the newest. A victim's base priority is lower by more than the threshold, so
     that an aged request never evicts, and it is behind `head` in the order, so that it is not admitted again before it:
     no two can evict each other in turn.
 
@@ -74,5 +74,5 @@ def priority_victims(
         pages, tokens = freed(seq)
         gains.append(pages)
         costs.append(tokens)
-    chosen = cheapest_cover(costs, gains, short)
+    chosen = cheap_cover(costs, gains, short)
     return [] if chosen is None else [candidates[i] for i in chosen]
