@@ -43,7 +43,7 @@ def busy_node(rng: random.Random) -> Node:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_victims_are_the_cheapest_set_of_eligible_rows_that_is_enough(seed: int) -> None:
+def test_the_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
     state = node.sched._state
@@ -66,7 +66,9 @@ def test_the_victims_are_the_cheapest_set_of_eligible_rows_that_is_enough(seed: 
         assert chosen == []
         return
     assert sum(freed[s.handle][0] for s in chosen) >= short, "all or nothing"
-    assert sum(freed[s.handle][1] for s in chosen) == min(enough)
+    assert min(enough) <= sum(freed[s.handle][1] for s in chosen) <= 2 * min(enough)
+    spare = sum(freed[s.handle][0] for s in chosen) - short
+    assert len(chosen) == 1 or all(freed[s.handle][0] > spare for s in chosen), "one gives way for nothing"
 
 
 @pytest.mark.parametrize("seed", range(20))

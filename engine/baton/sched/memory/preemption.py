@@ -1,7 +1,7 @@
 """Victims of preemption and retraction: choices only; the planner carries them out.
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
-Both take what is cheapest to compute again, and never a prompt with pages promised to a decode node: it was admitted
+Both take what is cheap to compute again, and never a prompt with pages promised to a decode node: it was admitted
 with room for all of it. Neither can go on for ever: the oldest running sequence (of the most important ones) is never
 retracted for another, only a strictly higher base priority preempts, and a sequence that was preempted
 `max_preemptions_per_request` times is immune.
