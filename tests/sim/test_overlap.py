@@ -127,7 +127,8 @@ class RandomDevice:
 
 def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(30, 2, 4, 1000, 8)
-    engine = EngineLoop(Scheduler(limits), RandomDevice(limits, 0), None, overlap=True)  # type: ignore[arg-type]
+    device = RandomDevice(limits, 0)
+    engine = EngineLoop(Scheduler(limits), device, None, overlap=True, clock=lambda: 0.0)  # type: ignore[arg-type]
     try:
         engine.submit(request(1, [1, 2, 3], 5, ignore_eos=True))
         engine.advance(0.0)
@@ -163,7 +164,8 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
         conservativeness=rng.choice([0.05, 1.0]),
         priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=0),
     )  # fmt: skip
-    engine = EngineLoop(Scheduler(limits), RandomDevice(limits, seed), None, overlap=overlap)  # type: ignore[arg-type]
+    device = RandomDevice(limits, seed)
+    engine = EngineLoop(Scheduler(limits), device, None, overlap=overlap, clock=lambda: 0.0)  # type: ignore[arg-type]
     heads = [[rng.randrange(VOCAB) for _ in range(9)] for _ in range(2)]
     crowd: list[ValidatedRequest] = []
     for handle in range(25):
@@ -249,7 +251,7 @@ class Going:
 def going_on(overlap: bool, fails_at: int = -1) -> tuple[EngineLoop, GoesOn]:
     limits = Limits(60, 2, 4, 100, 16)
     device = GoesOn(limits, fails_at)
-    device.engine = EngineLoop(Scheduler(limits), device, None, overlap=overlap)
+    device.engine = EngineLoop(Scheduler(limits), device, None, overlap=overlap, clock=lambda: 0.0)
     return device.engine, device
 
 

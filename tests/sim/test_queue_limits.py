@@ -253,6 +253,32 @@ def test_moving_rate_forgets_the_past() -> None:
     assert rate.per_second(200.0)[0] == pytest.approx(1.0, rel=0.06)
 
 
+@pytest.mark.parametrize("idle_secs", [0.0, 1.0, 60.0, 3600.0, 21_500.0, 22_200.0, 86_400.0, 1e9])
+def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(idle_secs: float) -> None:
+    """Sums that faded for six hours are denormal: 1 / rate is infinite, which no Retry-After may be."""
+    node = Node(limits(max_queued_requests=2), depth=1)
+    for handle in range(3):
+        node.sched.add(ask(handle))
+        node.run()
+    for handle in range(3, 6):
+        node.sched.add(ask(handle, arrival=idle_secs))
+        if handle == 3:
+            node.step()
+    with pytest.raises(QueueFull) as caught:
+        node.sched.add(ask(6, arrival=idle_secs))
+    assert caught.value.retry_after_secs is not None
+    assert 1 <= caught.value.retry_after_secs <= 60
+
+    door = AdmissionController(limits())
+    first, second = (Seq(req, array("i", req.prompt), 1) for req in (ask(0), ask(1, length=20)))
+    door.enter(first, 5, 0.0)
+    door.leave(first, 1.0)
+    door.enter(second, 20, 1.0 + idle_secs)
+    if idle_secs > 30.0:
+        assert door.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, "20 tokens at 10/s: nothing has moved"
+    assert 1 <= door.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, "stuck for as long"
+
+
 def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
     node = Node(limits(max_running_requests=2, aborts_missed_deadlines=True), depth=1)
     node.sched.add(ask(0, ttft_deadline=5.0))

@@ -39,31 +39,33 @@ class MovingRate:
         self._requests = 0.0
         self._tokens = 0.0
 
-    def start(self, now: float) -> None:
-        """The queue has something in it: time counts from now on."""
-        if self._since is None:
+    def start(self, now: float, was_empty: bool = False) -> None:
+        """The queue has something in it: time counts from now on.
+
+        A queue that was empty for longer than the horizon is measured afresh: its last requests say nothing of now.
+        """
+        if self._since is None or (was_empty and now - self._at > self._horizon):
             self._since = self._at = now
+            self._requests = self._tokens = 0.0
 
     def left(self, tokens: int, now: float) -> None:
         self.start(now)
-        self._decay(now)
-        self._requests += 1
-        self._tokens += tokens
+        kept = self._kept(now)
+        self._requests = self._requests * kept + 1
+        self._tokens = self._tokens * kept + tokens
+        self._at = max(self._at, now)
 
     def per_second(self, now: float) -> tuple[float, float]:
         """(requests, tokens); zeros while nothing is known."""
         if self._since is None or now <= self._since:
             return 0.0, 0.0
-        self._decay(now)
-        weight = self._horizon * -math.expm1((self._since - self._at) / self._horizon)
-        return (self._requests / weight, self._tokens / weight) if weight > 0 else (0.0, 0.0)
+        weight = self._horizon * -math.expm1((self._since - max(self._at, now)) / self._horizon)
+        kept = self._kept(now)
+        return self._requests * kept / weight, self._tokens * kept / weight
 
-    def _decay(self, now: float) -> None:
-        if now > self._at:
-            kept = math.exp((self._at - now) / self._horizon)
-            self._requests *= kept
-            self._tokens *= kept
-            self._at = now
+    def _kept(self, now: float) -> float:
+        """Share of the sums that still counts at `now`."""
+        return math.exp(min(self._at - now, 0.0) / self._horizon)
 
 
 def _pop(heap: list[Entry]) -> int:
@@ -97,9 +99,9 @@ class AdmissionController:
 
     def enter(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
+        self._rate.start(now, was_empty=not self._inside)
         self._inside[seq.handle] = seq, tokens
         self.queued_tokens += tokens
-        self._rate.start(now)
         if seq.has_started:
             return
         if self._limits.priority.enabled:
@@ -163,7 +165,7 @@ class AdmissionController:
         wait = requests / moved if moved else requests * mean / prefill_rate
         if tokens > 0:
             wait = max(wait, tokens / (moved_tokens or prefill_rate))
-        return min(max(math.ceil(wait), MIN_RETRY_SECS), MAX_RETRY_SECS)
+        return math.ceil(min(max(wait, MIN_RETRY_SECS), MAX_RETRY_SECS))
 
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
