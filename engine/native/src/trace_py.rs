@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use baton_router::trace::{
-    AttributeValue, BackgroundExporter, SpanEvent, SpanKind, TraceService, TraceSpan,
+    BackgroundExporter, KeyValue, Span, SpanKind, TraceService, failed_status, int_attribute,
+    span_event, span_id_bytes, text_attribute, trace_id_bytes,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -15,15 +16,6 @@ use crate::transfer_py::log_to_stderr;
 enum PyAttribute {
     Int(i64),
     Text(String),
-}
-
-impl From<PyAttribute> for AttributeValue {
-    fn from(value: PyAttribute) -> Self {
-        match value {
-            PyAttribute::Int(number) => AttributeValue::Int(number),
-            PyAttribute::Text(text) => AttributeValue::Text(text),
-        }
-    }
 }
 
 type PyAttributes = Vec<(String, PyAttribute)>;
@@ -43,34 +35,36 @@ struct PySpan {
     error: Option<String>,
 }
 
-fn owned(attributes: PyAttributes) -> Vec<(baton_router::trace::Name, AttributeValue)> {
-    let named = attributes.into_iter();
-    named.map(|(name, value)| (name.into(), value.into())).collect()
+fn key_values(attributes: PyAttributes) -> Vec<KeyValue> {
+    let pairs = attributes.into_iter();
+    pairs
+        .map(|(key, value)| match value {
+            PyAttribute::Int(number) => int_attribute(key, number),
+            PyAttribute::Text(text) => text_attribute(key, text),
+        })
+        .collect()
 }
 
-impl From<PySpan> for TraceSpan {
+impl From<PySpan> for Span {
     fn from(span: PySpan) -> Self {
-        let events = span.events.into_iter();
-        TraceSpan {
-            trace: span.trace,
-            id: span.id,
-            parent: span.parent,
+        let kind = if span.is_server { SpanKind::Server } else { SpanKind::Internal };
+        let events = span.events.into_iter().map(|(at, name, attributes)| {
+            let mut event = span_event(at, name);
+            event.attributes = key_values(attributes);
+            event
+        });
+        Self {
+            trace_id: trace_id_bytes(span.trace),
+            span_id: span_id_bytes(span.id),
+            parent_span_id: span.parent.map_or_else(Vec::new, span_id_bytes),
             name: span.name,
-            kind: match span.is_server {
-                true => SpanKind::Server,
-                false => SpanKind::Internal,
-            },
-            start: span.start,
-            end: span.end,
-            attributes: owned(span.attributes),
-            events: events
-                .map(|(at, name, attributes)| SpanEvent {
-                    at,
-                    name: name.into(),
-                    attributes: owned(attributes),
-                })
-                .collect(),
-            error: span.error,
+            kind: kind.into(),
+            start_time_unix_nano: span.start,
+            end_time_unix_nano: span.end,
+            attributes: key_values(span.attributes),
+            events: events.collect(),
+            status: span.error.map(failed_status),
+            ..Default::default()
         }
     }
 }
@@ -96,7 +90,7 @@ impl SpanExporter {
 
     /// Hand over ended spans, objects with the fields of baton.server.observability.spans.Span.
     fn put(&self, spans: Vec<PySpan>) {
-        self.inner.put(spans.into_iter().map(TraceSpan::from).collect());
+        self.inner.put(spans.into_iter().map(Span::from).collect());
     }
 
     /// Spans so far by result: exported, dropped (the queue was full), failed (the collector).

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use opentelemetry_proto::tonic::trace::v1::Span;
 use prometheus::{IntCounterVec, Opts};
 use tokio::runtime::{Builder, Runtime};
 
-use super::encode::{TraceService, TraceSpan};
+use super::encode::TraceService;
 use super::export::{RESULTS, SpanExporter};
 use crate::config::TraceEndpoint;
 
@@ -35,7 +36,7 @@ impl BackgroundExporter {
     }
 
     /// Never waits.
-    pub fn put(&self, spans: Vec<TraceSpan>) {
+    pub fn put(&self, spans: Vec<Span>) {
         self.exporter.put(spans);
     }
 

@@ -1,11 +1,14 @@
-//! Spans as bytes of OTLP's ExportTraceServiceRequest (protobuf; the numbers are opentelemetry-proto 1.x's field numbers).
-//!
-//! Why by hand: docs/decisions/0008-otlp-without-an-sdk.md.
+//! Spans as an OTLP request. Messages and encoding are those of opentelemetry-proto; why without its SDK:
+//! docs/decisions/0008-otlp-without-an-sdk.md.
 
-use std::borrow::Cow;
-
-/// Names of attributes and events: constants here, made of Python's strings in an engine.
-pub type Name = Cow<'static, str>;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, InstrumentationScope, KeyValue};
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use opentelemetry_proto::tonic::trace::v1::span::Event;
+use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span, Status};
+use prost::Message;
 
 /// Origin of the spans.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,186 +18,79 @@ pub struct TraceService {
     pub attributes: Vec<(String, String)>,
 }
 
-/// A finished span.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TraceSpan {
-    pub trace: u128,
-    pub id: u64,
-    pub parent: Option<u64>,
-    pub name: String,
-    pub kind: SpanKind,
-    /// [ns since 1970]
-    pub start: u64,
-    pub end: u64,
-    pub attributes: Vec<(Name, AttributeValue)>,
-    pub events: Vec<SpanEvent>,
-    /// Why it counts as failed.
-    pub error: Option<String>,
-}
-
-/// Something that happened during a span.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SpanEvent {
-    /// [ns since 1970]
-    pub at: u64,
-    pub name: Name,
-    pub attributes: Vec<(Name, AttributeValue)>,
-}
-
-impl SpanEvent {
-    pub fn new(at: u64, name: &'static str) -> Self {
-        Self { at, name: name.into(), attributes: Vec::new() }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SpanKind {
-    Internal = 1,
-    Server = 2,
-    Client = 3,
-}
-
-#[derive(Debug, Clone, PartialEq)]
-pub enum AttributeValue {
-    Text(String),
-    Int(i64),
-}
-
 /// Encode one request for all these spans.
-pub fn encode(service: &TraceService, spans: &[TraceSpan]) -> Vec<u8> {
-    let mut resource = Message::default();
-    let own =
-        [("service.name", service.name.as_str()), ("service.version", env!("CARGO_PKG_VERSION"))];
-    let more = service.attributes.iter();
-    let more = more.map(|(key, value)| (key.as_str(), value.as_str()));
-    for (key, value) in own.into_iter().chain(more) {
-        resource.message(1, &attribute(key, &AttributeValue::Text(value.to_owned())));
-    }
-    let mut scope = Message::default();
-    scope.text(1, "baton");
-    let mut scope_spans = Message::default();
-    scope_spans.message(1, &scope);
-    for span in spans {
-        scope_spans.message(2, &message(span));
-    }
-    let mut resource_spans = Message::default();
-    resource_spans.message(1, &resource);
-    resource_spans.message(2, &scope_spans);
-    let mut request = Message::default();
-    request.message(1, &resource_spans);
-    request.0
+pub fn encode(service: TraceService, spans: Vec<Span>) -> Vec<u8> {
+    let mut attributes = vec![
+        text_attribute("service.name", service.name),
+        text_attribute("service.version", env!("CARGO_PKG_VERSION")),
+    ];
+    attributes
+        .extend(service.attributes.into_iter().map(|(key, value)| text_attribute(key, value)));
+    let scope = InstrumentationScope { name: "baton".to_owned(), ..Default::default() };
+    let scope_spans = ScopeSpans { scope: Some(scope), spans, ..Default::default() };
+    let resource_spans = ResourceSpans {
+        resource: Some(Resource { attributes, ..Default::default() }),
+        scope_spans: vec![scope_spans],
+        ..Default::default()
+    };
+    ExportTraceServiceRequest { resource_spans: vec![resource_spans] }.encode_to_vec()
 }
 
-fn message(span: &TraceSpan) -> Message {
-    let mut out = Message::default();
-    out.bytes(1, &span.trace.to_be_bytes());
-    out.bytes(2, &span.id.to_be_bytes());
-    if let Some(parent) = span.parent {
-        out.bytes(4, &parent.to_be_bytes());
-    }
-    out.text(5, &span.name);
-    out.int(6, span.kind as u64);
-    out.fixed(7, span.start);
-    out.fixed(8, span.end);
-    for (key, value) in &span.attributes {
-        out.message(9, &attribute(key, value));
-    }
-    for event in &span.events {
-        let mut encoded = Message::default();
-        encoded.fixed(1, event.at);
-        encoded.text(2, &event.name);
-        for (key, value) in &event.attributes {
-            encoded.message(3, &attribute(key, value));
-        }
-        out.message(11, &encoded);
-    }
-    if let Some(error) = &span.error {
-        const ERROR: u64 = 2;
-        let mut status = Message::default();
-        status.text(2, error);
-        status.int(3, ERROR);
-        out.message(15, &status);
-    }
-    out
+pub fn text_attribute(key: impl Into<String>, value: impl Into<String>) -> KeyValue {
+    attribute(key.into(), Value::StringValue(value.into()))
 }
 
-fn attribute(key: &str, value: &AttributeValue) -> Message {
-    let mut any = Message::default();
-    match value {
-        AttributeValue::Text(text) => any.text(1, text),
-        AttributeValue::Int(number) => any.int(3, *number as u64), // two's complement, as int64 is written
-    }
-    let mut out = Message::default();
-    out.text(1, key);
-    out.message(2, &any);
-    out
+pub fn int_attribute(key: impl Into<String>, value: impl Into<i64>) -> KeyValue {
+    attribute(key.into(), Value::IntValue(value.into()))
 }
 
-/// Protobuf's wire format, what is needed of it.
-#[derive(Default)]
-struct Message(Vec<u8>);
+fn attribute(key: String, value: Value) -> KeyValue {
+    KeyValue { key, value: Some(AnyValue { value: Some(value) }), ..Default::default() }
+}
 
-impl Message {
-    fn varint(&mut self, mut number: u64) {
-        while number >= 0x80 {
-            self.0.push(number as u8 | 0x80);
-            number >>= 7;
-        }
-        self.0.push(number as u8);
-    }
+/// Something that happened during a span, at a time in ns since 1970.
+pub fn span_event(at_unix_ns: u64, name: impl Into<String>) -> Event {
+    Event { time_unix_nano: at_unix_ns, name: name.into(), ..Default::default() }
+}
 
-    fn int(&mut self, field: u64, number: u64) {
-        self.varint(field << 3);
-        self.varint(number);
-    }
+/// Status of a span that counts as failed.
+pub fn failed_status(reason: impl Into<String>) -> Status {
+    Status { message: reason.into(), code: StatusCode::Error.into() }
+}
 
-    fn fixed(&mut self, field: u64, number: u64) {
-        self.varint(field << 3 | 1);
-        self.0.extend(number.to_le_bytes());
-    }
+pub fn trace_id_bytes(id: u128) -> Vec<u8> {
+    id.to_be_bytes().to_vec()
+}
 
-    fn bytes(&mut self, field: u64, bytes: &[u8]) {
-        self.varint(field << 3 | 2);
-        self.varint(bytes.len() as u64);
-        self.0.extend(bytes);
-    }
-
-    fn text(&mut self, field: u64, text: &str) {
-        self.bytes(field, text.as_bytes());
-    }
-
-    fn message(&mut self, field: u64, message: &Message) {
-        self.bytes(field, &message.0);
-    }
+pub fn span_id_bytes(id: u64) -> Vec<u8> {
+    id.to_be_bytes().to_vec()
 }
 
 #[cfg(test)]
 mod tests {
+    use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
+
     use super::*;
 
     /// Bytes that the protobuf compiler's own code (opentelemetry-proto 1.45.2, Python) makes of the same span.
     #[test]
     fn a_span_is_written_as_the_protobuf_library_writes_it() {
-        let span = TraceSpan {
-            trace: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
-            id: 2,
-            parent: Some(0x00f0_67aa_0ba9_02b7),
-            name: "decode".into(),
-            kind: SpanKind::Client,
-            start: 1_700_000_000_000_000_000,
-            end: 1_700_000_000_000_000_300,
-            attributes: vec![
-                ("worker".into(), AttributeValue::Text("http://a".into())),
-                ("tokens".into(), AttributeValue::Int(-300)),
-            ],
-            events: vec![SpanEvent {
-                at: 1_700_000_000_000_000_200,
-                name: "first_token".into(),
-                attributes: vec![("n".into(), AttributeValue::Int(7))],
-            }],
-            error: Some("reset".into()),
+        let mut event = span_event(1_700_000_000_000_000_200, "first_token");
+        event.attributes.push(int_attribute("n", 7));
+        let span = Span {
+            trace_id: trace_id_bytes(0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736),
+            span_id: span_id_bytes(2),
+            parent_span_id: span_id_bytes(0x00f0_67aa_0ba9_02b7),
+            name: "decode".to_owned(),
+            kind: SpanKind::Client.into(),
+            start_time_unix_nano: 1_700_000_000_000_000_000,
+            end_time_unix_nano: 1_700_000_000_000_000_300,
+            attributes: vec![text_attribute("worker", "http://a"), int_attribute("tokens", -300)],
+            events: vec![event],
+            status: Some(failed_status("reset")),
+            ..Default::default()
         };
-        let hex: String = message(&span).0.iter().map(|b| format!("{b:02x}")).collect();
+        let hex: String = span.encode_to_vec().iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(hex, include_str!("span.hex").trim());
     }
 }

@@ -7,6 +7,7 @@ use http::{Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use opentelemetry_proto::tonic::trace::v1::Span;
 use prometheus::IntCounterVec;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -14,7 +15,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::encode::{TraceService, TraceSpan, encode};
+use super::encode::{TraceService, encode};
 use crate::config::{TraceEndpoint, TraceProtocol};
 
 /// Requests whose spans wait to be sent.
@@ -33,7 +34,7 @@ const MAX_ANSWER: usize = 64 << 10;
 pub const RESULTS: [&str; 3] = ["exported", "dropped", "failed"];
 
 enum Job {
-    Spans(Vec<TraceSpan>),
+    Spans(Vec<Span>),
     /// Send what came before now; the other end hears when that has been tried.
     Flush(oneshot::Sender<()>),
 }
@@ -52,7 +53,7 @@ impl SpanExporter {
         Self { queue, counts }
     }
 
-    pub fn put(&self, spans: Vec<TraceSpan>) {
+    pub fn put(&self, spans: Vec<Span>) {
         let number = spans.len() as u64;
         if self.queue.try_send(Job::Spans(spans)).is_err() {
             self.counts.with_label_values(&["dropped"]).inc_by(number);
@@ -99,12 +100,13 @@ async fn send_all(
             next = timeout_at(until, jobs.recv()).await.ok().flatten();
         }
         if !batch.is_empty() {
-            let sent = match timeout(DEADLINE, send(&endpoint, encode(&service, &batch))).await {
-                Ok(sent) => sent,
-                Err(_) => Err(format!("no answer for {DEADLINE:?}")),
-            };
-            let result = if sent.is_ok() { "exported" } else { "failed" };
             let number = batch.len() as u64;
+            let sent =
+                match timeout(DEADLINE, send(&endpoint, encode(service.clone(), batch))).await {
+                    Ok(sent) => sent,
+                    Err(_) => Err(format!("no answer for {DEADLINE:?}")),
+                };
+            let result = if sent.is_ok() { "exported" } else { "failed" };
             counts.with_label_values(&[result]).inc_by(number);
             match sent {
                 Ok(()) => is_failing = false,

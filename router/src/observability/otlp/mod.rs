@@ -21,8 +21,15 @@ use std::fmt::Write;
 use http::{HeaderMap, HeaderValue};
 use rand::RngCore;
 
+pub use opentelemetry_proto::tonic::common::v1::KeyValue;
+pub use opentelemetry_proto::tonic::trace::v1::Span;
+pub use opentelemetry_proto::tonic::trace::v1::span::{Event, SpanKind};
+
 pub use self::background::BackgroundExporter;
-pub use self::encode::{AttributeValue, Name, SpanEvent, SpanKind, TraceService, TraceSpan};
+pub use self::encode::{
+    TraceService, failed_status, int_attribute, span_event, span_id_bytes, text_attribute,
+    trace_id_bytes,
+};
 pub use self::export::SpanExporter;
 
 pub const TRACEPARENT: &str = "traceparent";

@@ -2,29 +2,28 @@
 
 use super::{AttemptTimeline, RequestStage, RequestTimeline, TimelineRecords, ms, rounded};
 use crate::observability::otlp::{
-    self, AttributeValue, Name, SpanEvent, SpanKind, TraceContext, TraceSpan,
+    KeyValue, Span, SpanKind, TraceContext, failed_status, int_attribute, new_id, span_event,
+    span_id_bytes, text_attribute, trace_id_bytes,
 };
 
 impl RequestTimeline {
     /// The ended request as spans; `None` if it is not to be traced.
-    pub fn spans(&self, method: &str) -> Option<Vec<TraceSpan>> {
+    pub fn spans(&self, method: &str) -> Option<Vec<Span>> {
         let context = self.trace.filter(|trace| trace.is_sampled)?;
         let records = self.records.lock();
         let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
         let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
         let ended_ms = stage(RequestStage::Ended).unwrap_or_else(|| ms(self.started));
         let request = self.root_span(method, &context, &records, ended_ms);
-        let child = |id, name: &str, kind, from_ms: f64, to_ms: f64| TraceSpan {
-            trace: context.trace,
-            id,
-            parent: Some(context.span),
+        let child = |id, name: &str, kind: SpanKind, from_ms: f64, to_ms: f64| Span {
+            trace_id: trace_id_bytes(context.trace),
+            span_id: span_id_bytes(id),
+            parent_span_id: span_id_bytes(context.span),
             name: name.to_owned(),
-            kind,
-            start: at(from_ms),
-            end: at(to_ms),
-            attributes: Vec::new(),
-            events: Vec::new(),
-            error: None,
+            kind: kind.into(),
+            start_time_unix_nano: at(from_ms),
+            end_time_unix_nano: at(to_ms),
+            ..Default::default()
         };
         let mut spans = vec![request];
         let mut attempt = 0;
@@ -34,11 +33,8 @@ impl RequestTimeline {
                 let failed = records.failures.iter().find(|failed| failed.attempt + 1 == attempt);
                 let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenised));
                 let from = from.unwrap_or(leg.chosen_ms);
-                let mut decide =
-                    child(otlp::new_id(), "decide", SpanKind::Internal, from, leg.chosen_ms);
-                decide
-                    .attributes
-                    .push(("baton.attempt".into(), AttributeValue::Int(attempt.into())));
+                let mut decide = child(new_id(), "decide", SpanKind::Internal, from, leg.chosen_ms);
+                decide.attributes.push(int_attribute("baton.attempt", attempt));
                 spans.push(decide);
             }
             let to = leg.ended_ms.unwrap_or(ended_ms);
@@ -47,11 +43,11 @@ impl RequestTimeline {
             span.attributes = leg.attributes();
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
             let events =
-                events.into_iter().filter_map(|(name, ms)| Some(SpanEvent::new(at(ms?), name)));
+                events.into_iter().filter_map(|(name, ms)| Some(span_event(at(ms?), name)));
             span.events = events.collect();
-            span.error = (leg.outcome == Some("failed")).then(|| {
+            span.status = (leg.outcome == Some("failed")).then(|| {
                 let failed = records.failures.iter().find(|failed| failed.attempt == leg.attempt);
-                failed.map_or("failed", |failed| failed.reason).to_owned()
+                failed_status(failed.map_or("failed", |failed| failed.reason))
             });
             spans.push(span);
         }
@@ -65,73 +61,64 @@ impl RequestTimeline {
         context: &TraceContext,
         records: &TimelineRecords,
         ended_ms: f64,
-    ) -> TraceSpan {
+    ) -> Span {
         let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
         let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
         let (status, outcome) = records.end.unwrap_or((0, "unknown"));
-        let mut request = TraceSpan {
-            trace: context.trace,
-            id: context.span,
-            parent: context.parent,
+        let mut request = Span {
+            trace_id: trace_id_bytes(context.trace),
+            span_id: span_id_bytes(context.span),
+            parent_span_id: context.parent.map_or_else(Vec::new, span_id_bytes),
             name: format!("{method} {}", self.route),
-            kind: SpanKind::Server,
-            start: at(0.0),
-            end: at(ended_ms),
+            kind: SpanKind::Server.into(),
+            start_time_unix_nano: at(0.0),
+            end_time_unix_nano: at(ended_ms),
             attributes: vec![
-                ("http.request.method".into(), AttributeValue::Text(method.to_owned())),
-                ("http.route".into(), AttributeValue::Text(self.route.to_owned())),
-                ("http.response.status_code".into(), AttributeValue::Int(status.into())),
-                ("baton.request_id".into(), AttributeValue::Text(records.rid.clone())),
-                ("baton.outcome".into(), AttributeValue::Text(outcome.to_owned())),
-                (
-                    "baton.attempts".into(),
-                    AttributeValue::Int(records.legs.last().map_or(0, |leg| leg.attempt.into())),
-                ),
+                text_attribute("http.request.method", method),
+                text_attribute("http.route", self.route),
+                int_attribute("http.response.status_code", status),
+                text_attribute("baton.request_id", records.rid.as_str()),
+                text_attribute("baton.outcome", outcome),
+                int_attribute("baton.attempts", records.legs.last().map_or(0, |leg| leg.attempt)),
             ],
-            events: Vec::new(),
-            error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
+            status: (status >= 500 || outcome == "error_event").then(|| failed_status(outcome)),
+            ..Default::default()
         };
         let failovers = records.failures.iter().filter(|f| f.failover_at_token.is_some());
-        request.events.extend(failovers.map(|failed| SpanEvent::new(at(failed.at_ms), "failover")));
+        request.events.extend(failovers.map(|failed| span_event(at(failed.at_ms), "failover")));
         for (name, ms) in [
             ("read", stage(RequestStage::Read)),
             ("admitted", stage(RequestStage::Admitted)),
             ("tokenised", stage(RequestStage::Tokenised)),
             ("first_byte", stage(RequestStage::FirstByte)),
         ] {
-            request.events.extend(ms.map(|ms| SpanEvent::new(at(ms), name)));
+            request.events.extend(ms.map(|ms| span_event(at(ms), name)));
         }
         request
     }
 }
 
 impl AttemptTimeline {
-    fn attributes(&self) -> Vec<(Name, AttributeValue)> {
-        let text = |text: &str| AttributeValue::Text(text.to_owned());
+    fn attributes(&self) -> Vec<KeyValue> {
         let mut attributes = vec![
-            ("baton.attempt".into(), AttributeValue::Int(self.attempt.into())),
-            ("baton.worker".into(), text(&self.worker)),
-            ("baton.why".into(), text(self.why.into_str())),
+            int_attribute("baton.attempt", self.attempt),
+            text_attribute("baton.worker", &*self.worker),
+            text_attribute("baton.why", self.why.into_str()),
         ];
-        attributes
-            .extend(self.room.map(|room| ("baton.room".into(), AttributeValue::Int(room as i64))));
-        attributes.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
+        attributes.extend(self.room.map(|room| int_attribute("baton.room", room as i64)));
+        attributes.extend(self.outcome.map(|outcome| text_attribute("baton.outcome", outcome)));
         if let Some(forecast) = self.why.forecast() {
-            let cached = AttributeValue::Int(forecast.cached_tokens.into());
-            attributes.push((
-                "baton.predicted_ttft_ms".into(),
-                AttributeValue::Int(forecast.ttft_ms.into()),
-            ));
-            attributes.push(("baton.predicted_cached_tokens".into(), cached));
+            attributes.push(int_attribute("baton.predicted_ttft_ms", forecast.ttft_ms));
+            attributes.push(int_attribute("baton.predicted_cached_tokens", forecast.cached_tokens));
         }
         if let Some(usage) = self.usage {
-            let mut count = |name: &'static str, tokens: Option<u32>| {
-                attributes
-                    .extend(tokens.map(|tokens| (name.into(), AttributeValue::Int(tokens.into()))));
-            };
-            count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
-            count("gen_ai.usage.output_tokens", usage.completion_tokens);
-            count("baton.cached_tokens", usage.cached_tokens);
+            let counts = [
+                ("gen_ai.usage.input_tokens", Some(usage.prompt_tokens)),
+                ("gen_ai.usage.output_tokens", usage.completion_tokens),
+                ("baton.cached_tokens", usage.cached_tokens),
+            ];
+            let counts = counts.into_iter().filter_map(|(name, tokens)| Some((name, tokens?)));
+            attributes.extend(counts.map(|(name, tokens)| int_attribute(name, tokens)));
         }
         attributes
     }
