@@ -58,6 +58,7 @@ pub fn failed_status(reason: impl Into<String>) -> Status {
     Status { message: reason.into(), code: StatusCode::Error.into() }
 }
 
+/// Trace ids and span ids are big-endian, as in `traceparent`.
 pub fn trace_id_bytes(id: u128) -> Vec<u8> {
     id.to_be_bytes().to_vec()
 }

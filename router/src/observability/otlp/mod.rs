@@ -23,7 +23,7 @@ use rand::RngCore;
 
 pub use opentelemetry_proto::tonic::common::v1::KeyValue;
 pub use opentelemetry_proto::tonic::trace::v1::Span;
-pub use opentelemetry_proto::tonic::trace::v1::span::{Event, SpanKind};
+pub use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 
 pub use self::background::BackgroundExporter;
 pub use self::encode::{
