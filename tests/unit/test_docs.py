@@ -15,6 +15,10 @@ from baton.sched.metrics.load_report import LoadReport
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("engine", "router", "kv_transfer", "tests", "tools", "deploy")
+SOURCES = [
+    path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.suffix in (".rs", ".py")
+]
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 
@@ -79,6 +83,13 @@ def test_places_in_the_code_map_exist() -> None:
     places = re.findall(r"`((?:router|kv_transfer|engine)/[\w./]*)`", text)
     assert len(places) > 10
     assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name)
+def test_source_files_that_pages_name_exist(page: Path) -> None:
+    """Pages may leave out leading folders: `capture.py` and `graphs/capture.py` both name a file that ends so."""
+    named = re.findall(r"`([\w./-]+\.(?:rs|py))(?::\w+)?`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
 
 
 def test_engine_flags_in_the_docs_exist() -> None:
