@@ -6,7 +6,7 @@
 //!    first token, how much of the prompt is there already, for the recorded and for the new choice;
 //! 3. the request goes where it went in truth: that is what all later lines are about. Another policy is asked what it
 //!    would have done in each situation the fleet was in, not what the fleet would have become under it (that needs a
-//!    model of the fleet: [`fleet`](crate::fleet)).
+//!    model of the fleet: `examples/fleet`).
 //!
 //! With the same policies and parameters, and no line missing, every decision must be the recorded one: state, chance and
 //! time all come from the log. Invariant: memory is that of the policies and of the requests in flight.

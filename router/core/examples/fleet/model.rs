@@ -15,9 +15,9 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use rand::RngCore;
 
-use crate::policy::Policy;
-use crate::prompt::PromptBlocks;
-use crate::types::{
+use router_core::policy::Policy;
+use router_core::prompt::PromptBlocks;
+use router_core::types::{
     PolicyEvent, QueueOrder, RequestView, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView,
 };
 
@@ -383,8 +383,8 @@ mod tests {
     use rand::rngs::StdRng;
 
     use super::*;
-    use crate::policy::{PolicyKind, PolicyParams, build};
-    use crate::types::Role;
+    use router_core::policy::{PolicyKind, PolicyParams, build};
+    use router_core::types::Role;
 
     fn policy(kind: PolicyKind, role: Role) -> Box<dyn Policy> {
         build(kind, role, &PolicyParams::default())

@@ -1,4 +1,4 @@
-//! Compare policies on a recorded trace with the model fleet of `router_core::fleet`.
+//! Compare policies on a recorded trace with a model of a fleet (`model.rs`).
 //!
 //! ```text
 //! zcat engine/baton/sim/traces/mooncake_conversation_first30min.jsonl.gz |
@@ -9,12 +9,14 @@
 //! hash_ids, one per 512 prompt tokens). Arrivals are rescaled so that the work they would be for one cache of the fleet's
 //! whole size is `--load` of what the workers can do; equal stamps are spread over the gap to the next.
 
+mod model;
+
 use std::collections::HashMap;
 use std::io::Read;
 
+use model::{FleetConfig, RequestArrival, ServedRequest, serve, shared_cache_work_ms};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use router_core::fleet::{FleetConfig, RequestArrival, ServedRequest, serve, shared_cache_work_ms};
 use router_core::{
     CacheAwareParams, CostParams, MissPolicy, PolicyKind, PolicyParams, PromptBlocks, QueueOrder,
     Role, build,
@@ -208,7 +210,7 @@ impl Flags {
         let args: Vec<String> = std::env::args().skip(1).collect();
         let pairs = args.chunks(2).map(|pair| match pair {
             [name, value] if name.starts_with("--") => (name[2..].to_owned(), value.clone()),
-            _ => panic!("{pair:?}: give --name value pairs, see the top of examples/fleet.rs"),
+            _ => panic!("{pair:?}: give --name value pairs, see the top of examples/fleet/main.rs"),
         });
         Flags(pairs.collect())
     }
