@@ -170,8 +170,8 @@ def test_engine_without_a_key_asks_loopback_only() -> None:
     ("body", "param"),
     [
         ({"prefill": {}}, "prefill"),
-        ({"prefill": [{"host": "a"}]}, "prefill.0.host"),
-        ({"prefill": [{"host": "a", "port": 70000}]}, "prefill.0.port"),
+        ({"prefill": [{"host": "a"}]}, "prefill[0].port"),
+        ({"prefill": [{"host": "a", "port": 70000}]}, "prefill[0].port"),
         ({"prefill": [{"host": "a", "port": 1}] * 65}, "prefill"),
         ({"challenge": "x" * 200}, "challenge"),
         ({"challenge": 5}, "challenge"),

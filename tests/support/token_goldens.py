@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import build
-from baton.server.api.fields import JsonObjectReader
 from baton.server.text import model_info
 from baton.server.text.chat_template import read_messages
 
@@ -144,7 +143,7 @@ def rendered(tokenizer: Any, body: dict[str, Any]) -> str | None:
     try:
         return str(
             tokenizer.apply_chat_template(
-                read_messages(JsonObjectReader(body)),
+                read_messages(body["messages"]),
                 tools=body.get("tools"),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,

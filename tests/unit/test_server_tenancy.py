@@ -11,7 +11,8 @@ import pytest
 from baton import config
 from baton.errors import BadRequest, ConfigError, RateLimited
 from baton.sched import setup
-from baton.server.api.fields import JsonObjectReader
+from baton.server.api.fields import read
+from baton.server.api.schema import RequestFields
 from baton.server.api.tenancy import Placed, Tenancy
 
 
@@ -28,7 +29,7 @@ def tenancy(folder: Path, document: Any = None, **flags: Any) -> Tenancy:
 
 
 def placed(t: Tenancy, body: dict[str, Any], headers: dict[str, str] | None = None) -> Placed:
-    return t.resolve(t.read(JsonObjectReader(body)), body.get("priority"), headers or {})
+    return t.resolve(t.read(read(RequestFields, body)), body.get("priority"), headers or {})
 
 
 def test_flags_become_rules(tmp_path: Path) -> None:

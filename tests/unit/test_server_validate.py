@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from baton.config import build
 from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
 from baton.server.api import validation
-from baton.server.api.fields import JsonObjectReader
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
@@ -103,9 +102,9 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    def recorded(f: JsonObjectReader) -> list[dict[str, Any]]:
+    def recorded(messages: Any) -> list[dict[str, Any]]:
         threads.append(threading.current_thread() is threading.main_thread())
-        return read_messages(f)
+        return read_messages(messages)
 
     monkeypatch.setattr(validation, "read_messages", recorded)
     for count in (1, 2000):

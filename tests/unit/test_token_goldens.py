@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest
-from baton.server.api.fields import JsonObjectReader
 from baton.server.text.chat_template import ChatTemplate, read_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import token_goldens
@@ -40,7 +39,7 @@ def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
         continues = body.get("continue_final_message", False)
         try:
             text = template.render(
-                read_messages(JsonObjectReader(body)),
+                read_messages(body["messages"]),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
                 kwargs=kwargs,

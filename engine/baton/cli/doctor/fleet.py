@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, in_parallel, parse_metrics
 from baton.config import is_loopback
-from baton.server.observability.diagnosis import MAX_PROBES
+from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
 from baton.server.worker.transfer_setup import source_address
 

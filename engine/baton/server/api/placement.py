@@ -9,9 +9,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BadRequest, MissingField
+from baton.errors import MissingField
 from baton.sched.types.request import Rendezvous
-from baton.server.api.fields import INT64_MAX, JsonObjectReader
+from baton.server.api.fields import bad, first
+from baton.server.api.schema import INT64_MAX, RequestFields
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -39,31 +40,24 @@ def seed_for(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> i
     return random.getrandbits(63)
 
 
-def place(f: JsonObjectReader, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
+def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
     """Where each item's halves run, from the router's fields (docs/protocol.md §2); a prompt's answers in a row."""
     count = prompts * n
     hosts = _column(f, "bootstrap_host", prompts, n, str)
     ports = _column(f, "bootstrap_port", prompts, n, int, 1, 65535)
     rooms = _column(f, "bootstrap_room", prompts, n, int, 0, INT64_MAX)
-    raw = f.get("bootstrap_room")
+    raw = f.bootstrap_room
     if type(raw) is int:
         rooms = [(raw + i) & INT64_MAX for i in range(count)]  # matches SGLang 0.5.7: a scalar numbers the batch
     elif type(raw) is list and len(raw) != count:
         # sglang-router 0.3.2 and smg 1.13 draw one room per prompt of a batch, whatever n is.
         rooms = [None if room is None else (room + i % n) & INT64_MAX for i, room in enumerate(rooms)]
-    prefill_rank = f.integer("data_parallel_rank", None, 0, 2**16)
-    decode_rank = f.integer("data_parallel_rank_decode", None, 0, 2**16)
-    routed = f.integer("routed_dp_rank", None, 0, dp_size - 1)
-    peer_rank = f.integer("disagg_prefill_dp_rank", None, 0, 2**16)
-    own = routed
-    if own is None:
-        own = decode_rank if mode == "decode" else prefill_rank
+    name, own = first(f, "routed_dp_rank", "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank")
     if own is not None and own >= dp_size:
-        name = "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank"
-        raise BadRequest(f"{name} is {own}, this node has {dp_size} ranks (0 to {dp_size - 1})", param=name)
+        raise bad(name, f"is {own}, this node has {dp_size} ranks (0 to {dp_size - 1})")
     if mode == "null":
         return [Placement(None, own)] * count
-    remote = peer_rank if peer_rank is not None else prefill_rank
+    _, remote = first(f, "disagg_prefill_dp_rank", "data_parallel_rank")
     out = []
     for host, port, room in zip(hosts, ports, rooms, strict=True):
         if room is None:
@@ -87,20 +81,20 @@ def place(f: JsonObjectReader, prompts: int, n: int, mode: str, dp_size: int) ->
 
 
 def _column(
-    f: JsonObjectReader, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX
+    f: RequestFields, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX
 ) -> list[Any]:
     """A scalar for all items, or one value per prompt, or one per item."""
     count = prompts * n
-    value = f.get(name)
+    value = getattr(f, name)
     if type(value) is not list:
         value = [value] * count
     elif len(value) == prompts:
         value = [v for v in value for _ in range(n)]
     elif len(value) != count:
-        raise f.bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
+        raise bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
     for v in value:
         if v is None:
             continue
         if type(v) is not kind or (isinstance(v, int) and not low <= v <= high):
-            raise f.bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
+            raise bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
     return value

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from baton.server.api.fields import INT64_MAX, JsonObjectReader
+from baton.server.api import fields
+from baton.server.api.schema import RequestFields, ResumeFields
 
 EMIT_HEADER = "x-baton-emit-tokens"
 _encode = msgspec.json.Encoder().encode
@@ -32,16 +33,15 @@ class ResumeState:
     """Unix seconds: what the first engine's events say."""
 
 
-def read(f: JsonObjectReader, most: int, vocab_size: int) -> ResumeState | None:
+def read(request: RequestFields, most: int, vocab_size: int) -> ResumeState | None:
     """`baton_resume`. Raises BadRequest."""
-    if f.get("baton_resume") is None:
+    if request.baton_resume is None:
         return None
-    r = JsonObjectReader(f.object("baton_resume"), "baton_resume.")
-    ids = r.integers("ids", most, 0, vocab_size - 1)
-    seed, created = r.integer("seed", None, 0), r.integer("created", None, 0)
-    if not ids or seed is None or created is None:
-        raise f.bad("baton_resume", "must have ids (at least one), seed and created")
-    return ResumeState(ids, seed & INT64_MAX, created)
+    state = fields.read(ResumeFields, request.baton_resume, "baton_resume.")
+    ids = fields.integers("baton_resume.ids", state.ids, most, 0, vocab_size - 1)
+    if not ids:
+        raise fields.bad("baton_resume", "must have ids (at least one), seed and created")
+    return ResumeState(ids, state.seed, state.created)
 
 
 class ResumeCommentWriter:

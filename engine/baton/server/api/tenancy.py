@@ -23,7 +23,8 @@ from baton.config.tenants import DEFAULT_TENANT, NAME_RULE, TENANT_NAME
 from baton.errors import BadRequest, RateLimited
 from baton.sched import setup
 from baton.sched.fairness.tenants import RateLimits
-from baton.server.api.fields import JsonObjectReader
+from baton.server.api.fields import bad
+from baton.server.api.schema import RequestFields
 
 TENANT_HEADER = "x-tenant-id"
 
@@ -52,23 +53,28 @@ class Tenancy:
         rules = self._rules.tenants
         self._rates = None if rules is None else RateLimits(rules, config.max_idle_tenants)
 
-    def read(self, f: JsonObjectReader) -> Asked:
+    @property
+    def unused_fields(self) -> tuple[str, ...]:
+        """Fields of a request that have no effect with these flags."""
+        unused = () if self._rules.classes.classes else ("priority_class",)
+        return unused if self._rules.tenants is not None else (*unused, "tenant")
+
+    def read(self, request: RequestFields) -> Asked:
         asked_class = tenant = None
         classes = self._rules.classes
         if classes.classes:
-            asked_class = f.string("priority_class")
+            asked_class, tier = request.priority_class, request.service_tier
             if asked_class is not None and asked_class not in classes.names:
                 there = ", ".join(classes.names)
-                raise f.bad("priority_class", f"is {asked_class[:64]!r}; this engine has the classes {there}")
-            tier = f.string("service_tier")
+                raise bad("priority_class", f"is {str(asked_class)[:64]!r}; this engine has the classes {there}")
             if tier is not None and tier not in SERVICE_TIERS:
-                raise f.bad("service_tier", f"is {tier[:64]!r}, must be one of {', '.join(SERVICE_TIERS)}")
+                raise bad("service_tier", f"is {str(tier)[:64]!r}, must be one of {', '.join(SERVICE_TIERS)}")
             if asked_class is None and tier is not None:
                 asked_class = classes.of_tier(tier)
         if self._rules.tenants is not None:
-            tenant = f.string("tenant")
-            if tenant is not None and not TENANT_NAME.fullmatch(tenant):
-                raise f.bad("tenant", f"is {tenant[:64]!r}, must have {NAME_RULE}")
+            tenant = request.tenant
+            if tenant is not None and not (type(tenant) is str and TENANT_NAME.fullmatch(tenant)):
+                raise bad("tenant", f"is {str(tenant)[:64]!r}, must have {NAME_RULE}")
         return Asked(asked_class, tenant)
 
     def resolve(self, asked: Asked, priority: int | None, headers: Mapping[str, str]) -> Placed:

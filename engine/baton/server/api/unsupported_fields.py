@@ -5,18 +5,17 @@ Each table maps a name to the values with which it changes nothing (null always 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import UnsupportedParameter
-from baton.server.api.fields import JsonObjectReader
 
-CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
-    "chat_template": (), "documents": ([],),
+SHARED: dict[str, tuple[Any, ...]] = {
+    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
+    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
+    "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
 }  # fmt: skip
-COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-OPENAI: dict[str, tuple[Any, ...]] = {
+OPENAI: dict[str, tuple[Any, ...]] = SHARED | {
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
@@ -25,12 +24,13 @@ OPENAI: dict[str, tuple[Any, ...]] = {
     "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "reasoning": ({},), "watermark": (False,),
     "watermarking": (False,), "repetition_detection": (), "truncation_side": (),
 }  # fmt: skip
-SHARED: dict[str, tuple[Any, ...]] = {
-    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
-    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
-    "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
+CHAT: dict[str, tuple[Any, ...]] = OPENAI | {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
+    "chat_template": (), "documents": ([],),
 }  # fmt: skip
-GENERATE: dict[str, tuple[Any, ...]] = {
+COMPLETION: dict[str, tuple[Any, ...]] = OPENAI | {"suffix": ("",)}
+GENERATE: dict[str, tuple[Any, ...]] = SHARED | {
     "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
     "return_prompt_logprobs": (False,),
 }  # fmt: skip
@@ -44,11 +44,9 @@ IGNORED = (
 )  # fmt: skip
 
 
-def refuse(f: JsonObjectReader, *tables: dict[str, tuple[Any, ...]]) -> None:
-    for table in tables:
-        for name, harmless in table.items():
-            value = f.get(name)
-            if value is not None and value not in harmless:
-                raise UnsupportedParameter(
-                    f"{f.name(name)} is not supported by this version; leave it out", param=f.name(name)
-                )
+def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raise UnsupportedParameter for a field of `table` with a value that would change the answer."""
+    for field, value in body.items():
+        if value is not None and field in table and value not in table[field]:
+            name = prefix + field
+            raise UnsupportedParameter(f"{name} is not supported by this version; leave it out", param=name)

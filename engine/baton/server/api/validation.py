@@ -10,11 +10,12 @@ Input is checked here and nowhere behind: the scheduler trusts what it gets.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from baton.config import EngineConfig
 from baton.errors import (
@@ -28,31 +29,39 @@ from baton.errors import (
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import unsupported_fields
-from baton.server.api.fields import INT64_MAX, JsonObjectReader
+from baton.server.api.fields import bad, first, integers
+from baton.server.api.fields import read as read_fields
 from baton.server.api.placement import place, seed_for
 from baton.server.api.resume import ResumeState
 from baton.server.api.resume import read as read_resume
+from baton.server.api.schema import (
+    MAX_DEADLINE_MS,
+    MAX_ITEMS,
+    MAX_STOP_IDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerateSampling,
+    RequestFields,
+    SamplingFields,
+    StreamOptions,
+    TokenizeRequest,
+)
 from baton.server.api.tenancy import Asked, Tenancy
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer, TooManyTokens
 
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_LOGPROBS = 20
-MAX_BIAS = 1024
-MAX_STOP_IDS = 256
+T = TypeVar("T")
 CHARS_PER_MESSAGE = 4
 """Reading a message takes 1 us, as long as tokenizing so many characters."""
-MAX_ITEMS = 1024
-"""Prompts times n in one request: as many rows as the largest batches of the evaluation suites."""
+NESTED = "sampling_params."
+"""What stands before the names of sampling fields in errors of /generate."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
-MAX_DEADLINE_MS = 86_400_000
-"""A day: longer deadlines are refused as mistakes."""
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 
@@ -163,24 +172,21 @@ class RequestValidator:
     # ---- the three request forms -------------------------------------------------------------------------------
 
     async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
-        f = JsonObjectReader(body)
-        self._check_model(f)
-        unsupported_fields.refuse(f, unsupported_fields.CHAT, unsupported_fields.OPENAI, unsupported_fields.SHARED)
-        messages = await self._messages(f)
-        template_kwargs = dict(f.object("chat_template_kwargs"))
-        if (effort := f.string("reasoning_effort")) is not None:
-            template_kwargs.setdefault("reasoning_effort", effort)
-        continue_final = f.boolean("continue_final_message", False)
-        generation_prompt = f.boolean("add_generation_prompt", not continue_final)
+        request, sampling = read_fields(ChatCompletionRequest, body), read_fields(SamplingFields, body)
+        self._check_model(request.model)
+        unsupported_fields.refuse(body, unsupported_fields.CHAT)
+        messages = await self._messages(request.messages)
+        template_kwargs = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        continue_final = request.continue_final_message or False
+        generation_prompt = _or(request.add_generation_prompt, not continue_final)
         if continue_final and generation_prompt:
-            raise f.bad("continue_final_message", "and add_generation_prompt exclude each other")
-        logprobs = -1
-        top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
-        if f.boolean("logprobs", False):
-            logprobs = top or 0
-        elif top:
-            raise f.bad("top_logprobs", "needs logprobs: true")
-        special = f.boolean("add_special_tokens", False)
+            raise bad("continue_final_message", "and add_generation_prompt exclude each other")
+        if request.top_logprobs and not request.logprobs:
+            raise bad("top_logprobs", "needs logprobs: true")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+        special = request.add_special_tokens or False
 
         def tokens() -> list[int]:
             text = self._template.render(
@@ -192,114 +198,104 @@ class RequestValidator:
             self._refuse_too_long([text], "messages")
             return self._encode_prompt(text, special, "messages")
 
-        common = self._common(f)
-        max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
-        prompts = self._tokenized(f, 1, "messages", many=False)
+        common = self._common(request, sampling)
+        max_tokens = _max_tokens(1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens)
+        prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
         if prompts is None:
             prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
-        return self._accept(f, prompts, common, max_tokens, None, logprobs, "messages")
+        accepted = self._accept(request, prompts, common, max_tokens, None, logprobs, "messages")
+        return self._with_ignored(accepted, body, unsupported_fields.CHAT, ChatCompletionRequest, SamplingFields)
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
-        f = JsonObjectReader(body)
-        self._check_model(f)
-        unsupported_fields.refuse(
-            f, unsupported_fields.COMPLETION, unsupported_fields.OPENAI, unsupported_fields.SHARED
-        )
-        n = f.integer("n", 1, 1, MAX_CHOICES)
-        if f.integer("best_of", n, 1) != n:
+        request, sampling = read_fields(CompletionRequest, body), read_fields(SamplingFields, body)
+        self._check_model(request.model)
+        unsupported_fields.refuse(body, unsupported_fields.COMPLETION)
+        if request.best_of not in (None, sampling.n or 1):
             raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
-        wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
-        echo = f.boolean("echo", False)
-        if echo and wanted is not None:
+        echo = request.echo or False
+        if echo and request.logprobs is not None:
             raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
-        special = f.boolean("add_special_tokens", True)
-        max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
-        common = self._common(f)
-        given = f.require("prompt")
-        raw = _prompt_list(f, "prompt")
-        prompts = self._tokenized(f, len(raw), "prompt", many=_is_batch(given))
-        prompts = prompts or await self._prompts(raw, "prompt", special)
-        accepted = self._accept(
-            f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
+        common = self._common(request, sampling)
+        max_tokens = _max_tokens(
+            0 if echo else 1, max_tokens=sampling.max_tokens, max_completion_tokens=request.max_completion_tokens
         )
+        raw = _prompt_list("prompt", request.prompt)
+        prompts = self._tokenized(request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt))
+        prompts = prompts or await self._prompts(raw, "prompt", _or(request.add_special_tokens, True))
+        logprobs = _or(request.logprobs, -1)
+        accepted = self._accept(request, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, logprobs, "prompt")
         if echo:
             texts = raw if isinstance(raw[0], str) else await self._decode(prompts, common.text.skip_special_tokens)
             accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
-        return accepted
+        return self._with_ignored(accepted, body, unsupported_fields.COMPLETION, CompletionRequest, SamplingFields)
 
     async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
-        f = JsonObjectReader(body)
-        unsupported_fields.refuse(f, unsupported_fields.GENERATE, unsupported_fields.SHARED)
-        if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
-            self._check_model(f)
-        nested = f.get("sampling_params")
+        request = read_fields(GenerateRequest, body)
+        unsupported_fields.refuse(body, unsupported_fields.GENERATE)
+        if request.model != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+            self._check_model(request.model)
+        nested = request.sampling_params or {}
         if type(nested) is list:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
-        s = JsonObjectReader(f.object("sampling_params"), "sampling_params.")
-        unsupported_fields.refuse(s, unsupported_fields.SHARED)
-        name = f.first("text", "prompt", "input_ids")
-        if f.get(name) is None:
+        sampling = read_fields(GenerateSampling, nested, NESTED)
+        unsupported_fields.refuse(nested, unsupported_fields.SHARED, NESTED)
+        name, value = first(request, "text", "prompt", "input_ids")
+        if value is None:
             raise MissingField("text or input_ids is required", param="text")
-        value = f.get(name)
-        raw = _prompt_list(f, name)
+        raw = _prompt_list(name, value)
         is_batch = _is_batch(value)
-        logprobs = -1
-        top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
-        if f.boolean("return_logprob", False):
-            logprobs = top or 0
-        start = f.integer("logprob_start_len", -1, -1)
-        if logprobs >= 0 and start not in (-1, None):
+        logprobs = (request.top_logprobs_num or 0) if request.return_logprob else -1
+        if logprobs >= 0 and request.logprob_start_len not in (-1, None):
             raise UnsupportedParameter(
                 "logprobs of the prompt are not supported by this version", param="logprob_start_len"
             )
-        max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
-        common = self._common(f, s)
-        prompts = self._tokenized(f, len(raw), name, many=is_batch) if name != "input_ids" else None
+        common = self._common(request, sampling, NESTED)
+        limits = {NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")}
+        max_tokens = _max_tokens(1, **limits)
+        prompts = self._tokenized(request.input_ids, len(raw), name, many=is_batch) if name != "input_ids" else None
         prompts = prompts or await self._prompts(raw, name, True)
-        accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
-        return replace(accepted, is_batch=is_batch or accepted.n > 1)
+        accepted = self._accept(request, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name)
+        accepted = replace(accepted, is_batch=is_batch or accepted.n > 1)
+        accepted = self._with_ignored(accepted, body, unsupported_fields.GENERATE, GenerateRequest)
+        return self._with_ignored(accepted, nested, unsupported_fields.SHARED, GenerateSampling, prefix=NESTED)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
-        f = JsonObjectReader(body)
-        self._check_model(f)
-        if f.get("messages") is not None:
-            messages = await self._messages(f)
-            generation_prompt = f.boolean("add_generation_prompt", True)
-            special = f.boolean("add_special_tokens", False)
+        request = read_fields(TokenizeRequest, body)
+        self._check_model(request.model)
+        if request.messages is not None:
+            messages = await self._messages(request.messages)
 
             def tokens() -> list[int]:
+                generation_prompt = _or(request.add_generation_prompt, True)
                 text = self._template.render(messages, add_generation_prompt=generation_prompt)
                 self._refuse_too_long([text], "messages")
-                return self._tokenizer.encode(text, add_special_tokens=special)
+                return self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens or False)
 
             return await self._tokenizer.offload(chars_of(messages), tokens)
-        prompt = f.require(f.first("prompt", "text"))
-        special = f.boolean("add_special_tokens", True)
+        prompt = _required(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
-            raise f.bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        ids = await self._encode(texts, special, "prompt")
+            raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
+        ids = await self._encode(texts, _or(request.add_special_tokens, True), "prompt")
         return ids[0] if isinstance(prompt, str) else ids
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
-        f = JsonObjectReader(body)
-        self._check_model(f)
-        value = f.require(f.first("tokens", "input_ids"))
-        skip = f.boolean("skip_special_tokens", True)
+        request = read_fields(DetokenizeRequest, body)
+        self._check_model(request.model)
+        value = _required(*first(request, "tokens", "input_ids"))
         if type(value) is not list:
-            raise f.bad("tokens", "must be an array of token ids")
+            raise bad("tokens", "must be an array of token ids")
         nested = bool(value) and type(value[0]) is list
         rows = value if nested else [value]
         for row in rows:
             self._check_ids(row, "tokens")
-        texts = await self._decode(rows, skip)
+        texts = await self._decode(rows, _or(request.skip_special_tokens, True))
         return texts if nested else texts[0]
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _check_model(self, f: JsonObjectReader) -> None:
-        model = f.string("model")
+    def _check_model(self, model: str | None) -> None:
         if model is not None and model not in self.model_names:
             raise ModelNotFound(
                 f"model {model[:200]!r} is not served here; this engine serves {self._facts.name!r}", param="model"
@@ -315,11 +311,10 @@ class RequestValidator:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self._check_ids(ids, param)
 
-    async def _messages(self, f: JsonObjectReader) -> list[dict[str, Any]]:
+    async def _messages(self, given: Any) -> list[dict[str, Any]]:
         """Checked messages. Many are read in a thread: 100,000 take 0.1 s, in which the event loop gets its turns."""
-        given = f.get("messages")
         count = len(given) if type(given) is list else 0
-        return await self._tokenizer.offload(count * CHARS_PER_MESSAGE, lambda: read_messages(f))
+        return await self._tokenizer.offload(count * CHARS_PER_MESSAGE, lambda: read_messages(given))
 
     def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
         try:
@@ -353,24 +348,23 @@ class RequestValidator:
             param=param,
         )
 
-    def _tokenized(self, f: JsonObjectReader, count: int, param: str, *, many: bool) -> list[list[int]] | None:
+    def _tokenized(self, value: Any, count: int, param: str, *, many: bool) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
         They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
         fingerprints), and take the place of the texts. A prompt that is too long is reported as `param`, which the
         client sent.
         """
-        value = f.get("input_ids")
         if value is None:
             return None
         rows = value if many else [value]
         if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
             wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
-            raise f.bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
+            raise bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
         for ids in rows:
             self._check_prompt_ids(ids, "input_ids", sent=param)
             if not ids:
-                raise f.bad("input_ids", "is empty; give at least one token")
+                raise bad("input_ids", "is empty; give at least one token")
         return rows
 
     async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
@@ -388,64 +382,51 @@ class RequestValidator:
             self._check_prompt_ids(ids, param)
         return raw
 
-    def _common(self, f: JsonObjectReader, sampling: JsonObjectReader | None = None) -> _Common:
-        """Everything the three forms share. `sampling` holds the sampling fields when they are nested (/generate)."""
-        s = sampling or f
-        defaults = {} if sampling else self._facts.sampling_defaults
-        ignore_eos = s.boolean("ignore_eos", False)
-        stop_ids = s.integers("stop_token_ids", MAX_STOP_IDS, 0, self._tokenizer.vocab_size - 1)
-        top_k = s.integer("top_k", int(defaults.get("top_k", 0)), -1) or 0
-        stops = s.strings("stop", MAX_STOPS)
-        if any(len(t) > MAX_STOP_CHARS for t in stops):
-            raise s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters")
-        min_name = s.first("min_tokens", "min_new_tokens")
-        min_tokens = s.integer(min_name, 0, 0) or 0
+    def _common(self, request: RequestFields, s: SamplingFields, prefix: str = "") -> _Common:
+        """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
+        defaults = {} if prefix else self._facts.sampling_defaults
+        vocab = self._tokenizer.vocab_size
+        stop_ids = integers(prefix + "stop_token_ids", s.stop_token_ids, MAX_STOP_IDS, 0, vocab - 1)
+        min_name, min_tokens = first(s, "min_tokens", "min_new_tokens")
         params = SamplingParams(
-            min_new_tokens=min_tokens,
-            temperature=s.number("temperature", defaults.get("temperature", 1.0), 0.0, math.inf),
-            top_p=s.number("top_p", defaults.get("top_p", 1.0), 0.0, 1.0, above_low=True),
-            top_k=max(top_k, 0),
-            min_p=s.number("min_p", defaults.get("min_p", 0.0), 0.0, 1.0),
-            presence_penalty=s.number("presence_penalty", 0.0, -2.0, 2.0),
-            frequency_penalty=s.number("frequency_penalty", 0.0, -2.0, 2.0),
-            repetition_penalty=s.number(
-                "repetition_penalty", defaults.get("repetition_penalty", 1.0), 0.0, 2.0, above_low=True
-            ),
-            stop_token_ids=stop_ids if ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
-            ignore_eos=ignore_eos,
-            logit_bias=self._logit_bias(s),
+            min_new_tokens=min_tokens or 0,
+            temperature=_or(s.temperature, defaults.get("temperature", 1.0)),
+            top_p=_or(s.top_p, defaults.get("top_p", 1.0)),
+            top_k=max(_or(s.top_k, int(defaults.get("top_k", 0))), 0),
+            min_p=_or(s.min_p, defaults.get("min_p", 0.0)),
+            presence_penalty=s.presence_penalty or 0.0,
+            frequency_penalty=s.frequency_penalty or 0.0,
+            repetition_penalty=_or(s.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
+            stop_token_ids=stop_ids if s.ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
+            ignore_eos=s.ignore_eos or False,
+            logit_bias=self._logit_bias(prefix + "logit_bias", s.logit_bias or {}),
         )
-        seed_name = s.first("seed", "sampling_seed")
-        options = JsonObjectReader(f.object("stream_options"), "stream_options.")
-        usage = [options.boolean(name, False) for name in ("include_usage", "continuous_usage_stats")]
-        keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
-        f.ignore(unsupported_fields.IGNORED)
+        given_options = request.stream_options or {}
+        options = read_fields(StreamOptions, given_options, "stream_options.")
+        keys = (request.cache_salt, request.extra_key)
         return _Common(
             params=params,
-            min_name=s.name(min_name),
-            seed=s.integer(seed_name, None, -INT64_MAX - 1),
-            n=s.integer("n", 1, 1, MAX_CHOICES) or 1,
+            min_name=prefix + min_name,
+            seed=first(s, "seed", "sampling_seed")[1],
+            n=s.n or 1,
             text=TextRules(
-                stops=stops,
-                include_stop=s.boolean("include_stop_str_in_output", False) | s.boolean("no_stop_trim", False),
-                skip_special_tokens=s.boolean("skip_special_tokens", True),
-                min_tokens=min_tokens,
+                stops=(s.stop,) if isinstance(s.stop, str) else tuple(s.stop or ()),
+                include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
+                skip_special_tokens=_or(s.skip_special_tokens, True),
+                min_tokens=min_tokens or 0,
             ),
-            rid=self._rid(f),
-            stream=f.boolean("stream", False),
-            include_usage=usage[0],
-            continuous_usage=usage[1],
-            unknown_options=tuple(map(options.name, options.unknown())),
-            priority=self._priority(f),
-            asked=self.tenancy.read(f),
-            ttft_deadline_secs=_secs(f.integer("ttft_deadline_ms", None, 1, MAX_DEADLINE_MS)),
-            deadline_secs=_secs(f.integer("deadline_ms", None, 1, MAX_DEADLINE_MS)),
+            rid=_rid(first(request, "rid", "request_id")[1]),
+            include_usage=options.include_usage or False,
+            continuous_usage=options.continuous_usage_stats or False,
+            priority=self._priority(request.priority),
+            asked=self.tenancy.read(request),
+            unknown_options=tuple(
+                f"stream_options.{n}" for n in given_options if n not in StreamOptions.__struct_fields__
+            ),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
-            return_token_ids=f.boolean("return_token_ids", False),
         )
 
-    def _priority(self, f: JsonObjectReader) -> int | None:
-        value = f.integer("priority", None, -(2**31), 2**31 - 1)
+    def _priority(self, value: int | None) -> int | None:
         config = self._config
         if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
             raise UnsupportedParameter(
@@ -455,43 +436,33 @@ class RequestValidator:
             )
         return value
 
-    def _rid(self, f: JsonObjectReader) -> str | None:
-        value = f.get(f.first("rid", "request_id"))
-        if type(value) is list and len(value) == 1:
-            value = value[0]
-        if type(value) is list:
-            raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
-        if value is None:
-            return None
-        if type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable():
-            raise f.bad("rid", "must be a printable string of 1 to 256 characters")
-        return value
-
-    def _logit_bias(self, s: JsonObjectReader) -> tuple[tuple[int, float], ...]:
-        table = s.object("logit_bias")
-        if len(table) > MAX_BIAS:
-            raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
-        out = []
+    def _logit_bias(self, name: str, table: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+        vocab = self._tokenizer.vocab_size
         for key, value in table.items():
-            if not key.isascii() or not key.isdigit() or int(key[:12]) >= self._tokenizer.vocab_size:
-                raise s.bad(
-                    "logit_bias", f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
-                )
+            if not key.isascii() or not key.isdigit() or int(key[:12]) >= vocab:
+                raise bad(name, f"has the key {key[:50]!r}, which is no token id below {vocab}")
             if type(value) not in (int, float) or not -100 <= value <= 100:
-                raise s.bad("logit_bias", f"of token {key} must be a number from -100 to 100")
-            out.append((int(key), float(value)))
-        return tuple(out)
+                raise bad(name, f"of token {key} must be a number from -100 to 100")
+        return tuple((int(key), float(value)) for key, value in table.items())
+
+    def _with_ignored(
+        self, accepted: AcceptedRequest, body: dict[str, Any], refused: Container[str], *schemas: type[Struct],
+        prefix: str = "",
+    ) -> AcceptedRequest:  # fmt: skip
+        """Return `accepted` with the fields of `body` that none of the schemas and tables knows."""
+        known = {name for schema in schemas for name in schema.__struct_fields__} - {*self.tenancy.unused_fields}
+        unknown = [n for n in body if n not in known and n not in refused and n not in unsupported_fields.IGNORED]
+        return replace(accepted, ignored=(*accepted.ignored, *(prefix + name for name in unknown)))
 
     def _accept(
         self,
-        f: JsonObjectReader,
+        request: RequestFields,
         prompts: Sequence[Sequence[int]],
         common: _Common,
         max_tokens: int | None,
         default_max_tokens: int | None,
         logprobs: int,
         param: str,
-        sampling: JsonObjectReader | None = None,
     ) -> AcceptedRequest:
         count = len(prompts) * common.n
         if count > MAX_ITEMS:
@@ -499,7 +470,7 @@ class RequestValidator:
                 f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
                 param="n",
             )
-        placements = place(f, len(prompts), common.n, self._config.disaggregation_mode, self._config.dp_size)
+        placements = place(request, len(prompts), common.n, self._config.disaggregation_mode, self._config.dp_size)
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
@@ -514,31 +485,26 @@ class RequestValidator:
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
-        resume = read_resume(f, self.context_length, self._tokenizer.vocab_size)
+        resume = read_resume(request, self.context_length, self._tokenizer.vocab_size)
         if resume is not None:
-            items = [_resumed(f, items, common.stream, resume)]
-        unknown = (
-            f.unknown()
-            + list(common.unknown_options)
-            + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
-        )
+            items = [_resumed(items, request.stream or False, resume)]
         return AcceptedRequest(
             rid=common.rid,
             items=tuple(items),
             n=common.n,
             text=common.text,
-            stream=common.stream,
+            stream=request.stream or False,
             include_usage=common.include_usage,
             continuous_usage=common.continuous_usage,
             logprobs=logprobs,
-            return_token_ids=common.return_token_ids,
+            return_token_ids=request.return_token_ids or False,
             priority=common.priority,
             asked=common.asked,
-            ttft_deadline_secs=common.ttft_deadline_secs,
-            deadline_secs=common.deadline_secs,
+            ttft_deadline_secs=_secs(request.ttft_deadline_ms),
+            deadline_secs=_secs(request.deadline_ms),
             namespace=common.namespace,
             resume=resume,
-            ignored=tuple(unknown),
+            ignored=common.unknown_options,
         )
 
     def _max_new_tokens(self, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
@@ -562,16 +528,40 @@ class _Common:
     n: int
     text: TextRules
     rid: str | None
-    stream: bool
     include_usage: bool
     continuous_usage: bool
     unknown_options: tuple[str, ...]
     priority: int | None
     asked: Asked
-    ttft_deadline_secs: float | None
-    deadline_secs: float | None
     namespace: bytes
-    return_token_ids: bool
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _required(name: str, value: Any) -> Any:
+    if value is None:
+        raise MissingField(f"{name} is required", param=name)
+    return value
+
+
+def _max_tokens(least: int, **given: int | None) -> int | None:
+    """Limit of the answer by the first name that is given; None: by none."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            raise bad(name, f"is {value}, must be at least {least}")
+    return next((value for value in given.values() if value is not None), None)
+
+
+def _rid(value: Any) -> str | None:
+    if type(value) is list and len(value) == 1:
+        value = value[0]
+    if type(value) is list:
+        raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
+    if value is not None and (type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable()):
+        raise bad("rid", "must be a printable string of 1 to 256 characters")
+    return value
 
 
 def _secs(milliseconds: int | None) -> float | None:
@@ -606,14 +596,14 @@ def _is_batch(value: Any) -> bool:
     return type(value) is list and len(value) > 0 and type(value[0]) is not int
 
 
-def _resumed(f: JsonObjectReader, items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
+def _resumed(items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
     """The one item of a request, behind the tokens it has already."""
     if len(items) != 1 or not stream:
-        raise f.bad("baton_resume", "goes with one streamed answer")
+        raise bad("baton_resume", "goes with one streamed answer")
     (item,) = items
     done, params = len(resume.ids), item.params
     if done >= params.max_new_tokens:
-        raise f.bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
+        raise bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
     params = replace(
         params,
         max_new_tokens=params.max_new_tokens - done,
@@ -624,13 +614,13 @@ def _resumed(f: JsonObjectReader, items: list[PromptItem], stream: bool, resume:
     return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
 
 
-def _prompt_list(f: JsonObjectReader, name: str) -> list[Any]:
+def _prompt_list(name: str, value: Any) -> list[Any]:
     """The four forms of a prompt as a list of texts or of id lists."""
-    value = f.require(name)
+    value = _required(name, value)
     if type(value) is str or (type(value) is list and value and type(value[0]) is int):
         value = [value]
     if type(value) is not list or not all(type(v) in (str, list) for v in value):
-        raise f.bad(name, "must be a string, an array of strings, an array of token ids, or an array of such arrays")
+        raise bad(name, "must be a string, an array of strings, an array of token ids, or an array of such arrays")
     if not value or any(len(v) == 0 for v in value):
-        raise f.bad(name, "is empty; give at least one token")
+        raise bad(name, "is empty; give at least one token")
     return value

@@ -36,10 +36,11 @@ from baton.errors import (
 )
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
-from baton.server.api.fields import INT64_MAX, JsonObjectReader
+from baton.server.api import fields
 from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import MAX_ITEMS, AcceptedRequest, PromptItem, RequestValidator, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator, TextRules
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, error_response, json_response, new_id, read_object
 from baton.server.http.lifecycle import NodeCondition, NodeState, ServerLifecycle
@@ -334,10 +335,10 @@ class HttpServer:
         return list(await asyncio.gather(*(ask(r) for r in self.ranks.ranks if r.dead is None)))
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        f = JsonObjectReader(await read_object(request))
-        everything = f.boolean("abort_all", False)
-        rid = f.string(f.first("rid", "request_id"))
-        rooms = f.integers("bootstrap_room", MAX_ITEMS, 0, INT64_MAX)
+        asked = fields.read(AbortRequest, await read_object(request))
+        everything = asked.abort_all or False
+        _, rid = fields.first(asked, "rid", "request_id")
+        rooms = fields.integers("bootstrap_room", asked.bootstrap_room, MAX_ITEMS, 0, INT64_MAX)
         if not everything and rid is None and not rooms:
             raise BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
         count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0

@@ -23,17 +23,16 @@ from typing import Any
 import aiohttp
 
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
-from baton.server.api.fields import JsonObjectReader
+from baton.server.api import fields
+from baton.server.api.schema import DiagnosisRequest
 from baton.server.observability.host_facts import read_host_facts
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
 AUTH_HEADER = "x-baton-auth"
 PROBE_SECS = 3.0
 """For each request to a bootstrap server and each connection."""
-MAX_PROBES = 64
 MAX_RANKS = 64
-"""Prefill nodes in one request, and ranks looked at of each."""
-MAX_CHALLENGE_CHARS = 128
+"""Ranks looked at of each prefill node."""
 
 
 def key_proof(cluster_key: str, challenge: str) -> str:
@@ -50,24 +49,6 @@ def sign_request(cluster_key: str, path: str, at_ms: int) -> str:
     """Header of a GET to a bootstrap server (docs/protocol.md §3)."""
     stamp = f"{at_ms} {secrets.token_hex(8)}"
     return f"{stamp} " + _mac(cluster_key, f"GET\n{path}\n{stamp}\n")
-
-
-class DiagnosisTargets:
-    """Prefill nodes to look at, as the request names them."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        fields = JsonObjectReader(dict(body))
-        self.challenge = fields.string("challenge", None, MAX_CHALLENGE_CHARS)
-        raw = [] if (given := fields.get("prefill")) is None else given
-        if type(raw) is not list or len(raw) > MAX_PROBES or not all(type(entry) is dict for entry in raw):
-            raise fields.bad("prefill", f"must be an array of at most {MAX_PROBES} objects with host and port")
-        self.prefill: list[tuple[str, int]] = []
-        for index, entry in enumerate(raw):
-            item = JsonObjectReader(entry, f"prefill.{index}.")
-            host, port = item.string("host", None, 255), item.integer("port", None, 1, 65535)
-            if not host or port is None:
-                raise item.bad("host", "and port are required")
-            self.prefill.append((host, port))
 
 
 class PrefillProbe:
@@ -198,14 +179,14 @@ def links_of(books: list[dict[str, Any]]) -> dict[str, str]:
 
 async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[dict[str, Any]]) -> dict[str, Any]:
     """Answer of the route. `books`: what the ranks say to the control operation `ledger`."""
-    targets = DiagnosisTargets(body)
+    targets = fields.read(DiagnosisRequest, body)
     links = links_of(books)
     keys = [key for key in (config.cluster_key, config.second_cluster_key) if key is not None]
     proofs = [] if targets.challenge is None else [key_proof(key, targets.challenge) for key in keys]
     timeout = aiohttp.ClientTimeout(total=PROBE_SECS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         probe = PrefillProbe(config, session, links)
-        looks = await asyncio.gather(*(probe.look(host, port) for host, port in targets.prefill))
+        looks = await asyncio.gather(*(probe.look(node.host, node.port) for node in targets.prefill or ()))
     return {
         "host": read_host_facts().json(),
         "has_cluster_key": config.cluster_key is not None,

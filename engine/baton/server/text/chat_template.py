@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import BadRequest, MissingField, UnsupportedParameter
-from baton.server.api.fields import JsonObjectReader
+from baton.server.api.fields import bad
 
 MARK = "\ue000baton-continues-here\ue000"
 """Private-use characters: no client text holds them by accident."""
@@ -134,11 +134,12 @@ def _cut_at_mark(text: str) -> str:
     return text[:at] if text.startswith(MARK_SPACE, at) else text[:at].rstrip()
 
 
-def read_messages(f: JsonObjectReader) -> list[dict[str, Any]]:
+def read_messages(value: Any) -> list[dict[str, Any]]:
     """The `messages` field, checked; every content is plain text."""
-    value = f.require("messages")
+    if value is None:
+        raise MissingField("messages is required", param="messages")
     if type(value) is not list or not value:
-        raise f.bad("messages", "must be a non-empty array")
+        raise bad("messages", "must be a non-empty array")
     return [_message(m, f"messages[{i}]") for i, m in enumerate(value)]
 
 
