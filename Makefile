@@ -12,7 +12,7 @@ run: setup ## the local cluster: router + prefill node + decode node with the de
 	@$(py)baton up $(ARGS)
 smoke: setup ## start the cluster, send real requests through it, stop; exit code says whether all was well
 	@$(py)baton up --smoke $(ARGS)
-test: setup ## every test that needs no GPU and no patience
+test: setup ## every test that needs no GPU, except the slow ones
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu and not kube" $(ARGS)
 test-all: setup ## the slow ones too
@@ -40,5 +40,5 @@ lint: setup ## formatters, linters, types, structure and language of the sources
 	$(py)ruff format --check
 	$(py)mypy
 	$(py)pytest -q tests/structure
-lock:      ## resolve engine/requirements*.lock anew from pyproject.toml
+lock:      ## resolve engine/requirements*.lock from pyproject.toml again
 	@.ci/lock.sh

@@ -18,7 +18,7 @@ use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use rand::seq::SliceRandom;
 use serde_json::json;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const WARM_UP: usize = 2;
 
 #[derive(Clone, Copy)]
@@ -75,7 +75,7 @@ fn child(shape: Shape, bootstrap: u16) {
     let pool = shape.pool();
     let src = shape.order(1009);
     let node = shape.node(&pool, "prefill", &["shm", "tcp"]);
-    node.register("127.0.0.1", bootstrap, PATIENCE).unwrap();
+    node.register("127.0.0.1", bootstrap, TIMEOUT).unwrap();
     let plain = TcpListener::bind("127.0.0.1:0").unwrap();
     println!("{}", plain.local_addr().unwrap().port());
     for line in std::io::stdin().lines() {
@@ -170,7 +170,7 @@ impl Bench {
         self.say(&format!("room {room}"));
         let node = if transport == "shm" { &self.shm } else { &self.tcp };
         node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000).unwrap();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !node.rooms_json(Some(room)).contains("FINAL") {
             assert!(Instant::now() < deadline, "{}", node.rooms_json(Some(room)));
             std::thread::park_timeout(Duration::from_millis(1));
@@ -178,7 +178,7 @@ impl Bench {
         let start = Instant::now();
         node.grant(room, 0, &ids(&self.dst_pages)).unwrap();
         let end = loop {
-            assert!(node.wait(PATIENCE));
+            assert!(node.wait(TIMEOUT));
             if let Some(end) = node.poll(1).into_iter().find(NodeEvent::is_end) {
                 break end;
             }

@@ -116,7 +116,7 @@ fn broken_transport_is_replaced_by_the_next() {
     of(&pair.d).fails.lock().push("copy");
     assert_eq!(relay(&pair, 2), "nccl");
     of(&pair.d).fails.lock().clear();
-    assert_eq!(relay(&pair, 3), "nccl", "cuda_ipc stays off until the pair connects anew");
+    assert_eq!(relay(&pair, 3), "nccl", "cuda_ipc stays off until the pair connects again");
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.p.pipes.stick(true); // and its aborts hang
     pair.d.pipes.stick(true);
@@ -206,7 +206,7 @@ fn the_pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
 }
 
 #[test]
-fn nothing_of_a_dead_peer_is_read_even_if_all_was_announced() {
+fn pages_of_a_dead_peer_are_not_read_even_if_all_were_announced() {
     let slow = json!({"fault": {"rules": [{"on": "PAGE", "do": {"delay_ms": 3}, "repeat": true}]}});
     let pair = pair(&json!(["cuda_ipc"]), &json!({}), &slow);
     pair.open(1);

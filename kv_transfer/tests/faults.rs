@@ -299,7 +299,7 @@ fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
             "prefill",
             &json!({"cluster_key": key, "fault": {"rules": [{"on": "FINAL", "do": "flip"}]}}),
         );
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
         let pair = Pair { server, p, d: Rank::start("decode", &json!({"cluster_key": key})) };
         pair.open_with(1, HASH, 3000);
         pair.grant(1, &span(500, 5));
@@ -357,7 +357,7 @@ fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
         let is_keyed = server_key.is_some();
         let server = BootstrapServer::start("127.0.0.1", 0, server_key).unwrap();
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
-        let registered = p.node.register("127.0.0.1", server.port(), PATIENCE);
+        let registered = p.node.register("127.0.0.1", server.port(), TIMEOUT);
         assert_eq!(registered.is_ok(), is_keyed, "{registered:?}");
         d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
         match d.end(1) {
@@ -377,7 +377,7 @@ fn key_changes_node_by_node_without_a_refusal() {
         let server_keys = ClusterKeys::new(p_keys.0.into(), p_keys.1.map(Into::into));
         let server = BootstrapServer::start("127.0.0.1", 0, Some(server_keys)).unwrap();
         let p = Rank::start("prefill", &config(p_keys));
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
         let d = Rank::start("decode", &config(d_keys));
         let pair = Pair { server, p, d };
         pair.relay(1);
@@ -389,7 +389,7 @@ fn key_changes_node_by_node_without_a_refusal() {
 fn second_key_is_no_key_to_ask_with() {
     let server = BootstrapServer::start("127.0.0.1", 0, Some("old".into())).unwrap();
     let p = Rank::start("prefill", &json!({"cluster_key": "old"}));
-    p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     let keys = json!({"cluster_key": "new", "second_cluster_key": "old"});
     let d = Rank::start("decode", &keys);
     d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
@@ -405,7 +405,7 @@ fn with_a_key_everything_works_over_every_transport() {
         let server = BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).unwrap();
         let config = on(transport, json!({"cluster_key": "secret"}));
         let p = Rank::start("prefill", &config);
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
         let pair = Pair { server, p, d: Rank::start("decode", &config) };
         pair.relay(1);
         pair.relay(2);
@@ -418,7 +418,7 @@ fn without_a_cluster_key_kv_comes_from_loopback_only() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     // TEST-NET-1: no host has these addresses, and no packet must be sent to them.
     let p = Rank::start("prefill", &json!({"advertise_host": "192.0.2.1"}));
-    p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     let d = Rank::start("decode", &json!({}));
     for (room, bootstrap) in [(1, "192.0.2.2"), (2, "127.0.0.1")] {
         d.node.open(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS).unwrap();
@@ -472,7 +472,7 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
     }
     let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
     let p = Rank::start("prefill", &json!({}));
-    p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     let mut room = 10;
     until("the rank is probed again", || {
         room += 1;
@@ -521,7 +521,7 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
     d.node.grant(1, 0, &ids(&span(500, 5))).unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
-    p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     assert_eq!((d.end_code(1), p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
     p.assert_idle();
     d.assert_idle();
@@ -532,7 +532,7 @@ fn registering_without_a_server_fails_in_time_with_the_reason() {
     let p = Rank::start("prefill", &json!({}));
     let start = Instant::now();
     let err = p.node.register("127.0.0.1", 1, Duration::from_millis(300)).unwrap_err();
-    assert!(start.elapsed() < PATIENCE);
+    assert!(start.elapsed() < TIMEOUT);
     assert!(err.to_string().contains("refused"), "{err}");
 }
 
@@ -551,7 +551,7 @@ fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     pair.open(2); // before there is a successor
     pair.grant(2, &span(500, 5));
     pair.p = Rank::start("prefill", &json!({"transports": ["shm"]}));
-    pair.p.node.register("127.0.0.1", pair.server.port(), PATIENCE).unwrap();
+    pair.p.node.register("127.0.0.1", pair.server.port(), TIMEOUT).unwrap();
     pair.p.prefill(2, &span(0, 5), 5);
     assert_eq!((pair.d.end_code(2), pair.p.end_code(2)), ("COMMITTED".into(), "DONE".into()));
     pair.assert_idle();
@@ -562,7 +562,7 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let first = Rank::start("prefill", &json!({}));
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-    first.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    first.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     // The successor takes the same port, but the route still names the first incarnation for a while.
     let stale: Value =
         ask(server.port(), "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0");
@@ -581,7 +581,7 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     }
     d.node.open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
     d.node.grant(2, 0, &ids(&span(500, 5))).unwrap();
-    second.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    second.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
     second.prefill(2, &span(0, 5), 5);
     assert_eq!((d.end_code(2), second.end_code(2)), ("COMMITTED".into(), "DONE".into()));
     second.assert_idle();
@@ -672,7 +672,7 @@ fn child_prefill() {
     };
     let transport = std::env::var("BATON_TEST_TRANSPORT").unwrap();
     let p = Rank::start("prefill", &json!({"transports": [transport]}));
-    p.node.register("127.0.0.1", port.parse().unwrap(), PATIENCE).unwrap();
+    p.node.register("127.0.0.1", port.parse().unwrap(), TIMEOUT).unwrap();
     println!("\nready");
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -848,7 +848,7 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
     for is_late in [true, false] {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
         let (p, d) = (Rank::start("prefill", &limit), Rank::start("decode", &limit));
-        let register = || p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        let register = || p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
         if !is_late {
             register();
         }
@@ -864,9 +864,9 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
             register();
         }
         let mut ends = std::collections::BTreeMap::new();
-        let mut told = 0;
-        while told < ROOMS {
-            assert!(d.node.wait(PATIENCE), "{ends:?}");
+        let mut ended = 0;
+        while ended < ROOMS {
+            assert!(d.node.wait(TIMEOUT), "{ends:?}");
             for event in d.node.poll(1000).iter().filter(|event| event.is_end()) {
                 let end = match event {
                     NodeEvent::Failed { code, message, .. } => format!("{code}: {message}"),
@@ -874,7 +874,7 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
                     other => format!("{other:?}"),
                 };
                 *ends.entry(end).or_insert(0) += 1;
-                told += 1;
+                ended += 1;
             }
         }
         assert_eq!(ends, [("committed".to_owned(), ROOMS)].into());

@@ -47,7 +47,7 @@ fn block<T>(step: impl Future<Output = T>) -> T {
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         builder.worker_threads(1).enable_all().build().unwrap()
     });
-    let bounded = async { tokio::time::timeout(PATIENCE, step).await };
+    let bounded = async { tokio::time::timeout(TIMEOUT, step).await };
     RUNTIME.block_on(bounded).expect("an answer in time")
 }
 
@@ -283,7 +283,7 @@ fn rank_of_another_cluster_key_is_refused() {
         port: server.port(),
         cluster_keys: Some("ours".into()),
         loopback_only: false,
-        timeout: PATIENCE,
+        timeout: TIMEOUT,
     };
     let route = json!({
         "role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": p.node.port(), "instance_id": p.node.incarnation(),
@@ -323,5 +323,5 @@ fn one_peer_cannot_fill_the_table_of_pending_opens() {
     assert_eq!(counter(&pair.p, r#"kv_rejects_total{code="NO_CAPACITY"}"#), 1.0);
     let before = pair.p.detail("opens_waiting").as_u64();
     pair.open(1);
-    until("the other peer's OPEN is parked", || pair.p.detail("opens_waiting").as_u64() > before);
+    until("the other peer's OPEN waits", || pair.p.detail("opens_waiting").as_u64() > before);
 }

@@ -47,7 +47,7 @@ fn a_grant_is_revoked_until_prefill_has_announced_pages() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         let heard = |wanted: NodeEvent| {
-            assert!(pair.d.node.wait(PATIENCE), "no {wanted:?}");
+            assert!(pair.d.node.wait(TIMEOUT), "no {wanted:?}");
             assert_eq!(pair.d.node.poll(1), [wanted]);
         };
         let (first, dst) = (span(500, 20), span(600, 20));
@@ -102,7 +102,7 @@ fn open_before_its_offer_waits_and_is_then_served() {
         let pair = Pair::new(transport);
         pair.open(1);
         pair.grant(1, &span(500, 5));
-        until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
+        until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
         pair.p.prefill(1, &span(0, 5), 2);
         assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
         assert_eq!(pair.p.detail("opens_early"), 1);
@@ -158,10 +158,10 @@ fn decode_can_abort_at_every_stage() {
     assert_eq!(pair.d.end_code(1), "ABORTED", "resolving");
 
     pair.open(2);
-    until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
+    until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
     abort(2);
-    assert_eq!(pair.d.end_code(2), "ABORTED", "parked");
-    until("P forgets the parked OPEN", || pair.p.detail("opens_waiting") == 0);
+    assert_eq!(pair.d.end_code(2), "ABORTED", "waiting");
+    until("P forgets the waiting OPEN", || pair.p.detail("opens_waiting") == 0);
 
     pair.p.node.offer(3, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(3);
@@ -201,7 +201,7 @@ fn prefill_can_abort_at_every_stage() {
     assert_eq!(pair.d.end_code(1), "CLIENT_GONE", "the decode rank comes later");
 
     pair.open(2);
-    until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
+    until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
     abort(2);
     assert_eq!(pair.d.end_code(2), "CLIENT_GONE", "never offered");
 
@@ -284,7 +284,7 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
     second.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
     assert_eq!(second.end_code(1), "CLIENT_GONE", "attempt 0 is over");
     second.node.open(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
-    until("attempt 1 is parked", || pair.p.detail("opens_waiting") == 1);
+    until("attempt 1 waits", || pair.p.detail("opens_waiting") == 1);
     second.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(second.end_code(1), "ABORTED");
     pair.assert_idle();

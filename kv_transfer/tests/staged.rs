@@ -162,7 +162,7 @@ fn closing_a_node_does_not_wait_for_a_hanging_abort() {
     pair.d.pipes.stick(true);
     let start = std::time::Instant::now();
     pair.d.node.close();
-    assert!(start.elapsed() < PATIENCE / 2);
+    assert!(start.elapsed() < TIMEOUT / 2);
     pair.d.pipes.stick(false);
 }
 
@@ -204,7 +204,7 @@ fn an_idle_communicator_makes_place_for_another_pair() {
         } else {
             let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
             let other = Rank::start("prefill", p);
-            other.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+            other.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
             let port = server.port();
             std::mem::forget(server); // it lives as long as the test's process
             (port, other)

@@ -108,9 +108,9 @@ def test_timeout_names_what_remains_and_undo_returns_the_engine(path: str, tmp_p
         assert done.returncode == 3
         assert f"not drained after 0 s: {engine.url}: 1 requests, 1 streams, 1 running" in done.stdout
         as_json = baton_drain(engine.url, "--wait", "--timeout", "0", "--json")
-        told = json.loads(as_json.stdout.splitlines()[-1])
-        assert (as_json.returncode, told["is_drained"]) == (3, False)
-        assert (told["targets"][0]["state"], told["targets"][0]["left"]["streams"]) == ("draining", 1)
+        report = json.loads(as_json.stdout.splitlines()[-1])
+        assert (as_json.returncode, report["is_drained"]) == (3, False)
+        assert (report["targets"][0]["state"], report["targets"][0]["left"]["streams"]) == ("draining", 1)
         assert "not drained after 0 s" in as_json.stderr
         assert state(engine) == "draining", "a timeout does not undo the drain"
         back = baton_drain(engine.url, "--undo")

@@ -91,10 +91,10 @@ def test_route_needs_the_key_of_the_engine(engine: FakeEngine) -> None:
 
 def test_proof_is_of_the_challenge_and_no_secret_is_shown(engine: FakeEngine) -> None:
     answer = ask(engine, {"challenge": "abc"})
-    told = answer.json()
-    assert told["cluster_key_proofs"] == [key_proof(KEY, "abc"), key_proof(SECOND_KEY, "abc")]
-    assert told["has_cluster_key"] is True
-    assert told["has_api_key"] is True
+    found = answer.json()
+    assert found["cluster_key_proofs"] == [key_proof(KEY, "abc"), key_proof(SECOND_KEY, "abc")]
+    assert found["has_cluster_key"] is True
+    assert found["has_api_key"] is True
     assert KEY not in answer.text
     assert SECOND_KEY not in answer.text
     assert API_KEY not in answer.text

@@ -95,16 +95,16 @@ def test_draining_engine_finishes_what_runs_refuses_the_rest_and_returns(engine:
     before = httpx.get(url + "/drain").json()
     assert (before["state"], before["is_drained"], before["draining_secs"]) == ("ready", False, None)
 
-    told = httpx.post(url + "/drain")
-    assert told.status_code == 200
+    first = httpx.post(url + "/drain")
+    assert first.status_code == 200
     again = httpx.post(url + "/drain").json()
-    for answer in (told.json(), again, httpx.get(url + "/drain").json()):
+    for answer in (first.json(), again, httpx.get(url + "/drain").json()):
         assert (answer["state"], answer["reason"], answer["is_final"]) == ("draining", "draining", False)
         assert answer["is_drained"] is False
         left = answer["left"]
         assert (left["requests"], left["streams"], left["running"], left["leases"]) == (2, 1, 2, 0)
         assert left["oldest_secs"] > 0
-    assert again["draining_secs"] >= told.json()["draining_secs"], "asking again does not begin again"
+    assert again["draining_secs"] >= first.json()["draining_secs"], "asking again does not begin again"
 
     refused = complete(url)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -209,5 +209,5 @@ def test_drain_needs_the_key(path: str) -> None:
         for method, route in (("GET", "/drain"), ("POST", "/drain"), ("POST", "/undrain")):
             assert httpx.request(method, engine.url + route).status_code == 401
         assert readyz(engine.url)["status"] == 200
-        told = httpx.post(engine.url + "/drain", headers={"authorization": "Bearer secret"})
-        assert told.json()["state"] == "draining"
+        first = httpx.post(engine.url + "/drain", headers={"authorization": "Bearer secret"})
+        assert first.json()["state"] == "draining"

@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) ->
         end(engine)
 
 
-def test_what_is_no_http_is_refused_in_one_log_line(path: str) -> None:
+def test_bytes_other_than_http_are_refused_in_one_log_line(path: str) -> None:
     """sglang-router and smg greet every worker with an HTTP/2 preface, to see whether it speaks gRPC."""
     with fake_engine("--model-path", path) as engine:
         address = httpx.URL(engine.url)
@@ -137,7 +137,7 @@ def test_sigterm_drains(path: str, tmp_path: Path) -> None:
         assert engine.process.wait(timeout=60) == 0
 
 
-def test_drain_waits_for_the_ranks_books(path: str, tmp_path: Path) -> None:
+def test_drain_waits_for_the_ranks_ledgers(path: str, tmp_path: Path) -> None:
     """A P node's leases outlive its answers."""
     looks = tmp_path / "looks"
     with fake_engine("--model-path", path, script={"leased": [5, str(looks)]}) as engine:

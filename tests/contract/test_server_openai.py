@@ -196,7 +196,7 @@ def test_errors_arrive_with_code_param_and_request_id(client: openai.OpenAI) -> 
     assert err.request_id == "abc-1"
     assert "temperature is -1, must be at least 0" in str(err)
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="nobody", messages=HELLO)
+        client.chat.completions.create(model="unknown", messages=HELLO)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -36,10 +36,10 @@ def random_request(rng: random.Random) -> tuple[dict[str, Any], float]:
     return body, 0.05 if script.get("silent") else rng.choice([0.005, 0.05, 0.2, 30, 30])
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], patience: float) -> str:
-    """What became of it: a status, or 'left'. Fails on an answer that is not whole."""
+async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], timeout_secs: float) -> str:
+    """Outcome of one request: a status, or 'left'. Fails on an answer that is not whole."""
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=patience)) as r:
+        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_secs)) as r:
             text = await r.text()
     except asyncio.TimeoutError:
         return "left"
@@ -56,9 +56,9 @@ async def storm(engine: FakeEngine, rng: random.Random) -> Counter[str]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
 
-        async def enter(body: dict[str, Any], patience: float) -> str:
+        async def enter(body: dict[str, Any], timeout_secs: float) -> str:
             async with room:
-                return await one(session, engine.url + "/v1/completions", body, patience)
+                return await one(session, engine.url + "/v1/completions", body, timeout_secs)
 
         return Counter(await asyncio.gather(*(enter(*random_request(rng)) for _ in range(REQUESTS))))
 

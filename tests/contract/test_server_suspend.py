@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def answers(self) -> dict[int, str]:
-        """What came so far, by choice."""
+        """Text received so far, by choice."""
         found: dict[int, str] = {}
         for event in self.text.split("\n\n"):
             if event.startswith("data: {"):

@@ -42,11 +42,11 @@ def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
-    """Its memory holds rubbish from then on, for whoever has it open; no token comes from that."""
+    """The dead process's memory holds rubbish from then on, where it is still open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
     everyone = {node["url"] for node in cluster.state["nodes"]}
     eventually("the router has both again", lambda: everyone <= cluster.ready())  # until then D computes prompts itself
     before = pulled(cluster, "cuda_ipc")
-    cluster.complete("a new pair opens its pages anew " * 4, max_tokens=4)
-    told = 0 if role == "decode" else before
-    eventually("pages came by cuda_ipc again", lambda: pulled(cluster, "cuda_ipc") > told)
+    cluster.complete("a new pair opens its pages again " * 4, max_tokens=4)
+    already = 0 if role == "decode" else before
+    eventually("pages came by cuda_ipc again", lambda: pulled(cluster, "cuda_ipc") > already)

@@ -83,12 +83,12 @@ def by_rank(url: str, name: str, **labels: str) -> dict[int, float]:
     return {int(s.labels["dp_rank"]): s.value for s in found}
 
 
-def story(cluster: Cluster, rid: str) -> dict[str, Any]:
-    """The request's story, once its last leg has ended."""
+def ended_request(cluster: Cluster, rid: str) -> dict[str, Any]:
+    """The request's timeline, once its last leg has ended."""
 
     def ended() -> dict[str, Any] | None:
-        told: dict[str, Any] = json.loads(get(f"{cluster.url}/v1/requests/{rid}") or "{}")
-        return told if told.get("state") == "ended" else None
+        found: dict[str, Any] = json.loads(get(f"{cluster.url}/v1/requests/{rid}") or "{}")
+        return found if found.get("state") == "ended" else None
 
     found = eventually(f"{rid} has ended", ended)
     assert found is not None
@@ -110,18 +110,18 @@ def generate(cluster: Cluster, rid: str, ids: list[int], new: int = 4) -> dict[s
         timeout=60,
     )
     answer.raise_for_status()
-    told: dict[str, Any] = answer.json()
-    return told
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def legs(cluster: Cluster, rid: str) -> dict[str, dict[str, Any]]:
-    told = story(cluster, rid)
-    assert not told["failed_attempts"]
-    return {leg["role"]: leg for leg in told["legs"]}
+    request = ended_request(cluster, rid)
+    assert not request["failed_attempts"]
+    return {leg["role"]: leg for leg in request["legs"]}
 
 
 def no_load(cluster: Cluster) -> bool:
-    """Of every candidate, as the router counts it."""
+    """True if the router counts no load for any candidate."""
     loads = [s.value for s in metrics(cluster.url) if s.name == "baton_router_worker_load"]
     return bool(loads) and not any(loads)
 
@@ -296,7 +296,7 @@ class Passing(BaseHTTPRequestHandler):
 
 
 def test_the_sockets_of_each_rank_are_followed_too(wide_pair: Cluster) -> None:
-    """What a router reads of SGLang's engines, from ours: one socket per rank, the batches before it came by replay."""
+    """Our engines serve events as SGLang's do: one socket per rank, the batches before it came by replay."""
     p, d = wide_pair.node("prefill"), wide_pair.node("decode")
     generate(wide_pair, "before", prompt(600))
     with Disguise(p["url"]) as prefill, Disguise(d["url"]) as decode:

@@ -29,17 +29,17 @@ TOKENS = 150
 
 def post(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
-        told: dict[str, Any] = json.load(answer)
-        return told
+        body: dict[str, Any] = json.load(answer)
+        return body
 
 
 def drain_report(node: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(get(f"{node}/drain") or "{}")
-    return told
+    report: dict[str, Any] = json.loads(get(f"{node}/drain") or "{}")
+    return report
 
 
 def worker(router: str, node: str) -> dict[str, Any]:
-    """What a router shows of a node."""
+    """A node as a router shows it."""
     listed = json.loads(get(f"{router}/workers") or "{}").get("workers", [])
     found: dict[str, Any] = next((w for w in listed if w["url"] == node), {})
     return found
@@ -123,8 +123,8 @@ def test_drain_through_one_router_is_obeyed_by_the_other(role: str) -> None:
         try:
             eventually("the node works", lambda: drain_report(node)["left"]["requests"] > 0)
             id = worker(first, node)["id"]
-            told = post(f"{first}/workers/{id}/drain")
-            assert (told["status"], told["drained_by"]) == ("draining", "worker")
+            reply = post(f"{first}/workers/{id}/drain")
+            assert (reply["status"], reply["drained_by"]) == ("draining", "worker")
             assert worker(first, node)["state"] == "draining"
             eventually("the second router knows", lambda: worker(second, node)["state"] == "draining")
             eventually("nothing is left there", lambda: drain_report(node)["is_drained"])

@@ -66,7 +66,7 @@ async def events_of(
 
 
 def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of the events, however the tokens are grouped."""
+    """The answer a client makes of the events, however the tokens are grouped."""
     if path == "/generate":
         texts = [event["text"] for event in events]
         assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
@@ -77,8 +77,8 @@ def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
     choices = [choice for event in events for choice in event["choices"]]
     deltas = [choice.get("delta", choice) for choice in choices]
     columns: list[Any] = []
-    for told in (choice["logprobs"] for choice in choices if choice.get("logprobs")):
-        rows = told.get("content") or zip(told["tokens"], told["text_offset"], told["token_logprobs"], strict=True)
+    for found in (choice["logprobs"] for choice in choices if choice.get("logprobs")):
+        rows = found.get("content") or zip(found["tokens"], found["text_offset"], found["token_logprobs"], strict=True)
         columns += [(row["token"], row["logprob"]) if isinstance(row, dict) else row for row in rows]
     return {
         "roles": [delta["role"] for delta in deltas if "role" in delta],

@@ -24,7 +24,7 @@ FLEET = ("--prefill", "3", "--decode", "3", "--simulate", "h200-8b", "--max-runn
 
 @dataclass
 class StreamTally:
-    """What all clients have received so far."""
+    """Tokens that all clients have received so far."""
 
     begun: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)

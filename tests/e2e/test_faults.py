@@ -1,4 +1,4 @@
-"""A node is killed under load: every request is answered or told why not, nothing stays held, service returns."""
+"""A node is killed under load: every request gets an answer or its error, nothing stays held, service returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cluster() -> Iterator[Cluster]:
 
 @dataclass
 class Stream:
-    """What one client saw."""
+    """One client's view of its stream."""
 
     status: int = 0
     text: str = ""
@@ -126,7 +126,7 @@ def test_killed_prefill_node(cluster: Cluster) -> None:
 
 
 def test_killed_prefill_node_over_gloo(gloo_pair: Cluster) -> None:
-    """Its sends are posted and nobody is left to abort them but D."""
+    """The dead node's sends are posted, and only D is left to abort them."""
     killed_node_is_survived(gloo_pair, "prefill", prompt_words=600, max_tokens=8)
     decode = gloo_pair.node("decode")["url"]
     eventually(

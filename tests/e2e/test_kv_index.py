@@ -99,7 +99,7 @@ def test_expected_is_counted_after_stores_evictions_and_a_flush(cluster: Cluster
 
 
 @pytest.mark.slow
-def test_restarted_engine_is_known_anew(cluster: Cluster) -> None:
+def test_restarted_engine_is_indexed_again(cluster: Cluster) -> None:
     asked(cluster, prompt(50))
     settled(cluster)
     for index in range(2):
@@ -255,7 +255,7 @@ def test_vllms_sockets_are_followed_through_a_gap_and_a_restart() -> None:
             assert (followed()["blocks"], followed()["gaps"]) == (19, 1)
             assert metric(url, "baton_router_kv_event_resyncs_total", how="replay") == 1
 
-            # Another process on the same ports: its numbers begin anew, and are larger soon.
+            # Another process on the same ports: its numbers restart, and are larger soon.
             publisher.close()
             eventually("the connection is lost", lambda: followed()["state"] == "doubtful")
             publisher = Publisher(context, publisher.port, publisher.replay_port)
@@ -265,6 +265,6 @@ def test_vllms_sockets_are_followed_through_a_gap_and_a_restart() -> None:
             assert followed()["blocks"] == 3
             publisher.publish(["AllBlocksCleared"])
             eventually("it is empty", lambda: is_at(7) and followed()["blocks"] == 0)
-            assert feeds(url)[1]["state"] == "connecting", "nobody publishes there"
+            assert feeds(url)[1]["state"] == "connecting", "no engine publishes there"
     publisher.close()
     context.destroy(linger=0)

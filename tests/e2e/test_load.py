@@ -11,7 +11,7 @@ import pytest
 from tests.support.cluster import Cluster, count, eventually, settled
 
 TOO_LONG = 1900
-"""Tokens of an answer that nobody waits for; seconds of work."""
+"""Tokens of an answer that no client waits for; seconds of work."""
 
 
 def test_64_requests_at_once_are_all_answered(pair: Cluster) -> None:

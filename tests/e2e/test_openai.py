@@ -1,4 +1,4 @@
-"""What a user of openai-python sees through router, prefill node and decode node."""
+"""The API as a user of openai-python sees it through router, prefill node and decode node."""
 
 from __future__ import annotations
 

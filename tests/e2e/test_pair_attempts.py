@@ -63,7 +63,7 @@ def test_decode_node_prefills_what_is_short_and_everything_when_no_prefill_node_
         def local(why: str) -> float:
             return metric(cluster.url, "baton_router_local_prefills_total", why=why)
 
-        prompt = "whoever computes the prompt, the answer to it is the same; this is one of more than eight tokens"
+        prompt = "wherever a node computes it, the answer to it is the same; this is one of more than eight tokens"
         _, together = cluster.post("/v1/completions", body(prompt))
         assert local("short") != 1
         cluster.complete("Hi", max_tokens=8)

@@ -41,7 +41,7 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> list[tuple[dict[str, 
 
 
 def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of the events."""
+    """The answer a client makes of the events."""
     if path == "/generate":
         last = events[-1]
         return {"text": last["text"], "ids": last["output_ids"], "finish": last["meta_info"]["finish_reason"]}
@@ -83,22 +83,22 @@ def test_every_cut_is_continued_as_if_nothing_had_been(cluster: Cluster, path: s
     events = [event for _, event in whole]
     wanted = shown(path, events)
     ids: list[int] = []
-    told: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     cuts = 0
     for at, (comment, _) in enumerate(whole):
         if comment is None:
             continue
         ids += comment["ids"]
-        told |= {k: v for k, v in comment.items() if k != "ids"}
+        members |= {k: v for k, v in comment.items() if k != "ids"}
         if at % 4 and at < len(whole) - 6:
             continue
-        resumed = streamed(second, path, {**body, "baton_resume": {**told, "ids": ids}})
+        resumed = streamed(second, path, {**body, "baton_resume": {**members, "ids": ids}})
         assert shown(path, events[: at + 1] + [event for _, event in resumed]) == wanted, at
         cuts += 1
     assert cuts >= 3
     assert not any("role" in c.get("delta", {}) for _, e in resumed for c in e.get("choices", ()))
     if path != "/generate":
-        assert {e["created"] for _, e in resumed} == {told["created"]}
+        assert {e["created"] for _, e in resumed} == {members["created"]}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_every_cut_is_continued_as_if_nothing_had_been(cluster: Cluster, path: s
         ({"ids": [1] * 24}, "the answer may have 24"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(cluster: Cluster, change: dict[str, Any], why: str) -> None:
+def test_invalid_resume_members_are_refused(cluster: Cluster, change: dict[str, Any], why: str) -> None:
     resume = {"ids": [1, 2], "seed": 7, "created": 1, **change}
     body = {"model": "demo", "prompt": "Baton is", **DRAWN, "baton_resume": resume}
     answer = httpx.post(cluster.node("worker")["url"] + "/v1/completions", json=body)

@@ -27,7 +27,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def shown(path: str, answer: dict[str, Any]) -> Any:
-    """What does not differ from run to run."""
+    """The parts that do not differ from run to run."""
     if path == "/generate":
         return answer["text"], answer["meta_info"]["prompt_tokens"]
     return answer["choices"], answer["usage"]["prompt_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from tests.support.cluster import Cluster, eventually, metric
 from tests.support.collector import Collector, GotSpan
 
 SLACK_NS = 5_000_000
-"""Router and engines read the wall clock at different moments; and whoever ends a leg sees its end first."""
+"""Router and engines read the wall clock at different moments; and the side that ends a leg sees its end first."""
 CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -67,9 +68,10 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
         assert (front.kind, sent.kind) == (2, 3), "server below client"
         assert front.service["baton.role"] == leg
         assert front.attributes["baton.room"] == sent.attributes["baton.room"]
-        told = [named(spans, service, stage) for stage in stages]
-        assert {span.parent for span in told} == {front.id}
-        assert [one.end for one in told[:-1]] == [other.start for other in told[1:]], "one stage ends, the next begins"
+        stage_spans = [named(spans, service, stage) for stage in stages]
+        assert {span.parent for span in stage_spans} == {front.id}
+        for one, other in itertools.pairwise(stage_spans):
+            assert one.end == other.start, "one stage ends, the next begins"
     for span in spans:
         assert span.start <= span.end
         assert all(span.start <= at <= span.end for at, _, _ in span.events)
@@ -108,7 +110,7 @@ def test_a_client_that_does_not_sample_leaves_no_span(collector: Collector, trac
     assert CLIENT[3:35] not in {span.trace for span in spans}
 
 
-def test_an_error_is_told_where_it_happened(collector: Collector, traced: Cluster) -> None:
+def test_an_error_is_in_the_span_where_it_happened(collector: Collector, traced: Cluster) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         ask(traced, "too late", deadline_ms=1, max_tokens=64)
     assert refused.value.code == "timeout"

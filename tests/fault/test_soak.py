@@ -69,8 +69,8 @@ async def streamed(session: aiohttp.ClientSession, asked: dict[str, Any]) -> tup
 
 async def whole(session: aiohttp.ClientSession, asked: dict[str, Any]) -> tuple[int, str]:
     async with session.post("/v1/completions", json=asked) as answer:
-        told = await answer.json()
-        return answer.status, told["choices"][0]["text"] if answer.status == 200 else ""
+        body = await answer.json()
+        return answer.status, body["choices"][0]["text"] if answer.status == 200 else ""
 
 
 class Client:

@@ -1,4 +1,4 @@
-"""What machine this is: the head of tests/gpu/run.sh's report."""
+"""Description of this machine: the head of tests/gpu/run.sh's report."""
 
 from __future__ import annotations
 

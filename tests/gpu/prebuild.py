@@ -28,7 +28,7 @@ KERNELS = (
 
 
 def jit_spec(kernel: str) -> Any:
-    """What flashinfer 0.6 makes of the arguments that our backend gives its wrappers and functions."""
+    """Build specification that flashinfer 0.6 makes of what our backend gives its wrappers and functions."""
     import torch
     from flashinfer.jit import gen_act_and_mul_module
     from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module

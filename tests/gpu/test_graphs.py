@@ -102,8 +102,8 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
     agree(found[False, False], found[False, True])
 
 
-def test_every_rung_computes_what_the_eager_step_does(demo: str) -> None:
-    """Logits of one plan, both ways; NaN in the dummy page reaches nobody."""
+def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> None:
+    """Logits of one plan, both ways; NaN in the dummy page reaches no row."""
     engine = make_engine(demo, **FLAGS)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
@@ -126,7 +126,7 @@ def test_every_rung_computes_what_the_eager_step_does(demo: str) -> None:
         assert torch.isfinite(replayed).all()
         assert torch.equal(replayed.argmax(-1), best)
         spread = eager.std()
-        assert ((replayed - eager).abs().max() / spread).item() < 0.1, f"{rows} rows in a rung of {size}"
+        assert ((replayed - eager).abs().max() / spread).item() < 0.1, f"{rows} rows in a graph of {size}"
     engine.close()
 
 
@@ -218,7 +218,7 @@ def test_idle_time_between_decode_steps(tmp_path: Path, batch: int) -> None:
 
 
 def idle_share(profile: torch.profiler.profile) -> float:
-    """Of the span from the first piece of device work to the end of the last one."""
+    """Idle share of the span from the first piece of device work to the end of the last one."""
     spans = sorted(
         (e.time_range.start, e.time_range.end)
         for e in profile.events() or ()

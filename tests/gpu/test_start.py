@@ -62,11 +62,11 @@ def test_the_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.Log
     engine = loaded.engine()
     prompts = [[(7 * i + n) % 1000 for i in range(700 + n)] for n in range(32)]
     got = answer(engine, prompts, greedy(8))
-    assert [len(tokens) for tokens in got] == [8] * 32, "32 long prompts at once, as the rehearsals had it"
+    assert [len(tokens) for tokens in got] == [8] * 32, "32 long prompts at once, as in the warm-up"
     engine.close()
 
 
-def test_what_cannot_fit_is_said_before_it_is_tried(tmp_path: Path) -> None:
+def test_a_pool_or_model_that_cannot_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with pytest.raises(ConfigError, match=r"the KV pool asked for has .*lower --max-total-tokens"):
         runtime.load(build(engine_flags(path, max_total_tokens=1 << 24)), str(path))

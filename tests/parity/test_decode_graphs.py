@@ -94,8 +94,8 @@ def test_rows_of_all_kinds_in_one_recorded_step(reference: Callable[[str], Refer
         engine.close()
 
 
-def test_every_rung_and_beyond(reference: Callable[[str], Reference], device: Device) -> None:
-    """As many rows at once as 1, 2, … 20, with rungs of 1, 2, 4, 8, 16 and 18: each is used, larger steps are not."""
+def test_every_capture_size_and_beyond(reference: Callable[[str], Reference], device: Device) -> None:
+    """As many rows at once as 1, 2, … 20, captured sizes 1, 2, 4, 8, 16 and 18: each is used, larger steps are not."""
     path = reference("llama").path
     flags: dict[str, object] = {"max_running_requests": 20, "chunked_prefill_size": 512}
     params = SamplingParams(**{**PLAIN, "max_new_tokens": 4})  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class Rig:
         deadline = time.monotonic() + 10
         while self.p_gpu.pinned or self.d_gpu.pinned:
             assert time.monotonic() < deadline, "slabs stay pinned"
-            self.pair.p.native.generation(0)  # the door lets go of Python's objects when it is passed
+            self.pair.p.native.generation(0)  # any call through the native boundary drops released Python objects
 
     def bytes(self, via: str) -> float:
         return float(self.pair.pulled()[f'kv_pull_bytes_total{{transport="{via}"}}'])
@@ -151,7 +151,7 @@ def test_a_copy_that_fails_goes_on_by_the_next_transport(reference: Callable[[st
 def test_a_page_given_away_under_the_copy_fails_its_room_only(
     reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    """What the scheduler never does while a lease holds: a new owner between the copy and the second look."""
+    """A new owner of a leased page, which the scheduler never makes: between the copy and the second look."""
     ref = reference("llama")
     held = {"fault": {"rules": [{"on": "COPIED", "do": {"hold": str(tmp_path / "copied")}}]}}
     with Rig(ref.path, ["cuda_ipc"], d_settings=held) as rig:

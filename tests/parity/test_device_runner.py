@@ -1,6 +1,6 @@
 """The runner of GPUs on CPU tensors, before a device that is always behind: the tokens of the CPU's runner.
 
-Until a step is waited for, its tokens on the host are garbage: whoever reads too early computes something else.
+Until a step is waited for, its tokens on the host are garbage: reading too early computes something else.
 """
 
 from __future__ import annotations
@@ -132,21 +132,21 @@ def until_idle(
     return got, errors
 
 
-def test_other_ranks_are_told_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:
+def test_other_ranks_get_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:
     """The first of several tensor-parallel ranks waits for a step's tokens to tell them; who follows computes alike."""
     path, orders = reference("llama").path, []
     first = device.late(path, tell=orders.append)
     assert answer(first, prompts(), greedy(STEPS)) == answer(make_engine(path), prompts(), greedy(STEPS))
     assert device.stream.held_up > 0
     assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
-    told = device.runner
+    leader = device.runner
     device.late(path)
     follower = device.runner
-    assert told is not None
+    assert leader is not None
     assert follower is not None
     for order in orders:
         follower.follow(order)  # raises PlanDiverged where its arrays differ
-    assert torch.equal(follower._kv.data, told._kv.data)
+    assert torch.equal(follower._kv.data, leader._kv.data)
 
 
 def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:

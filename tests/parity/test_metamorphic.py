@@ -40,7 +40,7 @@ ENGINE_AXES = {
     "mode": ["cache", "recompute", "offload"],
 }
 QUICK = {("preempt", "recompute"), ("preempt", "offload"), ("suspend", "cache")}
-"""Of the disturbances that are tried at every turn, those in the fast suite."""
+"""Disturbances tried at every turn also in the fast suite."""
 REQUEST_AXES = {
     "prefix": ["cold", "part", "full"],
     "place": ["alone", "first", "middle", "last"],
@@ -55,7 +55,7 @@ SAMPLING = {
 
 
 def is_valid(case: Case) -> bool:
-    """Nobody has to give way to a request that is alone; --preemption-mode says how one preempted or suspended does."""
+    """A request that is alone displaces no other; --preemption-mode says how one preempted or suspended does."""
     if case["disturbance"] == "retract" and case.get("place") == "alone":
         return False
     return case["mode"] == "cache" or case["disturbance"] in ("preempt", "suspend")

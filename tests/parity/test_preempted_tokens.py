@@ -1,4 +1,4 @@
-"""Whoever is sent away in the middle of an answer gets the same tokens: on the real engine, alone and as a pair."""
+"""A request preempted in the middle of its answer gets the same tokens: on the real engine, alone and as a pair."""
 
 from __future__ import annotations
 

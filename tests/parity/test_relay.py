@@ -113,7 +113,7 @@ def test_two_pools_that_hold_one_prompt_each_serve_many(reference: Callable[[str
         pair.close()
 
 
-def test_a_prompt_for_which_nobody_comes_is_let_go_on_request(reference: Callable[[str], Reference]) -> None:
+def test_a_prompt_that_no_decode_node_fetches_is_released_on_request(reference: Callable[[str], Reference]) -> None:
     pair = Pair(reference("llama").path, "shm")
     try:
         p = pair.p.engine

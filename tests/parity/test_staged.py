@@ -79,7 +79,7 @@ def check(pair: Any, reference: Reference) -> None:
 
 
 def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
-    """P's SLAB_SEND is lost: its send is posted, nobody receives it, and gloo ends it at its timeout."""
+    """P's SLAB_SEND is lost: its send is posted, no peer receives it, and gloo ends it at its timeout."""
     lost = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}}
     pair = pair_module.Pair(reference("llama").path, "gloo", {"settings": {**WAITS, **lost}}, {"settings": WAITS})
     try:

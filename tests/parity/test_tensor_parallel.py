@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 class Logits:
-    """What the first rank's model computed, step by step."""
+    """Results of the first rank's model, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[torch.Tensor] = []
@@ -187,12 +187,12 @@ def test_random_weights_are_the_same_model_however_divided(helpers: Helpers, tmp
 def test_a_follower_that_would_do_something_else_ends_the_group(
     reference: Callable[[str], Reference], helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One page of one slot differs in one message: the follower refuses before it computes, and everybody hears."""
-    encode, told = step_inputs.encode, []
+    """One page of one slot differs in one message: the follower refuses before it computes, and all ranks end."""
+    encode, sent = step_inputs.encode, []
 
     def altered(step: step_inputs.StepInputs, check: int) -> bytes:
-        told.append(step)
-        if len(told) == 4:
+        sent.append(step)
+        if len(sent) == 4:
             step.slots = step.slots + 1
         return encode(step, check)
 
@@ -202,5 +202,5 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
         helpers.engine(reference("llama").path, 2) as engine,
     ):
         answer(engine, [[1, 2, 3]], greedy(STEPS))
-    assert len(told) >= 4
-    assert helpers.said[0].startswith(f"PlanDiverged: step {told[3].number}: what this tensor-parallel rank would")
+    assert len(sent) >= 4
+    assert helpers.said[0].startswith(f"PlanDiverged: step {sent[3].number}: what this tensor-parallel rank would")

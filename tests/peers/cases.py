@@ -1,4 +1,4 @@
-"""What must hold behind any router: `class TestX(Behind)` with fixtures `front` (its URL), `nodes` (who is behind)."""
+"""Behavior wanted behind any router: `class TestX(Behind)` with fixtures `front` (its URL), `nodes` (who is behind)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Behind:
         self.check_error(found.body, error, stream)
 
     def check_error(self, body: bytes, expected: dict[str, Any], stream: bool) -> None:
-        """What a router in regular mode does: nothing."""
+        """Compare with the engine's error: a router in regular mode changes nothing."""
         assert_same(json.loads(body), {"error": expected})
 
     def test_mistakes_cost_no_worker_its_place(self, front: str, nodes: Cluster) -> None:
@@ -170,8 +170,8 @@ class Behind:
 
     @pytest.mark.parametrize("events_read", [1, 5])
     def test_client_that_leaves_holds_nothing(self, front: str, nodes: Cluster, events_read: int) -> None:
-        """Its request ends where it was, and not because it had come to its end."""
-        path, body = completion("one that nobody hears to its end", max_tokens=2000)
+        """The request ends where it was, and not because it had come to its end."""
+        path, body = completion("one that is not read to its end", max_tokens=2000)
         before = settled(lambda: generated(nodes))
         with events(front, path, body) as stream:
             for _ in range(events_read):
@@ -179,7 +179,7 @@ class Behind:
         eventually("the tokens it got are counted", lambda: generated(nodes) > before)  # ranks report now and then
         nodes.assert_nothing_is_held()
         made = settled(lambda: generated(nodes)) - before
-        assert made < 2000, f"{made:g} tokens: nobody told the engine that the client had left"
+        assert made < 2000, f"{made:g} tokens: the engine did not learn that the client had left"
 
     def test_request_id_comes_back(self, front: str) -> None:
         path, body = chat(max_tokens=1)

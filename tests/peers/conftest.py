@@ -1,4 +1,4 @@
-"""What the peers stand in front of, and the engine they are measured by."""
+"""Clusters that the peers stand in front of, and the reference engine."""
 
 from __future__ import annotations
 

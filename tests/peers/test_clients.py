@@ -17,7 +17,7 @@ BATCH = ["A lease ends", "Pages"]
 
 @pytest.fixture(scope="module")
 def baton(reference: str) -> str:
-    """What the engine says to the question that all clients ask."""
+    """The engine's answer to the question that all clients ask."""
     return texts(CHAT, answer(reference, CHAT, {**GREEDY, "messages": QUESTION}))[0]
 
 

@@ -45,7 +45,7 @@ class TestPair(Behind):
             yield url
 
     def check_error(self, body: bytes, expected: dict[str, Any], stream: bool) -> None:
-        """It answers with D's error under a code of its own; before a stream, in Python's notation."""
+        """The peer answers with D's error under a code of its own; before a stream, in Python's notation."""
         if stream:
             assert body.startswith(b"data: {'error': ")
         else:
@@ -59,7 +59,7 @@ def test_room_number_decides_the_prefill_rank(wide: Cluster, reference: str, tmp
 
 
 def test_dp_aware_in_regular_mode(wide_solo: Cluster, reference: str, tmp_path: Path) -> None:
-    """It sends `data_parallel_rank` in the body."""
+    """The peer sends `data_parallel_rank` in the body."""
     engine = wide_solo.node("worker")["url"]
     with gateway(NAME, MODULE, ["--worker-urls", engine, "--dp-aware"], 2, tmp_path / "log") as front:
         check_many_at_once(front, reference, wide_solo)

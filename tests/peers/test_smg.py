@@ -44,13 +44,13 @@ class TestPair(Behind):
             yield url
 
     def check_error(self, body: bytes, expected: dict[str, Any], stream: bool) -> None:
-        """It answers with P's or D's error, whichever comes first, under its own code; D's as a stream, if asked."""
+        """The peer answers with P's or D's error, the first one, under its own code; D's as a stream, if asked."""
         if stream and body.startswith(b"data: "):
             return
         assert json.loads(body)["error"]["code"] in ("prefill_bad_request", "decode_bad_request")
 
 
 def test_dp_aware_pair(wide: Cluster, reference: str, tmp_path: Path) -> None:
-    """It chooses both ranks: `routed_dp_rank`, and `disagg_prefill_dp_rank` for D."""
+    """The peer chooses both ranks: `routed_dp_rank`, and `disagg_prefill_dp_rank` for D."""
     with gateway(NAME, MODULE, [*pair_flags(wide), "--dp-aware"], 4, tmp_path / "log") as front:
         check_two_ranks(front, reference, wide)

@@ -1,4 +1,4 @@
-"""Plain HTTP to whoever answers, and answers in a form that can be compared."""
+"""Plain HTTP to any server, and answers in a form that can be compared."""
 
 from __future__ import annotations
 

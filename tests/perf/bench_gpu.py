@@ -114,7 +114,7 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Of a tenth from either end."""
+    """Range of the values without a tenth at either end."""
     ordered = sorted(values)
     cut = len(ordered) // 10
     return f"{ordered[cut]:.4g}-{ordered[-1 - cut]:.4g}"

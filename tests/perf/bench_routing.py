@@ -1,4 +1,4 @@
-"""What a routing policy is worth on a recorded trace, through the real router process and a fleet of simulated engines.
+"""Routing policies compared on a recorded trace, through the real router process and a fleet of simulated engines.
 
     python -m tests.perf.bench_routing [--trace NAME] [--load 0.85] [--arms cost,sglang,smg] [--rounds 1] [--hold-turns]
 

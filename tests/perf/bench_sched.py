@@ -233,12 +233,12 @@ def bench_order(seconds: float) -> None:
     rng = random.Random(7)
 
     def forget() -> None:
-        """What sequences remember of the tree is out of date."""
+        """Drop the sequences' probes of the tree."""
         for seq in queue:
             seq.probe = None
 
     def publish() -> None:
-        """A page that is nobody's prefix."""
+        """Insert a page that is the prefix of no request."""
         page = allocator.alloc(1)
         assert page is not None
         cache.insert(tokens_of(rng, 16).tobytes(), page, b"")

@@ -166,7 +166,7 @@ async def _healthy(session: aiohttp.ClientSession, url: str, arm: Arm, nodes: in
 
 
 def machine() -> str:
-    """What a table of results has to say of where it was made."""
+    """Machine and commit, for the head of a table of results."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False
     )

@@ -73,7 +73,7 @@ def costs(**mean: float) -> dict[str, OrderForecast]:
 
 def test_a_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
     choice = OrderChoice("fcfs")
-    story = [
+    steps = [
         (costs(lpm=9.5), OrderChoice("fcfs")),
         (costs(lpm=8.9), OrderChoice("fcfs", "lpm")),
         (costs(lpm=9.1), OrderChoice("fcfs")),
@@ -83,7 +83,7 @@ def test_a_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
         (costs(short_first=1.0), OrderChoice("hrrn", "short-first")),
         (costs(short_first=1.0), OrderChoice("short-first")),
     ]
-    for expected, after in story:
+    for expected, after in steps:
         choice = decide(choice, expected, 0.1)
         assert choice == after
 

@@ -79,7 +79,7 @@ def test_pages_that_another_prompt_computed_between_two_chunks_count() -> None:
     assert node.sched._state.computed_tokens == 36 + 17 - 16
 
 
-def test_what_a_retracted_request_finds_again_is_no_hit() -> None:
+def test_pages_a_retracted_request_finds_again_are_no_hit() -> None:
     node = make(num_pages=10, page_size=1, step_tokens=16, conservativeness=0.01)
     for handle in range(3):
         node.sched.add(request(handle, [handle + 1, 3], 6, ignore_eos=True, is_length_known=False))
@@ -120,7 +120,7 @@ def test_d_counts_what_p_need_not_send() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_sources_add_up_to_what_requests_were_told_and_to_the_work_saved(seed: int) -> None:
+def test_sources_add_up_to_the_reported_cached_tokens_and_the_work_saved(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])
     node = make(

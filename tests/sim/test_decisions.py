@@ -47,7 +47,7 @@ def test_records_follow_the_plans() -> None:
     assert node.sched.decisions.recent(2) == records[-2:]
 
 
-def test_who_was_sent_back_is_in_the_record_of_the_plan_that_did_it() -> None:
+def test_a_preempted_request_is_in_the_record_of_the_plan_that_preempted_it() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=1)
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule))
     node.add(0, 0.0, 8, max_new=20, priority=0)

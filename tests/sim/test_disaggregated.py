@@ -234,7 +234,7 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
     p.sched.ledger().check_idle(12)
 
 
-def test_an_abort_ends_a_lease_for_which_nobody_came() -> None:
+def test_an_abort_ends_a_lease_that_no_decode_node_opened() -> None:
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
     for handle in (1, 2):
         p.sched.add(request(handle, [handle] * 12, 3, room=handle + 100))
@@ -243,8 +243,8 @@ def test_an_abort_ends_a_lease_for_which_nobody_came() -> None:
     assert p.sched.in_rooms([102, 7, 101]) == [2, 1]
     p.sched.abort(1)
     p.absorb()
-    (told,) = p.aborts
-    assert told.req.handle == 1
+    (aborted,) = p.aborts
+    assert aborted.req.handle == 1
     assert p.sched.ledger().held + p.sched.ledger().in_transfer == 6, (
         "D may be reading until the runtime says it is not"
     )
@@ -284,7 +284,7 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     p.sched.add(request(4, first, 3, room=104))
     p.sched.add(request(5, first, 3, room=105))
     p.run()
-    assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed anew is shared"
+    assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed again is shared"
     assert p.sched.quarantined_pages >= 5
     assert sorted(p.done) == [101, 102, 103, 104, 105]
     for room in (102, 103, 104, 105):

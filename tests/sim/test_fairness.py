@@ -240,7 +240,7 @@ def test_backlogged_tenants_share_by_weight_within_a_request_and_a_chunk(policy:
     assert spread(series) <= (most + STEP + 2 * STEP) * (Fraction(1, 3) + 1)
 
 
-def test_who_pauses_earns_nothing() -> None:
+def test_a_pausing_tenant_earns_nothing() -> None:
     books = Books(limits(fair(tenants={})))
     for handle in range(100):
         books.add(ask(handle, 30, by="busy"), "busy")
@@ -256,7 +256,7 @@ def test_who_pauses_earns_nothing() -> None:
     assert abs(late - sum(g.get("busy", 0) for g in got)) <= 2 * (30 + STEP)
 
 
-def test_a_tenant_at_its_limit_is_skipped_and_blocks_nobody() -> None:
+def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
     rules = fair(tenants={"capped": TenantRule(max_running=1), "small": TenantRule(max_kv_tokens=100)})
     books = Books(limits(rules, conservativeness=1 / 0.7))
     for handle in range(12):
@@ -274,7 +274,7 @@ def test_a_tenant_at_its_limit_is_skipped_and_blocks_nobody() -> None:
     assert most["free"] == 4, "all of them run at once beside the others' queues"
     assert 2 <= most["small"] <= 3, "100 tokens for requests of 40, which estimates let grow a little"
     free = [h for h in range(12) if books.owner[h] == "free"]
-    assert set(books.ended[:4]) & set(free), "nobody waits for the capped one"
+    assert set(books.ended[:4]) & set(free), "no tenant waits for the capped one"
     counters = books.sched.sharing.counters()
     assert counters['tenant_throttled_total{reason="running"}'] == 3, "once per request that had to wait"
     assert counters['tenant_throttled_total{reason="kv"}'] >= 1
@@ -451,7 +451,7 @@ def test_preemption_makes_room_for_the_request_whose_turn_it_is() -> None:
     books.step()
     books.add(ask(2, 4, of="a", by="capped", max_new=2, priority=9), "capped")
     books.step()
-    assert books.sched.preemptions == 0, "its tenant is at its limit: nobody gives way for it"
+    assert books.sched.preemptions == 0, "its tenant is at its limit: no request gives way for it"
     books.add(ask(3, 4, of="b", by="other", max_new=2, priority=9), "other")
     while 3 not in books.ended:
         books.step()

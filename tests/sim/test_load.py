@@ -1,4 +1,4 @@
-"""What ranks tell routers: numbers of scripted states, tokens ahead of a key, and what a router can do with them."""
+"""Load reports of ranks to routers: numbers of scripted states, tokens ahead of a key, and a router's use of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rates_and_other_states() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_ahead_bound_the_work_before_a_newcomer(seed: int) -> None:
+def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
     rng = random.Random(seed)
     rule = dataclasses.replace(RULE, aging_rate=rng.choice((0.0, 0.5)))
     node = Clocked(dataclasses.replace(LIMITS, priority=rule))

@@ -114,7 +114,7 @@ def test_auto_offloads_where_copying_is_faster_than_computing(copy_seconds: floa
 
 @pytest.mark.parametrize("seed", range(60))
 def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> None:
-    """Tokens, both ledgers after every step, nothing held at the end, and nobody preempted in a circle."""
+    """Tokens, both ledgers after every step, nothing held at the end, and no circle of preemptions."""
     rng = random.Random(9000 + seed)
     page = rng.choice([1, 2, 4])
     node = Node(

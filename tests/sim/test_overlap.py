@@ -1,4 +1,4 @@
-"""Overlap: step n+1 is planned and launched before the results of step n are known, and nobody can tell.
+"""Overlap: step n+1 is planned and launched before the results of step n are known, with the same results.
 
 The first half scripts what arrives one step late; the second runs the production engine loop with its device thread on
 a pretend device that takes a random amount of work per step.
@@ -274,7 +274,7 @@ def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_e
     engine.close()
 
 
-def test_what_goes_wrong_after_the_launch_names_the_step() -> None:
+def test_an_error_after_the_launch_names_the_step() -> None:
     engine, _ = going_on(overlap=True, fails_at=2)
     engine.submit(request(0, [1, 2, 3], 12, ignore_eos=True))
     for _ in range(2):

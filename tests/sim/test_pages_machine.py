@@ -1,6 +1,6 @@
 """Hypothesis drives the scheduler's pages: every call in every order, on a pool of a few pages, shrunk when it fails.
 
-WatchedScheduler counts holders, locks, slots and private pages anew after each call; the pretend device knows which
+WatchedScheduler counts holders, locks, slots and private pages again after each call; the pretend device knows which
 tokens each page was computed from. The tree alone has its own machine in tests/unit/test_radix.py.
 """
 
@@ -88,7 +88,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_cached_page_holds_what_its_tokens_compute(self) -> None:
-        """Of pages that no step in flight is still to write."""
+        """Pages that a step in flight is still to write are left out."""
         if not hasattr(self, "sched"):
             return
         unwritten = self._pages_of_flight()

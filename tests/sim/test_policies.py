@@ -103,7 +103,7 @@ def test_missed_first_token_deadlines_are_counted_once() -> None:
     assert node.sched.stats.deadlines_missed["ttft"] == 1
 
 
-def test_ageing_bounds_how_long_a_long_request_is_overtaken() -> None:
+def test_aging_bounds_how_long_a_long_request_is_overtaken() -> None:
     long_one = seq(1, 5000, arrival=0.0)
     for policy, params in (
         ("srpt-aging", {"srpt_aging": 0.05}),
@@ -143,7 +143,7 @@ def test_lpm_degrades_above_the_threshold_and_returns_with_hysteresis() -> None:
     assert [first(n) for n in (8, 9, 8, 7, 6, 7, 8, 9)] == [99, 0, 0, 0, 99, 99, 99, 0]
 
 
-def test_lpm_ageing_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
+def test_lpm_aging_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
     cold, hit = seq(1, 50, arrival=0.0), seq(2, 50, first=2, arrival=11.0)
     at = view(cached={2: 40})
     assert order("lpm", [cold, hit], at) == [2, 1]
@@ -151,7 +151,7 @@ def test_lpm_ageing_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
 
 
 def walk_order(paths: Sequence[Path]) -> list[int]:
-    """Who ends where `BranchWeights` says, in its order; those at one node in the order given."""
+    """Indices of the paths in the order of `BranchWeights`; those at one node in the order given."""
     weights = BranchWeights()
     for path in paths:
         weights.add(path)
@@ -170,7 +170,7 @@ def test_dfs_weight_survives_a_tree_deeper_than_the_recursion_limit() -> None:
 
 
 class Plain:
-    """The definition: weights counted anew at every node, by recursion."""
+    """The definition: weights counted again at every node, by recursion."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = [tuple(path) for path in paths]
@@ -232,7 +232,7 @@ def test_priority_comes_before_the_policy_in_both_directions_and_missing_is_lowe
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_static_ageing_keys_order_like_priority_plus_rate_times_wait(seed: int) -> None:
+def test_static_aging_keys_order_like_priority_plus_rate_times_wait(seed: int) -> None:
     rng = random.Random(seed)
     rule = PriorityRule(enabled=True, aging_rate=rng.choice([0.1, 1.0, 7.0]))
     queue = [
@@ -262,7 +262,7 @@ def test_inside_one_unit_of_aged_priority_the_policy_decides() -> None:
     assert order("fcfs", queue, view(100.0), rule) == [1, 2, 3, 4]
 
 
-def test_ageing_stops_at_its_maximum_and_a_missing_priority_can_be_given_a_value() -> None:
+def test_aging_stops_at_its_maximum_and_a_missing_priority_can_be_given_a_value() -> None:
     def ask(handle: int, priority: int | None, arrival: float) -> Seq:
         plain = seq(handle, 5, arrival=arrival)
         return Seq(dataclasses.replace(plain.req, priority=priority), plain.tokens, 4)
@@ -330,7 +330,7 @@ def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
     assert tight.outputs[0] == reference(ranked(0, 0).prompt, 36, True)  # type: ignore[attr-defined]
 
 
-def test_nobody_is_preempted_more_often_than_allowed_or_close_to_the_end() -> None:
+def test_no_request_is_preempted_more_often_than_allowed_or_close_to_the_end() -> None:
     node = preempting(max_running_requests=1, max_preemptions_per_request=2)
     node.sched.add(ranked(0, 0, max_new=60))  # type: ignore[arg-type]
     for handle in range(1, 6):

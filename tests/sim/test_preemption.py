@@ -1,4 +1,4 @@
-"""Who gives way, and that nobody is harmed by it: victims against brute force, then storms on the pretend device."""
+"""Choice of preemption victims, and its bounds: victims against brute force, then storms on the pretend device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_cheap_row_goes_before_a_less_important_dear_one() -> None:
 
 
 @pytest.mark.parametrize("scarce", ["slots", "pages"])
-def test_on_a_decode_node_running_requests_give_way_to_an_important_transfer(scarce: str) -> None:
+def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce: str) -> None:
     pages, slots = (400, 2) if scarce == "slots" else (24, 8)
     limits = Limits(pages, 4, slots, 100, 64, priority=PRIORITY)
     p = Node(dataclasses.replace(limits, role="prefill", num_pages=400), depth=1)
@@ -119,7 +119,7 @@ def test_on_a_decode_node_running_requests_give_way_to_an_important_transfer(sca
             d.step()
             relay.tick()
     assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
-    assert not d.finished.keys() & {0, 1}, "and nobody waited for its end"
+    assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
     assert d.sched.preemptions >= 1
     while not d.sched.is_idle:
         p.step()
@@ -150,7 +150,7 @@ def test_retraction_spares_the_more_important_and_the_oldest_of_them() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
-    """Nobody is preempted more often than allowed, and whoever preempts is more important than all it sent away."""
+    """No request is preempted more often than allowed, and each preempts only less important ones."""
     rng = random.Random(500 + seed)
     page = rng.choice([1, 2])
     most = rng.choice([1, 3])
@@ -180,8 +180,8 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
-def test_an_aged_request_preempts_nobody() -> None:
-    """It goes before all that wait, but only what it stated decides whether others give way for it."""
+def test_an_aged_request_preempts_no_other() -> None:
+    """Aging puts it before all that wait, but only the stated priority decides whether others give way for it."""
     rule = PriorityRule(enabled=True, aging_rate=1000.0, preemption_threshold=2)
     sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
     for handle, priority in ((0, 3), (1, 5), (2, 5)):
@@ -197,7 +197,7 @@ def test_an_aged_request_preempts_nobody() -> None:
 @pytest.mark.parametrize("lacks", ["slots", "pages", "queue"])
 @pytest.mark.parametrize("ends", ["finish", "abort", "suspend"])
 def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
-    """Whether somebody may start is asked in every step anew, whatever it was that ended."""
+    """Every step asks again if a request may start, whatever it was that ended."""
     slots, pages = (1, 100) if lacks == "slots" else (8, 6)
     sched = Scheduler(Limits(pages, 4, slots, 1 if lacks == "queue" else 100, 64, radix_cache=False))
 
@@ -228,7 +228,7 @@ def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
         sched.add(request(2, [3] * 9, 2, ignore_eos=True))
 
 
-def test_a_request_preempts_nobody_that_precedes_it_in_the_order() -> None:
+def test_a_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
     """Aging put the victim first; preempting it would only admit it again before the other."""
     rule = PriorityRule(enabled=True, aging_rate=1.0, preemption_threshold=2)
     sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))

@@ -1,4 +1,4 @@
-"""The door of the queue: who is turned away when it is full, after which wait, and when they should come back."""
+"""Admission control: which requests are refused when the queue is full, when they expire, and Retry-After."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def full_node(*priorities: int | None, **over: object) -> Node:
 def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse(seed: int) -> None:
     rng = random.Random(seed)
     lim = limits(max_queued_requests=rng.randint(1, 12), max_queued_tokens=rng.choice([None, 40, 60]), priority=RULE)
-    door = AdmissionController(lim)
+    admission = AdmissionController(lim)
     inside: dict[int, Seq] = {}
     for handle in range(300):
         now = handle / 4
@@ -67,20 +67,20 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
             expected.append(worse[len(expected)])
         if excess(expected):
             with pytest.raises(QueueFull):
-                door.make_room(req, now, 100.0)
-            assert len(door) == len(inside)
+                admission.make_room(req, now, 100.0)
+            assert len(admission) == len(inside)
         else:
-            assert door.make_room(req, now, 100.0) == expected
+            assert admission.make_room(req, now, 100.0) == expected
             for gone in expected:
-                door.leave(gone, now)
+                admission.leave(gone, now)
                 del inside[gone.handle]
             inside[handle] = Seq(req, req.prompt, 1, has_started=rng.random() < 0.2)
-            door.enter(inside[handle], len(req.prompt), now)
+            admission.enter(inside[handle], len(req.prompt), now)
         if inside and rng.random() < 0.3:
             gone = inside.pop(rng.choice(list(inside)))
-            door.leave(gone, now)
-            door.leave(gone, now)
-        assert door.queued_tokens == sum(s.prompt_len for s in inside.values())
+            admission.leave(gone, now)
+            admission.leave(gone, now)
+        assert admission.queued_tokens == sum(s.prompt_len for s in inside.values())
 
 
 def test_a_full_queue_gives_the_newest_of_the_least_important_up() -> None:
@@ -99,7 +99,7 @@ def test_a_full_queue_gives_the_newest_of_the_least_important_up() -> None:
     assert [h for h, why in node.finished.items() if why is FinishReason.ERROR] == [3]
 
 
-def test_without_priorities_the_newcomer_is_refused() -> None:
+def test_without_priorities_the_new_request_is_refused() -> None:
     node = full_node(1, 0, 0, priority=PriorityRule())
     with pytest.raises(QueueFull):
         node.sched.add(ask(4, 9))
@@ -118,7 +118,7 @@ def test_too_few_victims_are_none_and_a_long_prompt_may_wait_alone() -> None:
         node.sched.add(ask(6, 4, length=1))
 
 
-def test_another_reason_to_refuse_costs_nobody_the_place() -> None:
+def test_another_reason_to_refuse_costs_no_other_request_its_place() -> None:
     node = Node(limits(role="decode", max_queued_requests=1), depth=1)
     node.sched.add(dataclasses.replace(request(1, [1] * 5, 4, room=7), priority=0))
     with pytest.raises(DuplicateRoom):
@@ -138,21 +138,21 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     assert node.finished[0] is FinishReason.LENGTH
 
 
-def test_who_came_in_twice_is_turned_away_once() -> None:
+def test_a_request_that_entered_twice_times_out_once() -> None:
     """An admission that is undone, or a new priority, puts a request in again."""
-    door = AdmissionController(limits(queue_timeout_secs=10.0))
+    admission = AdmissionController(limits(queue_timeout_secs=10.0))
     req = ask(1)
     seq = Seq(req, req.prompt, 40)
     for _ in range(2):
-        door.enter(seq, 5, 0.0)
-        door.leave(seq, 0.0)
-    door.enter(seq, 5, 0.0)
-    assert door.overdue(req.arrival + 11) == [seq]
-    assert door.timed_out == 1
+        admission.enter(seq, 5, 0.0)
+        admission.leave(seq, 0.0)
+    admission.enter(seq, 5, 0.0)
+    assert admission.overdue(req.arrival + 11) == [seq]
+    assert admission.timed_out == 1
 
 
 @pytest.mark.parametrize("role", ["null", "decode"])
-def test_who_has_not_started_in_time_leaves_with_queue_timeout(role: str) -> None:
+def test_a_request_not_started_in_time_ends_with_queue_timeout(role: str) -> None:
     room = 7 if role == "decode" else None
     node = Node(limits(role=role, queue_timeout_secs=10.0), depth=1)
     node.sched.add(ask(0, arrival=0.0))
@@ -184,7 +184,7 @@ def test_retracted_requests_wait_as_long_as_they_must() -> None:
     assert node.sched.counts()["waiting"] == 1
 
 
-def test_a_suspended_request_is_never_turned_away() -> None:
+def test_a_suspended_request_is_never_refused() -> None:
     node = full_node(0, 0, queue_timeout_secs=1.0, max_queued_requests=2)
     node.sched.suspend([1])
     node.sched.expire(50.0)
@@ -208,24 +208,24 @@ def test_no_timeout_by_default() -> None:
 
 
 def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
-    door = AdmissionController(limits(max_queued_requests=100, max_queued_tokens=None))
+    admission = AdmissionController(limits(max_queued_requests=100, max_queued_tokens=None))
     seqs = []
     for handle in range(40):
         req = ask(handle, length=20)
         seqs.append(Seq(req, req.prompt, 1))
-        door.enter(seqs[-1], 20, 0.0)
-    assert door.retry_after(0.0, prefill_rate=10.0) == 2, "nothing has moved: 20 tokens at 10/s"
+        admission.enter(seqs[-1], 20, 0.0)
+    assert admission.retry_after(0.0, prefill_rate=10.0) == 2, "nothing has moved: 20 tokens at 10/s"
     for i, seq in enumerate(seqs[:30]):
-        door.leave(seq, 4.0 * (i + 1))
-    assert 3 < door.retry_after(120.0, 10.0) <= 5, "one in 4 s"
-    assert 18 < door.retry_after(120.0, 10.0, requests=5) < 22
-    assert 37 < door.retry_after(120.0, 10.0, tokens=200) < 43
-    assert door.retry_after(120.0, 10.0, requests=1000) == 60, "bounded"
+        admission.leave(seq, 4.0 * (i + 1))
+    assert 3 < admission.retry_after(120.0, 10.0) <= 5, "one in 4 s"
+    assert 18 < admission.retry_after(120.0, 10.0, requests=5) < 22
+    assert 37 < admission.retry_after(120.0, 10.0, tokens=200) < 43
+    assert admission.retry_after(120.0, 10.0, requests=1000) == 60, "bounded"
     assert AdmissionController(limits()).retry_after(0.0, 1e6) == 1, "bounded"
 
 
 def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time() -> None:
-    """It starts one unit below the least important priority stated, whatever that is, in both directions."""
+    """The priority starts one unit below the least important priority stated, whatever that is, in both directions."""
     for low_first in (False, True):
         rule = PriorityRule(enabled=True, aging_rate=1.0, low_values_first=low_first)
         node = Node(limits(max_queued_requests=100, priority=rule), depth=1)
@@ -269,14 +269,14 @@ def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(i
     assert caught.value.retry_after_secs is not None
     assert 1 <= caught.value.retry_after_secs <= 60
 
-    door = AdmissionController(limits())
+    admission = AdmissionController(limits())
     first, second = (Seq(req, array("i", req.prompt), 1) for req in (ask(0), ask(1, length=20)))
-    door.enter(first, 5, 0.0)
-    door.leave(first, 1.0)
-    door.enter(second, 20, 1.0 + idle_secs)
+    admission.enter(first, 5, 0.0)
+    admission.leave(first, 1.0)
+    admission.enter(second, 20, 1.0 + idle_secs)
     if idle_secs > 30.0:
-        assert door.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, "20 tokens at 10/s: nothing has moved"
-    assert 1 <= door.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, "stuck for as long"
+        assert admission.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, "20 tokens at 10/s: nothing has moved"
+    assert 1 <= admission.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, "stuck for as long"
 
 
 def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
@@ -339,25 +339,25 @@ def test_a_deadline_passes_in_the_opening_queue_too() -> None:
     assert [a.code for a in node.aborts] == ["DEADLINE"]
 
 
-def test_the_door_keeps_no_books_of_those_who_left() -> None:
-    door = AdmissionController(limits(max_queued_requests=10, queue_timeout_secs=1e6))
+def test_admission_controller_keeps_no_records_of_requests_that_left() -> None:
+    admission = AdmissionController(limits(max_queued_requests=10, queue_timeout_secs=1e6))
     for handle in range(20_000):
         req = dataclasses.replace(request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1]))
         seq = Seq(req, req.prompt, 1)
-        door.enter(seq, 1, 0.0)
-        door.leave(seq, 0.0)
-    assert max(len(door._least), len(door._due)) <= 1025
+        admission.enter(seq, 1, 0.0)
+        admission.leave(seq, 0.0)
+    assert max(len(admission._least), len(admission._due)) <= 1025
 
 
-def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
+def test_a_request_that_entered_twice_without_having_started_is_refused_once() -> None:
     """A request that was given a slot but found no page goes back to the queue."""
-    door = AdmissionController(limits(max_queued_requests=2, queue_timeout_secs=5.0))
+    admission = AdmissionController(limits(max_queued_requests=2, queue_timeout_secs=5.0))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1]), 1) for handle in range(2)]
     for seq in seqs:
-        door.enter(seq, 1, 0.0)
-    door.leave(seqs[0], 1.0)
-    door.enter(seqs[0], 1, 1.0)
-    assert door.make_room(ask(7, 99), 2.0, 1000.0) == [seqs[0]]
+        admission.enter(seq, 1, 0.0)
+    admission.leave(seqs[0], 1.0)
+    admission.enter(seqs[0], 1, 1.0)
+    assert admission.make_room(ask(7, 99), 2.0, 1000.0) == [seqs[0]]
 
     again = AdmissionController(limits(queue_timeout_secs=5.0))
     for _ in range(3):
@@ -369,10 +369,10 @@ def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
 
 
 def test_two_victims_are_two_requests() -> None:
-    door = AdmissionController(limits(max_queued_requests=2, max_queued_tokens=10))
+    admission = AdmissionController(limits(max_queued_requests=2, max_queued_tokens=10))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1] * 5), 1) for handle in range(2)]
     for seq in (*seqs, seqs[0]):
         if seq is seqs[0]:
-            door.leave(seq, 0.0)
-        door.enter(seq, 5, 0.0)
-    assert door.make_room(ask(7, 99, length=10), 1.0, 1000.0) == seqs
+            admission.leave(seq, 0.0)
+        admission.enter(seq, 5, 0.0)
+    assert admission.make_room(ask(7, 99, length=10), 1.0, 1000.0) == seqs

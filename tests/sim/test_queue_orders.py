@@ -129,7 +129,7 @@ def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> No
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpt-aging"])
-def test_who_leaves_during_a_look_is_not_given_and_nobody_is_given_twice(policy: str) -> None:
+def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twice(policy: str) -> None:
     for seed in range(40):
         world = World(policy, RULES[3], seed)
         for _ in range(60):
@@ -310,7 +310,7 @@ def test_a_long_queue_costs_a_look_a_bounded_number_of_keys(policy: str, rule: i
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_all_of_a_burst_are_given_to_a_caller_who_wants_them_and_the_important_first(policy: str) -> None:
+def test_all_of_a_burst_are_given_on_demand_and_the_important_first(policy: str) -> None:
     world, _ = crowd(policy, RULES[1], 500)
     given = [seq.handle for seq in world.queue.in_order()]
     assert sorted(given) == [seq.handle for seq in world.members]
@@ -340,25 +340,25 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     for _ in range(1000):
         world.members.append(world.new())
         world.queue.add(world.members[-1])
-    sorted_anew = 0
+    sorted_again = 0
     for _ in range(150):
         before, entered[:] = world.queue._order, []
         next(world.queue.in_order())
-        sorted_anew += world.queue._order is not before
+        sorted_again += world.queue._order is not before
         assert sum(entered) <= 3 * EXACT_UP_TO + KEYS_PER_LOOK, "those that join, in both orders, a part, those due"
         world.publish()
         world.cache.evict(2)
         world.queue.discard(world.members.pop(world.rng.randrange(len(world.members))))
         world.members.append(world.new())
         world.queue.add(world.members[-1])
-    assert sorted_anew >= 3
+    assert sorted_again >= 3
     for _ in range(150):  # nothing changes any more
         next(world.queue.in_order())
     exact = ordered(world.members, POLICIES[policy](params), RULES[rule], world.view())
     assert list(world.queue.in_order()) == exact
 
 
-def test_edf_lets_nobody_pass_for_ever() -> None:
+def test_edf_lets_no_request_pass_for_ever() -> None:
     """Overload by requests that can be in time: a hopeless one, and one without a deadline, wait for a bounded time."""
     params = PolicyParams(default_deadline_secs=60.0, edf_demotion_secs=100.0)
     for hopeless, bound in ((dataclasses.replace(request(1, [1] * 8, 1), ttft_deadline=0.5, arrival=0.0), 100.5),
@@ -388,10 +388,10 @@ def test_edf_lets_nobody_pass_for_ever() -> None:
     others=st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(1, 1000)), max_size=8),
 )
 @settings(max_examples=200, deadline=None)
-def test_edf_puts_everybody_before_all_that_arrive_after_a_bounded_time(
+def test_edf_puts_every_request_before_all_that_arrive_after_a_bounded_time(
     deadline: float | None, work: int, now: float, others: list[tuple[float, int]]
 ) -> None:
-    """Whoever arrived at 0 precedes, at any time, those that arrive when deadline + demotion have passed."""
+    """A request that arrived at 0 precedes, at any time, those that arrive when deadline + demotion have passed."""
     params = PolicyParams(default_deadline_secs=60.0, edf_demotion_secs=100.0)
     bound = (60.0 if deadline is None else deadline) + 100.0
     first = dataclasses.replace(request(1, [1] * work, 1), ttft_deadline=deadline, arrival=0.0)

@@ -66,7 +66,7 @@ def test_without_priorities_decode_rows_stand_by_arrival_whatever_the_policy() -
     assert rows(turn(sched)) == [0, 1, 2]
 
 
-def test_ageing_orders_decode_rows_until_its_maximum_is_reached() -> None:
+def test_aging_orders_decode_rows_until_its_maximum_is_reached() -> None:
     rule = PriorityRule(enabled=True, aging_rate=1.0, aging_max=10.0)
     sched = Scheduler(limits(priority=rule))
     for handle, priority, arrival in ((0, 0, 0.0), (1, 4, 8.0)):

@@ -116,7 +116,7 @@ def test_pages_that_gave_nan_serve_no_later_request(depth: int, born: str) -> No
         node.sched.add(request(handle, prompt, 6, ignore_eos=True))
         node.run()
         assert node.outputs[handle] == reference(array("i", prompt), 6, True)
-    assert (node.cached[2], node.cached[3]) == (0, 16), "computed once anew, then shared"
+    assert (node.cached[2], node.cached[3]) == (0, 16), "computed once more, then shared"
     assert node.sched.quarantined_pages > 0
     node.sched.ledger().check_idle(64)
 
@@ -285,7 +285,7 @@ def test_others_pass_a_request_that_waits_for_pages_and_do_not_delay_it(share: s
 
 
 def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
-    """What passes it adds to its reservation; with a full one, nothing passes until it has started."""
+    """Requests that pass it add to its reservation; with a full one, nothing passes until it has started."""
     node = Node(Limits(100, 4, 32, 1000, 64, radix_cache=False), depth=1)
     node.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
     node.step()
@@ -301,7 +301,7 @@ def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
 
 @pytest.mark.parametrize("share", ["none", "tenants"])
 def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(share: str) -> None:
-    """Its pages become free while request 2, which precedes it, is computed in part."""
+    """Pages become free while request 2, which precedes it, is computed in part."""
     rules = FairnessRules(tenants=TenantRules() if share == "tenants" else None)
     node = Node(
         Limits(100, 4, 8, 100, 64, policy="srpt-aging", max_partial_prefills=1, long_prefill_tokens=16,

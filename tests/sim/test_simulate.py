@@ -292,7 +292,7 @@ def test_every_flag_that_the_planner_reads_is_accepted_and_no_other() -> None:
     recorder = Recorder()
     limits(recorder, 8)  # type: ignore[arg-type]
     own = {"schedule_policy", "disaggregation_mode", "num_reserved_decode_tokens"}  # --role, comma list, D only
-    own |= {"kv_events_config"}  # nobody listens
+    own |= {"kv_events_config"}  # no subscriber
     own |= {"step_tokens"}  # made of two flags
     also = {
         "max_prefill_tokens",
@@ -358,7 +358,7 @@ def simulated(*flags: str) -> dict[str, Any]:
     return {s.policy: s for s in summaries}
 
 
-def test_coarse_and_fine_tokens_tell_the_same_story() -> None:
+def test_coarse_and_fine_tokens_give_the_same_times() -> None:
     fine, coarse = (simulated("--limit", "600", "--length-scale", n)["fcfs"] for n in ("1", "8"))
     assert coarse.ttft.mean == pytest.approx(fine.ttft.mean, rel=0.03)
     assert coarse.utilisation == pytest.approx(0.9, abs=0.05)
@@ -393,7 +393,7 @@ def test_policies_rank_on_a_recorded_trace_as_their_descriptions_say() -> None:
     assert found["lof"].wait.max > 2 * found["fcfs"].wait.max
     assert mean["random"] > mean["srpt-aging"]
     assert mean["hrrn"] < mean["fcfs"]
-    assert found["fcfs"].wait.p99 < found["random"].wait.p99, "nobody overtakes"
+    assert found["fcfs"].wait.p99 < found["random"].wait.p99, "no request overtakes"
 
 
 def test_every_policy_reports_ttft_tpot_and_wait() -> None:

@@ -1,4 +1,4 @@
-"""What operators are told: exact on scripted traces, and by definition on random ones."""
+"""Scheduler metrics: exact on scripted traces, and by definition on random ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_waiting_time_and_overtaking_on_a_scripted_trace() -> None:
     assert node.sched.is_idle
     assert node.stats.gauges() == {'starving_requests{class="default"}': 0.0}
     assert node.stats.counters()['priority_starvation_total{class="default"}'] == 1
-    assert node.stats.overtaken.counts[:4] == [3, 0, 1, 0], "0, 2 and 3 by nobody, 1 by two"
+    assert node.stats.overtaken.counts[:4] == [3, 0, 1, 0], "0, 2 and 3 by none, 1 by two"
     assert node.stats.overtaken.sum == 2
     waits = node.stats.waiting_time["default"]
     assert waits.count == 4
@@ -86,7 +86,7 @@ def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> Non
     node.add(1, 0.0, 4, priority=1)
     for now in (0.0, 20.0, 21.0):
         node.step(now)
-    assert node.stats.starved.total() == 0, "it waits for long, but nobody came later"
+    assert node.stats.starved.total() == 0, "it waits for long, but no request came later"
     node.add(2, 21.5, 4, max_new=1, priority=5)
     for now in range(22, 29):
         node.step(float(now))
@@ -165,7 +165,7 @@ def test_decode_stalls_are_the_gaps_with_other_work() -> None:
     node.step(0.0)
     node.step(1.0)
     node.step(2.0)
-    assert node.stats.decode_stall.count == 0, "decode steps alone stall nobody"
+    assert node.stats.decode_stall.count == 0, "decode steps alone stall no request"
     node.add(1, 2.5, 40, max_new=2)
     stalled = [node.step(now) for now in (3.0, 4.0, 5.0)]
     assert [plan.num_decode for plan in stalled if plan] == [0, 1, 0]
@@ -192,7 +192,7 @@ def test_deadline_slack_and_misses() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_traces_obey_the_definitions(seed: int) -> None:
+def test_random_traces_follow_the_definitions(seed: int) -> None:
     """Retraction, preemption, aborts and priorities at random, checked against the admissions seen from outside."""
     rng = random.Random(seed)
     rule = PriorityRule(enabled=seed % 3 > 0, preemption_threshold=2)

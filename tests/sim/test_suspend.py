@@ -139,7 +139,7 @@ def test_a_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
         node.sched.add(request(handle, [1] * 5, 6, ignore_eos=True))
     with pytest.raises(QueueFull):
         node.sched.add(request(4, [1] * 5, 6))
-    assert node.sched.resume([0, 1]) == 2, "the limit is for newcomers"
+    assert node.sched.resume([0, 1]) == 2, "the limit is for new requests"
     node.run()
     assert list(node.finished) == [0, 1, 2, 3], "by arrival"
 
@@ -194,7 +194,7 @@ def test_the_last_step_of_a_suspended_prompt_still_leases_it() -> None:
         p.sched.ledger().check_idle(64)
 
 
-def test_parked_prompts_let_go_when_nothing_else_can() -> None:
+def test_suspended_prompts_release_pages_when_nothing_else_can() -> None:
     p = Node(Limits(12, 4, 4, 100, 8, role="prefill"), depth=1)
     p.sched.add(request(0, [1] * 40, 4, room=1))
     for _ in range(3):

@@ -1,4 +1,4 @@
 """Structure and language of the sources, measured: import cycles, sizes of folders, files and functions, names, prose.
 
-`allowed.txt` lists what does not keep the rules yet, and may only shrink. `python -m tests.structure` writes it anew.
+`allowed.txt` lists what does not keep the rules yet, and may only shrink. `python -m tests.structure` rewrites it.
 """

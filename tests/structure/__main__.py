@@ -1,4 +1,4 @@
-"""Write allowed.txt anew, unless a rule is broken more often than the list allows."""
+"""Rewrite allowed.txt, unless a rule is broken more often than the list allows."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.structure.allowed import PATH, allowed, grown, outdated
-from tests.structure.rules import BARE, RULES, offenses
-from tests.structure.sources import cyclic, expanded, functions
+from tests.structure.rules import BARE, RULES, RULES_FILE, offenses, spoken_files
+from tests.structure.sources import cyclic, expanded, files, functions
 
-WRITE = f"`python -m tests.structure` writes {PATH.name} anew"
+WRITE = f"`python -m tests.structure` rewrites {PATH.name}"
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,12 @@ def test_entries_follow_what_was_mended(found: dict[tuple[str, str], int]) -> No
 
 
 def test_a_count_below_its_entry_is_outdated() -> None:
-    limits = {("private-word", "docs:told"): 3, ("private-word", "docs:door"): 1, ("file-lines", "a.py"): 1000}
-    found = {("private-word", "docs:told"): 2, ("file-lines", "a.py"): 960}
-    assert outdated(limits, found) == ["private-word docs:door: 0, allowed 1", "private-word docs:told: 2, allowed 3"]
+    limits = {("private-word", "docs:second"): 3, ("private-word", "docs:first"): 1, ("file-lines", "a.py"): 1000}
+    found = {("private-word", "docs:second"): 2, ("file-lines", "a.py"): 960}
+    assert outdated(limits, found) == [
+        "private-word docs:first: 0, allowed 1",
+        "private-word docs:second: 2, allowed 3",
+    ]
 
 
 def test_sizes_in_lines_follow_after_five_percent() -> None:
@@ -49,6 +52,11 @@ def test_a_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
     assert grown(limits, {("bare-opening", "old.py"): 2, ("bare-opening", "new.py"): 1}) == [
         "bare-opening: 3, allowed 2"
     ]
+
+
+def test_words_of_every_source_are_checked() -> None:
+    checked = {path for paths in spoken_files().values() for path in paths}
+    assert set(files(".", ".py", ".rs", ".sh", ".go")) - checked == {RULES_FILE}
 
 
 def test_cycles_are_found_and_chains_are_not() -> None:
@@ -68,5 +76,5 @@ def test_functions_are_measured() -> None:
 @pytest.mark.parametrize(
     ("line", "is_bare"), [("Of its headers", True), ("Time until", False), ("Item of a list", False)]
 )
-def test_bare_openings_are_told_from_nouns(line: str, is_bare: bool) -> None:
+def test_bare_openings_differ_from_nouns(line: str, is_bare: bool) -> None:
     assert bool(BARE.match(line)) is is_bare

@@ -44,7 +44,7 @@ class Case:
         )  # fmt: skip
 
     def pool(self, device: str) -> KvTensors:
-        """Filled with NaN: what nobody wrote must not be read. Twice the pages needed, so that they lie scattered."""
+        """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""
         pages = 2 * sum(-(-n // self.page_size) for n in self.lengths)
         shape = (pages, len(self.windows), 2, self.page_size, self.kv_heads, self.dim)
         return KvTensors(self.spec().kv, self.page_size, torch.full(shape, math.nan, dtype=self.dtype, device=device))

@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-PATIENCE_SECS = 60.0
+TIMEOUT_SECS = 60.0
 POLL_SECS = 0.05
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "Space": 32}
 """Keys a test presses, with their virtual key codes."""
@@ -80,7 +80,7 @@ class Browser:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}
         await self._socket.send_json(message if session is None else message | {"sessionId": session})
-        return await asyncio.wait_for(answer, PATIENCE_SECS)
+        return await asyncio.wait_for(answer, TIMEOUT_SECS)
 
     async def _read(self) -> None:
         async for raw in self._socket:
@@ -109,7 +109,7 @@ class Browser:
 
 async def _port_file(profile: Path, process: asyncio.subprocess.Process, log: Path) -> str:
     """Port and path of the DevTools socket, once Chromium has written them."""
-    for _ in range(int(PATIENCE_SECS / POLL_SECS)):
+    for _ in range(int(TIMEOUT_SECS / POLL_SECS)):
         with contextlib.suppress(FileNotFoundError):
             if "\n" in (text := (profile / "DevToolsActivePort").read_text()):
                 return text
@@ -169,7 +169,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, script: str, secs: float = PATIENCE_SECS) -> Any:
+    async def until(self, script: str, secs: float = TIMEOUT_SECS) -> Any:
         """Evaluate again and again until the value is true, and return it; an element counts as true."""
         script = f"((value) => value instanceof Node || value)({script})"
         value = None

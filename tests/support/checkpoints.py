@@ -66,7 +66,7 @@ def reference_model(path: Path) -> Any:
 
 
 def reference_greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """What transformers' generate() answers, not stopping at end-of-sequence."""
+    """Tokens of transformers' generate(), not stopping at end-of-sequence."""
     import torch
 
     ids = torch.tensor([prompt])

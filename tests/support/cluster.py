@@ -58,7 +58,7 @@ def eventually(what: str, look: Callable[[], T], secs: float = RECOVER_SECS) -> 
 
 
 def settled(read: Callable[[], T]) -> T:
-    """What `read` returns once it has stayed the same for SETTLED_SECS: no report of earlier work is on its way."""
+    """Value of `read` once it has stayed the same for SETTLED_SECS: no report of earlier work is on its way."""
     seen, begun = read(), time.monotonic()
     since = begun
     while time.monotonic() < since + SETTLED_SECS:
@@ -70,7 +70,7 @@ def settled(read: Callable[[], T]) -> T:
 
 
 def get(url: str, timeout: float = 5.0) -> str | None:
-    """Body of GET `url`, or None when nobody answers or the status is an error."""
+    """Body of GET `url`, or None when no server answers or the status is an error."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=timeout) as response:
         return str(response.read().decode())
     return None
@@ -84,7 +84,7 @@ class Sample:
 
 
 def metrics(url: str) -> list[Sample]:
-    """All samples of `url`/metrics; empty when nobody answers."""
+    """All samples of `url`/metrics; empty when no server answers."""
     found = []
     for line in (get(f"{url}/metrics") or "").splitlines():
         if match := _SAMPLE.match(line):

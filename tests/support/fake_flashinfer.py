@@ -269,7 +269,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     assert query.dtype in HALF
     assert cos_sin_cache.dim() == 2
     assert cos_sin_cache.shape[1] == head_size
-    assert head_size in (64, 128, 256), "another kernel, which nobody has tried"
+    assert head_size in (64, 128, 256), "another kernel, which is untested"
     _launches(query)
     assert positions.max() < len(cos_sin_cache)
     assert is_neox

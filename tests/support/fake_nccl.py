@@ -32,7 +32,7 @@ class Op:
 
 @dataclass
 class Clique:
-    """What two ranks share."""
+    """State that two ranks share."""
 
     joined: set[int] = field(default_factory=set)
     sends: list[Op] = field(default_factory=list)

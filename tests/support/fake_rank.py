@@ -147,7 +147,7 @@ class FakeRank:
         )
 
     def looked(self) -> bool:
-        """Whether the books show a lease this time."""
+        """True if the ledger shows a lease this time."""
         if "leased" not in self.script:
             return False
         most, file = self.script["leased"]

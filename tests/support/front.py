@@ -28,7 +28,7 @@ class FakeEngine:
 
     @property
     def log(self) -> str:
-        """What the front and its ranks wrote to stderr so far."""
+        """Output of the front and its ranks on stderr so far."""
         return self.log_file.read_text()
 
     @property

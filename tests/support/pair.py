@@ -23,7 +23,7 @@ from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, 
 from tests.support.stand_in import StandIn
 
 _rooms = itertools.count(1000)
-PATIENCE_SECS = 30.0
+TIMEOUT_SECS = 30.0
 
 
 class Half:
@@ -58,11 +58,11 @@ class Half:
             backend = wrap(backend)
         self.native: Any = loaded.kv.native
         self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
-        told = self.node if stand_in is None else stand_in.watched(self.node)
+        watched = self.node if stand_in is None else stand_in.watched(self.node)
         if role == "prefill":
-            self.engine: EngineLoop = loaded.engine(PrefillRelay(told, PATIENCE_SECS))
+            self.engine: EngineLoop = loaded.engine(PrefillRelay(watched, TIMEOUT_SECS))
         else:
-            self.engine = loaded.engine(DecodeRelay(told, PATIENCE_SECS, loaded.vocab_size))
+            self.engine = loaded.engine(DecodeRelay(watched, TIMEOUT_SECS, loaded.vocab_size))
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finished: set[int] = set()
@@ -104,7 +104,7 @@ class Pair:
         params: SamplingParams,
         disturb: Callable[[Half, list[int]], None] | None = None,
     ) -> list[list[int]]:
-        """What the D half answers to each prompt, all at once; `disturb`: called with each half before its turns."""
+        """Answer of the D half to each prompt, all at once; `disturb`: called with each half before its turns."""
         rooms = self.submit(prompts, params)
         self._disturb = None if disturb is None else lambda half: disturb(half, rooms)
         self.until(lambda: self.d.finished.issuperset(rooms))
@@ -127,7 +127,7 @@ class Pair:
         return rooms
 
     def until(self, done: Any) -> None:
-        deadline = time.monotonic() + PATIENCE_SECS
+        deadline = time.monotonic() + TIMEOUT_SECS
         while not done():
             assert time.monotonic() < deadline, (self.p.engine.sched.counts(), self.d.engine.sched.counts())
             busy = []

@@ -1,7 +1,7 @@
 """Recorded plans: digests of what the scheduler planned in one storm per policy and role.
 
 A change that only moves or renames code leaves every digest equal. `python -m tests.support.recorded_plans` records
-them anew, for a change that is meant to plan differently; the commit says what changed and why.
+them again, for a change that is meant to plan differently; the commit says what changed and why.
 """
 
 from __future__ import annotations

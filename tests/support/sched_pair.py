@@ -12,7 +12,7 @@ from tests.support.sched_sim import Node
 class Relay:
     """Copies granted pages from P's memory to D's one by one; a room may break at any point before its commit.
 
-    Whoever gives up first (a client, a deadline, the wire) the other side hears of it, as through kv_transfer. P gives
+    When one side gives up (a client, a deadline, the wire), the other is notified, as through kv_transfer. P gives
     up a lease after `lease_ticks`: two full nodes may hold pages for each other's next prompt, which nothing else ends.
     """
 

@@ -66,7 +66,7 @@ def request(
     is_length_known: bool = True,
     room: int | None = None,
 ) -> ValidatedRequest:
-    """`ignore_eos` fixes the answer's length; with `is_length_known` False the scheduler is not told and estimates."""
+    """`ignore_eos` fixes the answer's length; with `is_length_known` False the scheduler estimates it."""
     stop = () if ignore_eos else (EOS,)
     params = SamplingParams(max_new_tokens=max_new, stop_token_ids=stop, ignore_eos=ignore_eos and is_length_known)
     meet = None if room is None else Rendezvous("p", 1, room)
@@ -162,7 +162,7 @@ class Node:
         self.grants: dict[int, GrantPages] = {}
         self.revokes: list[RevokeGrant] = []
         self.aborts: list[AbortTransfer] = []
-        self.stories: list[RequestTimeline] = []
+        self.timelines: list[RequestTimeline] = []
         self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
@@ -200,7 +200,7 @@ class Node:
             elif isinstance(event, AbortTransfer):
                 self.aborts.append(event)
             elif isinstance(event, RequestTimeline):
-                self.stories.append(event)
+                self.timelines.append(event)
 
     def step(self) -> bool:
         """Plan once, then commit until fewer than `depth` plans fly. False when nothing happened."""

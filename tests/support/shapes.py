@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }  # fmt: skip
-"""`tiny` is nobody's: what CPUs try scripts with. Its heads are of a size that flashinfer takes."""
+"""`tiny` is of no real model: for trying scripts on CPUs. Its heads are of a size that flashinfer takes."""
 
 
 def make(shape: str, path: Path, **changes: Any) -> Path:

@@ -49,7 +49,7 @@ class StandIn:
         """The mark after the last step that wrote a page."""
         self.announced = 0
         self.broken: str | None = None
-        """What every further call of the queue raises."""
+        """Error that every further call of the queue raises."""
         self.runs: list[str] = []
         self.pinned: set[int] = set()
         self.open_blocks = 0
@@ -113,7 +113,7 @@ class StandIn:
             yield
 
     def watched(self, node: Any) -> Any:
-        """A transfer node that is not told of pages before their step has ended."""
+        """Wrap a transfer node: pages may be announced only after their step has ended."""
         stand_in = self
 
         class Watched:

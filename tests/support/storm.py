@@ -123,7 +123,7 @@ def weathers(first_seed: int, is_tight: bool = False) -> list[Weather]:
 
 @dataclass
 class Log:
-    """What a ride went through."""
+    """Record of one run."""
 
     steps: int = 0
     digest: str = ""
@@ -154,7 +154,7 @@ class Ride:
         """Aborted by the client: it hears no more."""
         self.refused: set[int] = set()
         self.may_fail: set[int] = set()
-        """Half of the pair was told to stop, or there is a deadline: an error is a proper end."""
+        """One half of the pair was ordered to stop, or there is a deadline: an error is a proper end."""
         self.log = Log()
 
     def _node(self, limits: Limits) -> Node:

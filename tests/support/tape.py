@@ -1,4 +1,4 @@
-"""What a CUDA graph is, on CPU tensors: operations on fixed memory, done again without any Python between them.
+"""A CUDA graph on CPU tensors: operations on fixed memory, done again without any Python between them.
 
 While work is recorded every tensor operation is noted with the very tensors it read and wrote. A replay fills all
 memory that the work made for itself with garbage, then does the operations again in place. So whatever Python decided

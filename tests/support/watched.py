@@ -1,6 +1,6 @@
 """A scheduler that checks itself around every plan: the promises of docs/architecture.md, computed a second time.
 
-Nothing here reuses the planner's arithmetic: orders, needs, holders and gaps are derived anew from the tables, naively.
+Nothing here reuses the planner's arithmetic: orders, needs, holders and gaps are derived from the tables, naively.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Fact:
 
 @dataclass
 class Before:
-    """What stood in the tables when a plan was asked for."""
+    """The tables as they stood when a plan was asked for."""
 
     facts: list[Fact]
     ratio: float
@@ -143,11 +143,11 @@ class WatchedScheduler(Scheduler):
         )
 
     def _facts(self) -> list[Fact]:
-        """What the orders read of the waiting requests."""
+        """Facts about the waiting requests that the orders read."""
         state, clip = self._state, self.limits.clip_new_tokens
 
         def cached(seq: Seq) -> int:
-            if seq.pages:  # parked: it has these, whether or not the tree has them
+            if seq.pages:  # retained: it has these, whether or not the tree has them
                 return seq.computed
             return state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
 
@@ -249,7 +249,7 @@ class WatchedScheduler(Scheduler):
             assert prompts == sorted(prompts), "a prompt went before a more important one"
 
     def _check_holders(self) -> None:
-        """Who holds what, counted from the holders' side."""
+        """Compare slots, private pages and tree locks with those counted from their holders."""
         state = self._state
         private = array("i")
         locks: Counter[object] = Counter()
@@ -298,7 +298,7 @@ class WatchedScheduler(Scheduler):
             assert self._gaps[handle] <= 1 or by_time, f"request {handle} waited two steps for its next token"
 
     def _check_preemptions(self, before: Before) -> None:
-        """Only a clearly more important request that waits or opens preempts; nobody suffers it too often."""
+        """Only a clearly more important request that waits or opens preempts; no request suffers it too often."""
         state, rule = self._state, self.limits.priority
         for handle, count in before.preemptions.items():
             seq = state.seqs.get(handle)
@@ -342,7 +342,7 @@ class WatchedScheduler(Scheduler):
         """
         if first.pages or self._is_capped(first, plan) or self._leaves_pages(first, before):
             return
-        new = [h for h in came if h not in before.retained]  # what a parked one will need was kept for it already
+        new = [h for h in came if h not in before.retained]  # what a retained one will need was kept for it already
         need = self._need(first, before.ratio, without=new)
         available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in new)
         assert need > available, f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
@@ -379,7 +379,7 @@ class WatchedScheduler(Scheduler):
         return passed + at_end(seq) > limits.num_pages - set_aside
 
     def _check_work_conserved(self, before: Before, plan: StepPlan | None) -> None:
-        """Budget is left over only when nobody could use it."""
+        """Budget is left over only when no request could use it."""
         state, memory, limits = self._state, self._state.memory, self.limits
         page = limits.page_size
         if self.retractions != before.retractions or self._preempted(before):
@@ -415,7 +415,7 @@ class WatchedScheduler(Scheduler):
         self.checked["admission refused"] += 1
         head, came_first = order[place], [s for s in order[:place] if s.handle in rows]
         if head.pages:
-            return  # parked: it needs no prefix
+            return  # retained: it needs no prefix
         if self._is_capped(head, plan) or self._leaves_pages(head, before, came_first):
             return
         need, available = self._need(head, before.ratio), self._available_to(head)

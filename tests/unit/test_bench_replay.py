@@ -41,7 +41,7 @@ def test_a_turn_continues_the_request_whose_blocks_it_repeats() -> None:
     assert parents([first, second, third]) == [None, 0, 1]
 
 
-def test_strangers_behind_one_system_prompt_wait_for_nobody() -> None:
+def test_unrelated_requests_behind_one_system_prompt_do_not_wait() -> None:
     trace = [
         request(1600, 0, 1, 2, 3),
         request(1600, 0, 1, 4, 5),
@@ -67,7 +67,7 @@ def test_a_report_says_what_came_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "error"),
     [
         (["--trace", "x"], "needs the server to measure"),
         (["--trace", "x", "--url", "u", "--rounds", "3"], "--rounds means nothing with --trace"),
@@ -77,7 +77,7 @@ def test_a_report_says_what_came_back() -> None:
         (["--trace", "x", "--url", "u", "--length-scale", "3"], "divisor of 512"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_make_no_sense_are_refused(flags: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(flags)
-    assert told in capsys.readouterr().err
+    assert error in capsys.readouterr().err

@@ -107,8 +107,8 @@ def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(weights: list[
 
 
 @given(weights=CLASSES, debt=st.integers(0, 10**7))
-def test_rounds_that_serve_nobody_are_skipped_at_once_and_change_nothing(weights: list[int], debt: int) -> None:
-    """Against a naive round robin that goes round until somebody is out of debt."""
+def test_rounds_that_serve_no_class_are_skipped_at_once_and_change_nothing(weights: list[int], debt: int) -> None:
+    """Against a naive round robin that goes round until some class is out of debt."""
     fast = DeficitRoundRobin(weights, QUANTUM)
     fast.charge(0, debt % 5000)
     fast.charge(1, debt % 3000)

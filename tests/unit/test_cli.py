@@ -134,7 +134,7 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     assert threads(12, "--prefill-args", "--dp-size 4", "--decode-args", "--dp-size 2") == ["2"]
 
 
-def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
+def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
         return local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)._router_argv()
 
@@ -206,7 +206,7 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
         ("--kv-pool-mib 99999999", "195312.50 GiB for KV pools"),
     ],
 )
-def test_what_cannot_start_is_refused_before_any_process(
+def test_invalid_flags_are_refused_before_any_process_starts(
     flags: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "check_router_flags", lambda plan: None)

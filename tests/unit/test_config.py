@@ -66,7 +66,7 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
 ) -> None:
     """A number that is none, a wrong choice, a flag there is not, the environment, a range, the tenant file."""
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "y")
-    argv = ["--port", "x", "--schedule-policy", "best", "--srpt-ageing", "-1", "stray", "--bogus=3", "--watermark", "2"]
+    argv = ["--port", "x", "--schedule-policy", "best", "--srpt-agin", "-1", "stray", "--bogus=3", "--watermark", "2"]
     with pytest.raises(SystemExit) as caught:
         config.parse([*argv, "--tenant-config", '{"default": {"max_running": -1}}'])
     assert caught.value.code == 2
@@ -77,7 +77,7 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
     assert [line.partition(": ")[2] for line in shown[:5]] == [
         "--port x: give an integer",
         f"--schedule-policy best: give one of {', '.join(policies)}",
-        "--srpt-ageing: there is no such flag; is it --srpt-aging?",
+        "--srpt-agin: there is no such flag; is it --srpt-aging?",
         "'stray' follows no flag; leave it out",
         "--bogus: there is no such flag; --help lists them",
     ]

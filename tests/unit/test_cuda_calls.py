@@ -1,4 +1,4 @@
-"""What can be known of the CUDA half of device pages without a GPU: the order of calls, the waits, the errors."""
+"""The CUDA half of device pages, as far as testable without a GPU: the order of calls, the waits, the errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_call_returns_when_its_event_has_come_and_streams_are_used_again(cuda:
     assert cuda.used == [1, 1, 1, 1, 2, 1]
 
 
-def test_what_was_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
+def test_work_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
     def fail() -> None:
         raise ValueError("no such page")
 
@@ -108,8 +108,8 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     assert given_up == ["cuda:0 is not through with copying a peer's pages after 0.01 s"]
 
 
-def test_a_followers_step_has_ended_before_it_hears_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next order may be to announce the pages of that step."""
+def test_a_followers_step_has_ended_before_it_gets_the_next_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next order may be to announce the pages of that step."""
     monkeypatch.setattr(ModelRunner, "follow", lambda self, order: None)
     for native, reached in ((object(), 1), (None, 0)):
         runner = object.__new__(DeviceRunner)
@@ -152,8 +152,8 @@ def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
 
 
 def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
-    told = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
-    assert told == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
+    handle = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
+    assert handle == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
     assert ctypes.sizeof(ipc.IpcHandle) == 64
 
 

@@ -85,7 +85,7 @@ BEYOND = [
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("flags", "message"), BEYOND)
-def test_what_only_cpus_do_is_refused_on_cuda(flags: dict[str, object], message: str) -> None:
+def test_flags_only_for_cpus_are_refused_on_cuda(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--device cuda: .*{message}"):
         resolve(device="cuda", **flags)
     assert resolve(device="auto", **flags) == torch.device("cpu")

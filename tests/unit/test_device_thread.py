@@ -1,4 +1,4 @@
-"""The compute thread obeys --cpu-threads: OpenMP's setting is per thread, and MKL would take every core otherwise."""
+"""The compute thread applies --cpu-threads: OpenMP's setting is per thread, and MKL would take every core otherwise."""
 
 from __future__ import annotations
 

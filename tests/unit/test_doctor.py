@@ -81,13 +81,13 @@ def test_fault_of_a_machine_is_named(changes: dict[str, Any], name: str, status:
 
 def test_facts_of_this_machine_survive_json_and_an_older_peer_leaves_out_fields() -> None:
     own = read_host_facts()
-    told = json.loads(json.dumps(own.json()))
-    assert HostFacts.from_json(told) == own
+    sent = json.loads(json.dumps(own.json()))
+    assert HostFacts.from_json(sent) == own
     assert own.sealed_memfd_error is None, "KV pools of this machine's tests are sealed memory files"
     assert own.memory_total is not None
     assert own.memory_total > GIB
-    del told["versions"], told["shm_total"]
-    assert HostFacts.from_json({**told, "of_a_newer_version": 1}).versions == {}
+    del sent["versions"], sent["shm_total"]
+    assert HostFacts.from_json({**sent, "of_a_newer_version": 1}).versions == {}
 
 
 @pytest.mark.parametrize(("offset", "status"), [(0.4, "ok"), (-30.0, "warn"), (600.0, "fail")])
@@ -147,7 +147,7 @@ def engine(
         "url": url, "worker_type": role, "state": "ready", "reason": None, "circuit": "closed", "load": 0,
         "bootstrap_port": 8998 if role == "prefill" else None, "kv_events": [{"state": "off", "reason": "none"}],
     }  # fmt: skip
-    told = {
+    server_info = {
         "engine": "baton",
         "version": "1.0",
         "host": "10.0.0.1",
@@ -175,7 +175,7 @@ def engine(
         "prefill": [look] if role == "decode" else [],
     }
     metrics = [MetricSample("baton_ready", {}, 1.0)]
-    return EngineView(url, role, worker, told, metrics=metrics, diagnosis=diagnosis, clock_offset_secs=0.0)
+    return EngineView(url, role, worker, server_info, metrics=metrics, diagnosis=diagnosis, clock_offset_secs=0.0)
 
 
 def p(**changes: Any) -> EngineView:
@@ -495,7 +495,7 @@ def test_key_proof_shows_neither_the_key_nor_what_else_the_key_signs() -> None:
     assert "secret" not in key_proof("secret", "c")
 
 
-def test_workers_of_other_engines_are_not_judged_by_what_only_ours_tell() -> None:
+def test_workers_of_other_engines_are_not_judged_by_what_only_ours_report() -> None:
     other = EngineView(
         D, "decode", d().worker, {"version": "0.5.7", "host": "127.0.0.1"},
         metrics=[MetricSample("sglang:x", {}, 1.0)],

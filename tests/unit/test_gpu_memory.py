@@ -76,7 +76,7 @@ def test_two_engines_share_a_device_by_its_whole_memory() -> None:
     assert size_pool(beside, page, 0.6).why == "all that is free"
 
 
-def test_what_does_not_fit_is_said_with_numbers_and_what_to_lower() -> None:
+def test_a_pool_that_does_not_fit_is_refused_with_numbers_and_the_flag_to_lower() -> None:
     full = MemoryNeeds(80 * GIB, 3 * GIB, 70 * GIB, 128 * MIB, 4 * GIB, 0)
     said = r"no room for 2 KV pages of 2\.00 MiB .*free 3\.00 GiB beside weights of 70.*a step takes 4\.00 GiB.*lower "
     with pytest.raises(ConfigError, match=said + "--chunked-prefill-size"):
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_said_with_numbers_and_what_to_lower() -> None:
         size_pool(small, 2 * MIB, 0.2)
 
 
-# ---------------------------------------------------------------------------------------------- rehearsals
+# ---------------------------------------------------------------------------------------------- warm-up
 
 
 @st.composite
@@ -97,7 +97,7 @@ def limits(draw: st.DrawFn) -> WarmupLimits:
 
 
 @given(limits())
-def test_rehearsed_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None:
+def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None:
     most = pages_needed(at)
     for _, plan in steps(at):
         pages = [page for row in plan.rows for page in row.pages]
@@ -124,7 +124,7 @@ def test_the_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
         assert largest.num_tokens == min(at.running - 1 + at.prompt_tokens, max(at.tokens, at.running))
 
 
-def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_rehearsed() -> None:
+def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_in_the_warmup() -> None:
     plans = [plan for _, plan in steps(WarmupLimits(8192, 8192, running=256, context=40960, page_size=16))]
     assert any(not any(row.sample for row in plan.rows) for plan in plans), "a chunk that is not a prompt's last"
     assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), "attention splits its KV"
@@ -140,7 +140,7 @@ def test_the_largest_step_fills_the_budget() -> None:
 
 
 class Counted:
-    """A device that says what it is told to, and notes when it is asked."""
+    """A device that reports scripted numbers, and notes when it is asked."""
 
     def __init__(self, total: int = 80 * GIB, free: int = 70 * GIB) -> None:
         self.total = total
@@ -170,7 +170,7 @@ def config(**flags: Any) -> EngineConfig:
     return build({"device": "auto", "page_size": 16, "max_running_requests": 4, "chunked_prefill_size": 64, **flags})
 
 
-def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
         pages = fit(made, asked, 512, None, CPU, memory)
@@ -195,8 +195,8 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
 
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)
-    for flags, rungs, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
-        needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, rungs, 8 * GIB // 4, graphs)
+    for flags, captures, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
+        needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
         assert fit(made, asked, 512, None, CPU, Counted()) == size_pool(needs, page_bytes, 0.99).pages
 
@@ -209,7 +209,7 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
         check_weights(70 * GIB + GIB // 2, Counted())
 
 
-def test_a_wanted_pool_is_rehearsed_too_and_checked(made: Any) -> None:
+def test_a_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
     memory = Counted()
     assert fit(made, config(), 512, 100, CPU, memory) == 100
     assert memory.steps == 8
@@ -277,7 +277,7 @@ def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.
         fit(made, config(attention_backend="torch"), 512, None, CPU, Counted())
 
 
-def test_tensor_parallel_ranks_rehearse_together_and_take_the_smallest_pool(made: Any) -> None:
+def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made: Any) -> None:
     class Least:
         def least(self, n: int) -> int:
             return min(n, 1234)

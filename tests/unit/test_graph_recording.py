@@ -78,7 +78,7 @@ def test_the_table_reads_what_was_written_last() -> None:
 def test_a_recorded_forward_attends_as_the_eager_one(
     heads: tuple[int, int], page_size: int, seed: int, windows: tuple[int, int], lengths: list[int]
 ) -> None:
-    """Grouped queries, windows, pages of any size; every rung is recorded once and used for any rows."""
+    """Grouped queries, windows, pages of any size; every capture size is recorded once and used for any rows."""
     case = Case(heads=heads[0], kv_heads=heads[1], page_size=page_size, windows=windows, lengths=tuple(lengths))
     rng, spec = np.random.default_rng(seed), case.spec()
     pages = 2 * sum(-(-n // page_size) for n in lengths)
@@ -129,7 +129,7 @@ def load(backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: n
     backend.plan_replay(size, padded)
 
 
-def test_large_rungs_of_many_heads_get_a_larger_workspace() -> None:
+def test_large_sizes_of_many_heads_get_a_larger_workspace() -> None:
     """64 heads in groups of 8, 256 rows: 383 blocks of 16 queries. Eager steps take 33 blocks of 128."""
     case = Case(heads=64, kv_heads=8, dim=128, lengths=(1,))
     backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
@@ -160,7 +160,7 @@ class RunsIt:
         return work
 
 
-def test_what_is_recorded_reads_nothing_back_and_mixes_no_devices(tmp_path: Path) -> None:
+def test_recorded_steps_read_nothing_back_and_mix_no_devices(tmp_path: Path) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to(CUDA)
@@ -202,7 +202,7 @@ def test_how_many_rows_are_recorded(flags: dict[str, object], rows: int) -> None
     assert rows_to_record(config.build({"device": "cuda", **flags})) == rows
 
 
-def test_why_nothing_is_recorded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_not_recording_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     kv = make_pool(model.spec.kv, 4, 8, native=False)
     runner = DeviceRunner(model, kv, DeviceCheck(), 2, stream=LateStream())

@@ -55,7 +55,7 @@ class Machine:
             self.copied[run.to_host] += len(moved)
 
     def use(self, tokens: list[int], namespace: bytes = b"", *, keep: bool = False, write: bool = True) -> int:
-        """What admitting a request does: match, restore, compute the rest. Returns pages that needed no computing.
+        """Admit a request: match, restore, compute the rest. Returns pages that needed no computing.
 
         `write=False`: the copies that were asked for wait for a later call, as those of plans without rows do.
         """
@@ -150,7 +150,7 @@ def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(rng: random.Ran
     m.host.ledger().check_idle(slots)
 
 
-def test_what_is_evicted_comes_back_and_costs_one_copy_each_way() -> None:
+def test_evicted_pages_come_back_at_one_copy_each_way() -> None:
     m = Machine(pages=4, slots=8)
     first, other = [1] * 8, [2] * 8
     assert m.use(first) == 0
@@ -178,7 +178,7 @@ def test_a_page_survives_the_loss_of_its_prefix() -> None:
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 3), ("mru", 1), ("fifo", 3), ("filo", 1)])
-def test_the_eviction_policy_decides_who_stays_on_the_host(eviction: str, kept: int) -> None:
+def test_the_eviction_policy_decides_which_pages_stay_on_the_host(eviction: str, kept: int) -> None:
     m = Machine(pages=9, slots=3, eviction=eviction)
     for token in (1, 2, 3, 1, 2, 3):
         m.use([token] * 6)
@@ -187,7 +187,7 @@ def test_the_eviction_policy_decides_who_stays_on_the_host(eviction: str, kept: 
     assert [t for t in (1, 2, 3) if m.use([t] * 6) == 3] == [kept]
 
 
-def test_what_was_never_asked_for_again_takes_nobodys_place() -> None:
+def test_pages_never_requested_again_displace_no_others() -> None:
     m = Machine(pages=4, slots=4)
     m.use([1] * 8)
     m.cache.evict(4)
@@ -199,7 +199,7 @@ def test_what_was_never_asked_for_again_takes_nobodys_place() -> None:
     assert m.use([1] * 8) == 4, "still here"
 
 
-def test_the_next_turn_of_a_conversation_takes_the_place_of_what_nobody_continued() -> None:
+def test_the_next_turn_of_a_conversation_displaces_what_was_not_continued() -> None:
     m = Machine(pages=8, slots=6)
     m.use([9] * 8)
     m.cache.evict(4)
@@ -208,7 +208,7 @@ def test_the_next_turn_of_a_conversation_takes_the_place_of_what_nobody_continue
     m.cache.evict(8)
     m.check()
     assert m.copied[True] == 4 + 6
-    assert m.use([1] * 12) == 6, "the third turn, too, though nobody had asked for its pages yet"
+    assert m.use([1] * 12) == 6, "the third turn, too, though no request had asked for its pages yet"
 
 
 def test_duplicates_go_first_and_pinned_pages_never() -> None:
@@ -236,7 +236,7 @@ def test_a_full_host_without_room_just_forgets() -> None:
     m.cache.evict(2)
     m.use([2] * 4)
     m.cache.evict(2)
-    assert (m.use([2] * 4), m.use([1] * 4)) == (0, 2), "mru: the newcomer is worth less than what is here"
+    assert (m.use([2] * 4), m.use([1] * 4)) == (0, 2), "mru: the new page is worth less than what is here"
     with pytest.raises(LedgerError, match="sums to 3 of 2"):
         HostLedger(1, 1, 1).check(2)
     with pytest.raises(LedgerError, match="pinned"):

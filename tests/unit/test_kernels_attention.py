@@ -38,7 +38,7 @@ def make_spec(heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0
 
 def make_kv(spec: Any, page_size: int, num_pages: int = 64) -> KvTensors:
     kv = make_pool(spec.kv, page_size, num_pages, native=False)
-    kv.data.fill_(float("nan"))  # what nobody wrote must not be read
+    kv.data.fill_(float("nan"))  # unwritten slots must not be read
     return kv
 
 

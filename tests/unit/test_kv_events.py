@@ -119,7 +119,7 @@ def test_a_page_is_announced_when_its_step_has_committed_and_not_before() -> Non
     assert second.events == (Stored((chain(two, encode(3)),), two, encode(3), b""),)
 
 
-def test_what_was_never_announced_leaves_without_a_word() -> None:
+def test_blocks_never_announced_leave_without_an_event() -> None:
     cache, allocator, log = make()
     log.take(0.0)
     publish(cache, allocator, encode(1, 2, 3))

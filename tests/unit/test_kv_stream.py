@@ -128,7 +128,7 @@ def test_another_epoch_or_an_unknown_number_means_a_snapshot(query: str) -> None
     run(scene)
 
 
-def test_what_is_no_longer_kept_is_replaced_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_no_longer_kept_are_replaced_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         ranks = ScriptedRanks(1)
         async with serving(ranks) as (client, streams):

@@ -46,7 +46,7 @@ def test_a_trace_ends_at_its_limit_and_replaces_an_older_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_the_disk_cannot_take_is_dropped_and_counted(
+def test_lines_the_disk_cannot_take_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     monkeypatch.setattr(log_file, "QUEUED_LINES", 3)

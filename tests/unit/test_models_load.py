@@ -158,7 +158,7 @@ def test_dummies_repeat_no_row(tmp_path, monkeypatch):
     assert 0.01 < embed.std() < 0.03
 
 
-def test_long_loading_is_told(tmp_path, monkeypatch, caplog):
+def test_long_loading_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(load, "_PROGRESS_SECS", 0.0)
     with caplog.at_level("INFO"):
         load_model(checkpoint(tmp_path))
@@ -170,13 +170,13 @@ def test_long_loading_is_told(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_progress_grows_from_nothing_to_all_parameters_of_the_share(tmp_path, load_format, rank):
     path = checkpoint(tmp_path)
-    spec, shard, told = read_spec(path), Shard(rank, 2), []
-    load_weights(spec, path, load_format, 0, shard, on_progress=lambda done, total: told.append((done, total)))
+    spec, shard, progress = read_spec(path), Shard(rank, 2), []
+    load_weights(spec, path, load_format, 0, shard, on_progress=lambda done, total: progress.append((done, total)))
     mine = sum(math.prod(param.shape) for param in plan_weights(spec, shard))
-    assert told[0] == (0, mine)
-    assert told[-1] == (mine, mine)
-    assert len(told) > 5
-    assert told == sorted(told)
+    assert progress[0] == (0, mine)
+    assert progress[-1] == (mine, mine)
+    assert len(progress) > 5
+    assert progress == sorted(progress)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)])

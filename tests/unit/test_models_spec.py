@@ -127,7 +127,7 @@ def test_eos_ids_come_from_both_files_without_repeats(tmp_path):
     assert spec_of(tmp_path, QWEN25_05B, eos_token_id=None).eos_token_ids == ()
 
 
-def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_told(tmp_path):
+def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype="float16")
     assert (read_spec(path).dtype, read_spec(path).checkpoint_dtype) == ("bfloat16", "float16")
     assert read_spec(path, dtype="float32").dtype == "float32"
@@ -158,7 +158,7 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_told(tmp_path):
         ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>", "token id"]),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, words):
+def test_unsupported_settings_are_refused_by_name(tmp_path, changes, words):
     with pytest.raises(ConfigError) as err:
         spec_of(tmp_path, LLAMA_32_1B, **changes)
     for word in [str(tmp_path / "config.json"), *words]:

@@ -1,4 +1,4 @@
-"""What can be known of `nccl` without a GPU: the library's symbols, the config's layout, the handling of its states."""
+"""`nccl` as far as testable without a GPU: the library's symbols, the config's layout, the handling of its states."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_peer_that_never_comes_is_a_timeout_and_an_error_is_named() -> None:
         nccl.Handle(FakeNccl([nccl.SUCCESS], init=4)).init(UID, 0, 5)
 
 
-def test_an_abort_happens_once_and_ends_whoever_polls() -> None:
+def test_an_abort_happens_once_and_ends_every_poll() -> None:
     lib = FakeNccl([nccl.SUCCESS])
     handle = nccl.Handle(lib)
     handle.init(UID, 0, 5)

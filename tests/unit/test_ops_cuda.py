@@ -151,7 +151,7 @@ def test_models_beyond_them_are_computed_by_plain_torch(
     assert caplog.messages[-1].startswith("norms, rotation and activation: plain torch")
 
 
-def test_every_function_is_run_once_and_what_does_not_compile_is_said(
+def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []

@@ -55,7 +55,7 @@ def test_counts_equal_the_naive_ones_also_for_late_arrivals(script: list[tuple[s
         assert len(real) == len(naive.waiting)
 
 
-def test_first_come_first_served_overtakes_nobody_and_last_come_everybody() -> None:
+def test_first_come_first_served_overtakes_none_and_last_come_first_served_all() -> None:
     queue = BypassCounter()
     for handle in range(5000):
         queue.enter(handle, handle * 0.1)

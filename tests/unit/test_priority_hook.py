@@ -115,7 +115,7 @@ def test_due_at_submission_and_then_once_per_interval() -> None:
     assert not hook._due
 
 
-def test_at_most_256_calls_per_turn_and_everybody_has_his_turn() -> None:
+def test_at_most_256_calls_per_turn_and_every_request_has_its_turn() -> None:
     called: list[str] = []
     hook = PriorityHook(lambda view, _: called.append(view.id), 0.25)  # type: ignore[arg-type, func-returns-value]
     at = node()

@@ -28,7 +28,7 @@ def encode(tokens: list[int]) -> bytes:
 
 
 def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b"") -> InsertResult:
-    """What a request without a prefix hit does: compute all full pages, publish them, free the duplicates."""
+    """Act as a request without a prefix hit: compute all full pages, publish them, free the duplicates."""
     pages = allocator.alloc(len(tokens) // cache.page_size)
     assert pages is not None
     inserted = cache.insert(encode(tokens), pages, namespace)

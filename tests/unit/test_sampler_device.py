@@ -132,7 +132,7 @@ class TestIndependent:
 
 
 def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
-    """torch's fake CUDA tensors have no data: whoever reads a value, or makes a size of values, gets an error."""
+    """torch's fake CUDA tensors have no data: reading a value, or making a size of values, raises an error."""
     launches = []
 
     def launch(logits: Tensor, at: Tensor, columns: Tensor, tokens: Tensor) -> None:

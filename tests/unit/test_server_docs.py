@@ -67,7 +67,7 @@ def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> No
     assert list(text_string_to_metric_families(text))
 
 
-def test_what_ranks_report_passes_through_with_the_rank_as_label() -> None:
+def test_metrics_of_ranks_pass_through_with_the_rank_as_label() -> None:
     made = metrics.EngineMetrics()
     for rank in (0, 1):
         made.report(rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9})

@@ -1,4 +1,4 @@
-"""What P and D compare before they are paired: equal directories are equal, each difference shows in its own aspect."""
+"""Fingerprints that P and D compare: equal directories are equal, each difference shows in its own aspect."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def begin(accepted: AcceptedRequest, tokenizer: Tokenizer, timeout_secs: float =
 
 @dataclass
 class Script:
-    """What one item's rank sends: bursts of tokens, then an end."""
+    """Output of one item's rank: bursts of tokens, then an end."""
 
     bursts: list[list[int]]
     end: FinishReason
@@ -238,7 +238,7 @@ def test_a_silent_rank_is_given_up_after_the_deadline(tokenizer: Tokenizer, monk
 
     async def run() -> EngineError:
         g, _ = begin(accept(1, TextRules(), -1), tokenizer, timeout_secs=0.03)
-        assert await g.next(0.001) is None, "patience ends before the deadline"
+        assert await g.next(0.001) is None, "the wait ends before the deadline"
         with pytest.raises(RequestTimeout) as caught:
             await g.next(60)
         return caught.value

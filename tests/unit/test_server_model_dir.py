@@ -1,4 +1,4 @@
-"""What the front reads of a model directory, and what it says when it cannot."""
+"""Model directories as the front reads them, and its errors when it cannot."""
 
 from __future__ import annotations
 

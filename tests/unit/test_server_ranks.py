@@ -196,7 +196,7 @@ def test_a_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_aborted_handles_hear_nothing_more(tmp_path: Path) -> None:
+def test_aborted_handles_get_no_more_events(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         sink, other = Recorder(), Recorder()

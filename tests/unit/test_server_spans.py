@@ -35,7 +35,7 @@ def of(spans: list[Span]) -> dict[str, tuple[float, float]]:
     return {span.name: (span.start / 1e9, span.end / 1e9) for span in spans}
 
 
-def told(**fields: Any) -> RequestTimeline:
+def timeline(**fields: Any) -> RequestTimeline:
     return RequestTimeline(handle=3, trace=PARENT.packed(2.0), prompt_tokens=40, **fields)
 
 
@@ -98,7 +98,7 @@ def test_only_what_the_server_did_wrong_is_an_error(outcome: str, fails: bool) -
 
 def test_a_node_that_does_both_phases() -> None:
     spans = timeline_spans(
-        told(
+        timeline(
             admitted_at=3.0, first_token_at=5.0, ended_at=8.0, cached_tokens=16, computed_tokens=24, steps=2,
             output_tokens=9, retractions=1, finish="stop",
             events=[(4.0, "computed", 16), (5.0, "computed", 8), (6.0, "retracted", 41), (7.0, "admitted", 0)],
@@ -118,7 +118,7 @@ def test_a_node_that_does_both_phases() -> None:
 
 def test_a_prefill_node_holds_a_lease() -> None:
     spans = timeline_spans(
-        told(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"), 0, unix
+        timeline(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"), 0, unix
     )
     assert of(spans) == {"queue": (2.0, 3.0), "prefill": (3.0, 5.0), "lease": (5.0, 30.0)}
     assert dict(spans[2].attributes) == {
@@ -129,7 +129,7 @@ def test_a_prefill_node_holds_a_lease() -> None:
 def test_a_decode_node_waits_for_pages() -> None:
     pulled = PulledPages("shm", 7, 7 << 14, 0.000_25, 1.0)
     spans = timeline_spans(
-        told(
+        timeline(
             is_transfer=True, admitted_at=3.0, announced_at=2.5, first_token_at=4.0, ended_at=6.0, pulled=pulled,
             finish="length",
         ),
@@ -142,11 +142,11 @@ def test_a_decode_node_waits_for_pages() -> None:
     assert transfer["baton.bytes"] == 7 << 14
 
 
-def test_one_that_failed_says_so_where_it_failed() -> None:
-    (queue,) = timeline_spans(told(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix)
+def test_a_failed_request_has_its_error_in_the_span_where_it_failed() -> None:
+    (queue,) = timeline_spans(timeline(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix)
     assert (queue.name, queue.error, queue.end) == ("queue", "queue_timeout", 3_000_000_000)
     spans = timeline_spans(
-        told(is_transfer=True, admitted_at=3.0, ended_at=4.0, finish="error", error="kv_transfer_failed"), 0, unix
+        timeline(is_transfer=True, admitted_at=3.0, ended_at=4.0, finish="error", error="kv_transfer_failed"), 0, unix
     )
     assert [span.error for span in spans] == [None, "kv_transfer_failed"]
 
@@ -159,9 +159,8 @@ def test_stages_follow_each_other_and_no_event_is_lost(times: list[float], event
     *stages, end = sorted(times)
     fields = dict(zip(("admitted_at", "first_token_at"), stages, strict=False))
     events = sorted(at for at in events if at <= end)
-    spans = timeline_spans(
-        told(**fields, ended_at=end, leased_pages=int(leased), events=[(at, "computed", 1) for at in events]), 0, unix
-    )
+    computed = [(at, "computed", 1) for at in events]
+    spans = timeline_spans(timeline(**fields, ended_at=end, leased_pages=int(leased), events=computed), 0, unix)
     assert len(spans) == 1 + len(stages)
     assert (spans[0].start, spans[-1].end) == (unix(2.0), unix(end))
     assert all(one.end == other.start for one, other in itertools.pairwise(spans))

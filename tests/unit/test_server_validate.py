@@ -1,4 +1,4 @@
-"""What the edge accepts, what it refuses and with which field, and where it sends things."""
+"""Validation at the edge: what it accepts, what it refuses and with which field, and which rank gets it."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ def test_defaults_of_the_three_forms(make: Make) -> None:
     assert params.stop_token_ids == (1,), "the model's end-of-sequence id"
 
 
-def test_priority_is_kept_as_given_and_refused_only_where_told_to(make: Make) -> None:
+def test_priority_is_kept_as_given_and_refused_only_where_the_flag_says_so(make: Make) -> None:
     assert chat(make()).priority is None
     assert chat(make(), priority=0).priority == 0
     with pytest.raises(UnsupportedParameter, match="--enable-priority-scheduling"):
@@ -458,7 +458,7 @@ def test_all_forms_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
 
 
 def test_ids_beside_a_text_are_the_prompt(make: Make) -> None:
-    """What a router that tokenized already sends; everything else of the body means what it did."""
+    """A router that tokenized already sends both; everything else of the body means what it did."""
     v = make()
     accepted = chat(v, input_ids=[5, 6, 7])
     assert [list(i.prompt) for i in accepted.items] == [[5, 6, 7]]

@@ -150,7 +150,7 @@ def spec_of(path: Path, **changes: Any) -> ModelSpec:
         ({"vocab_size": 3}, 4, "--tp-size 4: the model's vocab_size = 3 is smaller; this model takes 1, 2"),
     ],
 )
-def test_what_cannot_be_divided_is_said_with_what_can(
+def test_indivisible_shapes_are_refused_with_the_possible_sizes(
     tmp_path: Path, changes: dict[str, Any], size: int, message: str
 ) -> None:
     spec = spec_of(tmp_path, **changes)

@@ -26,12 +26,12 @@ def chunk(slot: int, start: int, n: int, *, sample: bool) -> Row:
     return Row(slot, slot, start, n, sample, array("i", [5] * n), 0, array("i"))
 
 
-def test_numbers_of_a_device_are_replaced_and_mistakes_told_together() -> None:
+def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> None:
     got = read("h200-8b,speed=8,length_scale=16,token_us=50")
     assert (got.speed, got.length_scale, got.model.token_us, got.model.weights_ms) == (8, 16, 50, 4.2)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         read("h100,speed=0,length_scale=3,token_us=fast,tokens=3")
-    assert len(told.value.message.splitlines()) == 5
+    assert len(error.value.message.splitlines()) == 5
 
 
 def test_the_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None:
@@ -41,9 +41,13 @@ def test_the_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None
 
 
 def test_flags_about_a_real_device_are_refused() -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         build({"simulate": "nothing", "kv_pool_mib": 3, "device": "auto"})
-    assert [line.split()[0] for line in told.value.message.splitlines()] == ["--simulate", "--device", "--kv-pool-mib"]
+    assert [line.split()[0] for line in error.value.message.splitlines()] == [
+        "--simulate",
+        "--device",
+        "--kv-pool-mib",
+    ]
 
 
 def test_a_step_that_waited_begins_where_the_last_one_ended() -> None:
@@ -83,21 +87,21 @@ def test_four_bytes_are_a_token(text: str) -> None:
 
 
 class Wire:
-    """A TransferNode that notes when it is told of an end."""
+    """A TransferNode that records the ends it gets."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.heard = threading.Event()
         self.error = error
 
     def finish(self, *args: Any) -> None:
-        self.told.append(args)
+        self.calls.append(args)
         self.heard.set()
         if self.error is not None:
             raise self.error
 
     def abort(self, room: int, code: str) -> None:
-        self.told.append((room, code))
+        self.calls.append((room, code))
 
     def poll(self, max: int) -> list[tuple[object, ...]]:
         return []
@@ -110,10 +114,10 @@ def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> No
     paced.finish(2, 1, 5, b"aborted")
     paced.finish(3, 1, 1, b"short")
     paced.abort(2, "CLIENT_GONE")
-    while len(wire.told) < 3:
+    while len(wire.calls) < 3:
         assert wire.heard.wait(10)
         wire.heard.clear()
-    assert wire.told == [(2, "CLIENT_GONE"), (3, 1, 1, b"short"), (1, 1, 9, b"long")]
+    assert wire.calls == [(2, "CLIENT_GONE"), (3, 1, 1, b"short"), (1, 1, 9, b"long")]
 
 
 def test_an_error_of_the_transfer_runtime_reaches_the_rank() -> None:

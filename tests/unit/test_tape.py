@@ -23,7 +23,7 @@ def test_a_replay_computes_with_what_fixed_memory_holds_then():
     assert y.tolist() == [4.0, 4.0]
 
 
-def test_what_python_chose_while_recording_stays():
+def test_values_python_chose_while_recording_stay():
     x, y, python = torch.ones(3), torch.zeros(3), {"factor": 2.0}
     replay = TapeRecorder().record(lambda: y.copy_(x * python["factor"]))
     python["factor"] = 5.0
@@ -31,7 +31,7 @@ def test_what_python_chose_while_recording_stays():
     assert y.tolist() == [2.0] * 3
 
 
-def test_what_was_computed_before_the_recording_is_not_computed_again():
+def test_work_done_before_the_recording_is_not_done_again():
     """A tensor kept from outside has its old value; one that an earlier piece of work made for itself is garbage."""
     x, y, kept = torch.ones(3), torch.zeros(3), []
     first = TapeRecorder().record(lambda: kept.append(x + 1))
@@ -60,6 +60,6 @@ def test_memory_that_the_work_did_not_write_is_garbage():
 @pytest.mark.parametrize("work", [
     lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
 ])  # fmt: skip
-def test_what_a_stream_that_records_cannot_do_is_refused(work):
+def test_operations_a_recording_stream_cannot_do_are_refused(work):
     with pytest.raises(AssertionError, match=r"cannot be recorded|a mask"):
         TapeRecorder().record(lambda: work(torch.ones(3)))

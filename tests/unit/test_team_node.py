@@ -163,18 +163,18 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
     assert len(team.merger) == 0, "nothing is remembered of a room that is over"
 
 
-def test_a_failure_of_one_rank_ends_the_others_and_is_what_is_heard() -> None:
-    told: list[tuple[Any, ...]] = []
-    merger = EventMerger(3, lambda *call: told.append(call))
+def test_a_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
+    calls: list[tuple[Any, ...]] = []
+    merger = EventMerger(3, lambda *call: calls.append(call))
     merger.begin(ROOM)
     assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
-    assert told == [("abort", ROOM, "STALE_PAGE")]
+    assert calls == [("abort", ROOM, "STALE_PAGE")]
     assert merger.take(0, [("committed", ROOM, b"token")], 0.0) == []
     assert merger.take(2, [("aborted", ROOM)], 0.0) == [("failed", ROOM, "STALE_PAGE", "page 3", True)]
-    assert told == [("abort", ROOM, "STALE_PAGE")], "once"
+    assert calls == [("abort", ROOM, "STALE_PAGE")], "once"
 
 
-def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
+def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> None:
     merger = EventMerger(2, lambda *_: pytest.fail("nothing to tell"))
     merger.begin(ROOM)
     assert merger.take(0, [("committed", ROOM, b"token", 3, 9)], 0.0) == []
@@ -182,14 +182,14 @@ def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
 
 
 def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
-    told: list[tuple[Any, ...]] = []
-    merger = EventMerger(2, lambda *call: told.append(call))
+    calls: list[tuple[Any, ...]] = []
+    merger = EventMerger(2, lambda *call: calls.append(call))
     merger.begin(ROOM)
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
     merger.begin(ROOM)
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == []
-    assert told == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
+    assert calls == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
 
 
@@ -246,7 +246,7 @@ def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
 
 
-def test_a_room_that_the_first_rank_refuses_is_told_nobody() -> None:
+def test_a_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     nodes = [FakeNode({ROOM}), FakeNode()]
     team, _ = team_of(nodes)
     with pytest.raises(ValueError, match="in use"):

@@ -13,7 +13,7 @@ from baton.config.tenants import TenantRule, TenantRules, parse_rules
 from baton.sched.fairness.tenants import RateLimits, VirtualCounters
 
 
-def test_rules_by_name_and_for_everybody_else() -> None:
+def test_rules_by_name_and_default_rule_for_all_others() -> None:
     made, bad = parse_rules(
         {"default": {"max_running": 2}, "tenants": {"acme": {"weight": 2.5, "priority_class": "batch"}, "b@c": {}}},
         ("interactive", "batch"),
@@ -21,7 +21,7 @@ def test_rules_by_name_and_for_everybody_else() -> None:
     assert bad == []
     assert made.of("acme") == TenantRule(weight=2.5, priority_class="batch")
     assert made.of("b@c") == TenantRule(), "a named tenant takes nothing from default"
-    assert made.of("somebody") == TenantRule(max_running=2)
+    assert made.of("unnamed") == TenantRule(max_running=2)
     assert parse_rules({}, ()) == (TenantRules(), [])
 
 
@@ -122,7 +122,7 @@ def test_counters_equal_the_definition(seed: int) -> None:
         assert {w: counters[w] for w in waiting} == {w: own[w] for w in waiting}
 
 
-def test_a_pause_earns_nothing_and_alone_nobody_runs_into_debt() -> None:
+def test_a_pause_earns_nothing_and_a_lone_tenant_runs_into_no_debt() -> None:
     counters = VirtualCounters(max_idle=10)
     counters.enter("busy")
     counters.enter("pausing")
@@ -197,7 +197,7 @@ def test_no_window_lets_more_through_than_a_minutes_tokens_and_the_rate(seed: in
             assert total <= per_minute + (at - start) * per_minute / 60 + 1e-6
 
 
-def test_who_waits_as_told_gets_through_and_a_moment_before_he_does_not() -> None:
+def test_waiting_the_returned_time_is_enough_and_a_moment_less_is_not() -> None:
     rate = limits(600)
     assert rate.admit("t", 600, 0.0) == 0
     wait = rate.admit("t", 100, 3.0)
@@ -206,7 +206,7 @@ def test_who_waits_as_told_gets_through_and_a_moment_before_he_does_not() -> Non
     assert rate.admit("t", 100, 3.0 + wait + 1e-9) == 0
 
 
-def test_what_is_larger_than_a_minute_needs_a_full_bucket_and_answers_overdraw_it() -> None:
+def test_a_request_larger_than_a_minute_needs_a_full_bucket_and_answers_overdraw_it() -> None:
     rate = limits(60)
     assert rate.admit("t", 100, 0.0) == 0
     assert rate.admit("t", 1, 0.0) == pytest.approx(41)

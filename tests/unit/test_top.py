@@ -166,7 +166,7 @@ class Screen(io.StringIO):
             raise KeyboardInterrupt
 
 
-def test_screen_is_drawn_anew_and_the_cursor_comes_back_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_is_drawn_again_and_the_cursor_comes_back_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "PERIOD_SECS", 0.0)
     screen = Screen(3)
     with router({"/ui/feed": FEED}) as url, pytest.raises(KeyboardInterrupt):

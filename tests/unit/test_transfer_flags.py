@@ -35,7 +35,7 @@ def test_every_value_of_the_flag_names_transports() -> None:
     assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(local_cluster.UpConfig, "transport")
 
 
-def test_auto_on_a_gpu_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_a_gpu_logs_the_transports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(nccl, "unusable", lambda: None)
     assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "nccl", "tcp"]

@@ -18,7 +18,7 @@ from baton.server.observability.metrics import RANK
 native = pytest.importorskip("baton._native", reason="needs the native module: make setup", exc_type=ImportError)
 
 PAGE = 4096
-PATIENCE_SECS = 20.0
+TIMEOUT_SECS = 20.0
 
 
 def ids(*pages: int) -> bytes:
@@ -33,7 +33,7 @@ def start(pool: Any, role: str, **more: object) -> Any:
 
 
 def next_event(node: Any) -> tuple[Any, ...]:
-    deadline = time.monotonic() + PATIENCE_SECS
+    deadline = time.monotonic() + TIMEOUT_SECS
     while not (events := node.poll(1)):
         ready, _, _ = select.select([node.event_fd], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, (node.rooms_json(), node.stats_json())
@@ -82,7 +82,7 @@ def test_page_ids_outside_the_pool_are_value_errors(pages: bytes) -> None:
             call(pages)
 
 
-def test_a_prompt_travels_and_both_sides_hear_of_it(pair: tuple[Any, Any, Any, Any, Any]) -> None:
+def test_a_prompt_is_transferred_and_both_sides_are_notified(pair: tuple[Any, Any, Any, Any, Any]) -> None:
     server, src, dst, p, d = pair
     d.open(7, 0, "127.0.0.1", server.port, 0, b"hash", 10_000)
     p.offer(7, 0, b"hash", 10_000)

@@ -1,4 +1,4 @@
-"""What the demo model learns from: the questions and answers of questions.txt, and the text of the docs.
+"""Training text of the demo model: the questions and answers of questions.txt, and the text of the docs.
 
 The life of the corpus:
 1. `load_topics` reads questions.txt into `Topic`s: phrasings that mean the same, and one answer.

@@ -98,7 +98,7 @@ async fn unsigned_answer_is_refused_by_a_client_with_a_key() {
 }
 
 #[tokio::test]
-async fn what_is_no_request_is_answered_as_such() {
+async fn unusable_requests_get_their_http_status() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let ask = async |request: &str| {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -19,7 +19,7 @@ pub struct Memory {
     page_bytes: usize,
     handle: u64,
     this: Weak<Memory>,
-    /// What fails: "sums", "copy", "gather", "scatter".
+    /// Operations that fail: "sums", "copy", "gather", "scatter".
     pub fails: Mutex<Vec<&'static str>>,
     pub pinned: AtomicUsize,
     /// Peers' pages opened and not closed.
@@ -129,7 +129,7 @@ pub struct Slabs {
 }
 
 impl Slabs {
-    /// What a communicator sends and receives.
+    /// The slabs that a communicator sends and receives.
     pub fn of(slabs: &Arc<dyn DeviceSlabs>) -> &Slabs {
         let any: &dyn Any = slabs.as_ref();
         any.downcast_ref().expect("made by this file")

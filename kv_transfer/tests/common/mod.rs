@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 pub const PAGE: usize = 16 << 10;
 pub const POOL_PAGES: usize = 2048;
 /// Long enough for a loaded machine; a test that waits this long has failed.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 pub const DEADLINE_MS: u64 = 20_000;
 pub const HASH: &[u8] = b"prompt";
 
@@ -69,7 +69,7 @@ impl Rank {
 
     /// The end of `room`; events of other rooms are kept for their own call.
     pub fn end(&self, room: u64) -> NodeEvent {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let found = self.heard.borrow().iter().position(|event| event.room() == room);
             if let Some(i) = found {
@@ -78,7 +78,7 @@ impl Rank {
             let left = deadline.saturating_duration_since(Instant::now());
             assert!(
                 self.node.wait(left),
-                "room {room} has no end after {PATIENCE:?}: {} {}",
+                "room {room} has no end after {TIMEOUT:?}: {} {}",
                 self.node.rooms_json(Some(room)),
                 self.node.stats_json()
             );
@@ -159,7 +159,7 @@ impl Rank {
         }
     }
 
-    /// Whether `pages` hold what `write` put into pages first.. with this seed.
+    /// True if `pages` hold what `write` put into pages first.. with this seed.
     pub fn holds(&self, pages: &[u32], seed: u64, first: usize) -> bool {
         pages.iter().enumerate().all(|(i, &page)| {
             if let Some(memory) = &self.memory {
@@ -212,9 +212,9 @@ pub fn counter(rank: &Rank, name: &str) -> f64 {
 
 /// Wait for a condition that has no event of its own.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "{what}: not after {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not after {TIMEOUT:?}");
         std::thread::park_timeout(Duration::from_millis(1));
     }
 }
@@ -273,7 +273,7 @@ impl Pair {
 
     pub fn of(p: Rank, d: Rank) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
         Self { server, p, d }
     }
 

@@ -1,4 +1,4 @@
-//! What stands before the workers: our router, a peer's (the wheels that tests/peers/setup.sh installs), or nginx.
+//! Fronts measured: our router, a peer's (the wheels that tests/peers/setup.sh installs), or nginx.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};

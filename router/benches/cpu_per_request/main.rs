@@ -46,7 +46,7 @@ const SIZES: [(&str, usize, usize); 3] =
 
 type Sender = SendRequest<Full<Bytes>>;
 
-/// What the workers answer with.
+/// Form of the workers' answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     Json,

@@ -1,4 +1,4 @@
-//! What the parser accepts, refuses and says.
+//! Arguments the parser accepts and refuses, and its messages.
 
 use super::*;
 
@@ -21,14 +21,14 @@ const KNOWN: &str = "host port worker-urls policy prefill-policy decode-policy c
     ca-cert-paths tls-cert-path tls-key-path enable-trace otlp-traces-endpoint api-key control-plane-api-keys \
     control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping";
 
-/// What vllm-router 0.1.17 has besides, and its main branch.
+/// Further flags of vllm-router 0.1.17 and of its main branch.
 const VLLM_ROUTER: &str = "decode-data-parallel-size enable-program-scheduling extra-generate-paths intra-node-data-parallel-size \
     kv-aware-session-affinity-ttl-secs kv-connector kv-event-block-size kv-event-model \
     kv-event-replay-source kv-event-source kv-penalty-disk kv-penalty-external kv-penalty-host pd-kv-events \
     prefill-data-parallel-size program-scheduling-config-json router-temperature vllm-discovery-address \
     vllm-pd-disaggregation wasm-middleware wasm-middleware-route wasm-middleware-sha256";
 
-/// What smg 1.13.0 has besides.
+/// Further flags of smg 1.13.0.
 const SMG: &str = "balance-token-usage-threshold block-size cache-boundaries cache-index cache-match-threshold \
     cache-ttl-secs disable-load-monitoring disable-tokenizer-autoload disable-worker-overload-protection \
     discovery-check-interval-secs discovery-file discovery-provider dp-minimum-tokens-scheduler enable-mesh \
@@ -59,7 +59,7 @@ const SMG: &str = "balance-token-usage-threshold block-size cache-boundaries cac
     worker-warmup-blocks worker-warmup-divert-every worker-warmup-secs worker-warmup-share \
     worker-warmup-thin-ratio worker-wedge-secs zmq-engine-count";
 
-/// What SGLang's tests of branches not released give to its router.
+/// Flags that SGLang's tests of unreleased branches give to its router.
 const UNRELEASED: &str =
     "epd-disaggregation encode encode-policy rate-limit-rule cache-balance-weight";
 

@@ -45,7 +45,7 @@ async fn a_worker_can_be_named_by_its_url() {
         let gone = router.send(Method::DELETE, &path, &[], "").await;
         assert_eq!(gone.status, 202);
         let id = gone.json()["worker_id"].clone();
-        assert_eq!(id, "1", "its id is told");
+        assert_eq!(id, "1", "its id is returned");
         assert_eq!(router.get(&path).await.code(), "not_found");
         assert_eq!(router.get("/workers").await.json()["total"], 0);
     })
@@ -420,7 +420,7 @@ async fn worker_that_does_not_come_up_says_why() {
     timed(async {
         let addr = Mock::start(&[]).await.stop().await;
         let router = Router::start(&["--worker-urls", &format!("http://{addr}")]).await;
-        eventually("the reason is told", || async {
+        eventually("the reason is reported", || async {
             let workers = router.get("/workers").await.json();
             let worker = &workers["workers"][0];
             let reason = worker["reason"].as_str().unwrap_or_default();

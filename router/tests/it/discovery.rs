@@ -139,9 +139,9 @@ async fn a_file_wrong_from_the_start_ends_the_start() {
 struct Cluster {
     version: u64,
     pods: BTreeMap<String, Value>,
-    /// What a watch tells, by version.
+    /// Events a watch sends, by version.
     log: Vec<(u64, Value)>,
-    /// Watches that begin before this version are told 410.
+    /// Watches that begin before this version get 410.
     oldest: u64,
     is_forbidden: bool,
     /// The bearer token wanted.
@@ -482,7 +482,7 @@ async fn a_version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothin
 }
 
 #[tokio::test]
-async fn a_refusal_is_told_and_the_workers_stay() {
+async fn a_refusal_by_the_api_server_is_reported_and_the_workers_stay() {
     timed(async {
         let (mocks, port) = on_one_port([&[], &[], &[]]).await;
         let api = Api::start().await;

@@ -42,11 +42,14 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
         assert_eq!((d1.count(), d2.count()), (1, 0), "round robin begins there");
 
         let id = id_of(&a, &d1).await;
-        let told = a.post(&format!("/workers/{id}/drain"), &Value::Null).await;
-        assert_eq!(told.status, 202, "{}", told.text());
-        let told = told.json();
-        assert_eq!((&told["status"], &told["drained_by"]), (&json!("draining"), &json!("worker")));
-        assert_eq!((&told["left"]["streams"], &told["load"]), (&json!(1), &json!(1)));
+        let reply = a.post(&format!("/workers/{id}/drain"), &Value::Null).await;
+        assert_eq!(reply.status, 202, "{}", reply.text());
+        let reply = reply.json();
+        assert_eq!(
+            (&reply["status"], &reply["drained_by"]),
+            (&json!("draining"), &json!("worker"))
+        );
+        assert_eq!((&reply["left"]["streams"], &reply["load"]), (&json!(1), &json!(1)));
         assert!(d1.is_draining());
         let here = shown(&a, &d1).await;
         assert_eq!((&here["state"], &here["drained_by"]), (&json!("draining"), &json!("worker")));
@@ -66,16 +69,19 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
         }
         assert_eq!((d1.count(), d2.count()), (1, 14), "nothing new at the draining one");
 
-        let told = b.get(&format!("/workers/{}/drain", id_of(&b, &d1).await)).await.json();
-        assert_eq!((&told["drained_by"], &told["left"]["streams"]), (&json!("worker"), &json!(1)));
+        let reply = b.get(&format!("/workers/{}/drain", id_of(&b, &d1).await)).await.json();
+        assert_eq!(
+            (&reply["drained_by"], &reply["left"]["streams"]),
+            (&json!("worker"), &json!(1))
+        );
 
         d1.release();
         assert!(answering.read().await.text().ends_with("data: [DONE]\n\n"));
         assert_eq!(shown(&a, &d1).await["load"], 0, "it stays in the list");
 
         let id = id_of(&b, &d1).await;
-        let told = b.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
-        assert_eq!((told.status, &told.json()["worker_id"]), (202, &json!(id)));
+        let reply = b.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
+        assert_eq!((reply.status, &reply.json()["worker_id"]), (202, &json!(id)));
         assert!(!d1.is_draining());
         for router in [&a, &b] {
             is_in(router, &d1, "ready").await;
@@ -161,14 +167,14 @@ async fn worker_without_the_route_is_drained_by_this_router_alone_and_the_answer
         let other = Mock::start(&[]).await;
         let router = Router::regular(&[&mock, &other], &RARELY).await;
         let id = id_of(&router, &mock).await;
-        let told = router.post(&format!("/workers/{id}/drain"), &Value::Null).await;
-        assert_eq!(told.status, 202);
-        let told = told.json();
-        assert_eq!(told["drained_by"], "router");
-        assert!(told["reason"].as_str().unwrap().contains("404"), "{told}");
+        let reply = router.post(&format!("/workers/{id}/drain"), &Value::Null).await;
+        assert_eq!(reply.status, 202);
+        let reply = reply.json();
+        assert_eq!(reply["drained_by"], "router");
+        assert!(reply["reason"].as_str().unwrap().contains("404"), "{reply}");
         assert!(
-            told["message"].as_str().unwrap().contains("other routers still send to it"),
-            "{told}"
+            reply["message"].as_str().unwrap().contains("other routers still send to it"),
+            "{reply}"
         );
         eventually("it is gone", || async {
             router.get(&format!("/workers/{id}")).await.status == 404
@@ -193,9 +199,9 @@ async fn undrain_of_a_worker_that_this_router_drains_registers_it_again() {
         assert_eq!(shown(&router, &busy).await["drained_by"], "router");
         let left = router.get(&format!("/workers/{id}/drain")).await.json();
         assert_eq!((&left["left"], &left["is_drained"]), (&json!({"requests": 1}), &json!(false)));
-        let told = router.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
-        assert_eq!(told.status, 202, "{}", told.text());
-        let again = told.json()["worker_id"].as_str().unwrap().to_owned();
+        let reply = router.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
+        assert_eq!(reply.status, 202, "{}", reply.text());
+        let again = reply.json()["worker_id"].as_str().unwrap().to_owned();
         assert_ne!(again, id);
         let twice = router.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
         assert_eq!(twice.json()["worker_id"], json!(again));
@@ -252,9 +258,9 @@ async fn unreachable_worker_is_drained_here() {
         let router = Router::regular(&[&mock], &RARELY).await;
         let id = id_of(&router, &mock).await;
         mock.stop().await;
-        let told = router.post(&format!("/workers/{id}/drain"), &Value::Null).await.json();
-        assert_eq!(told["drained_by"], "router");
-        assert!(told["reason"].as_str().unwrap().contains("not there"), "{told}");
+        let reply = router.post(&format!("/workers/{id}/drain"), &Value::Null).await.json();
+        assert_eq!(reply["drained_by"], "router");
+        assert!(reply["reason"].as_str().unwrap().contains("not there"), "{reply}");
         eventually("it is gone", || async { router.get("/workers").await.json()["total"] == 0 })
             .await;
     })

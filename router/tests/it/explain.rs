@@ -1,4 +1,4 @@
-//! What an operator can find out about one request: `x-baton-explain`, GET /v1/requests/{id}, the decision log.
+//! Explanations of one request for operators: `x-baton-explain`, GET /v1/requests/{id}, the decision log.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -16,8 +16,8 @@ async fn ask(router: &Router, body: &str, headers: &[(&str, &str)]) -> Reply {
     router.send(Method::POST, PATH, headers, body).await
 }
 
-/// The story of an ended request.
-async fn story(router: &Router, id: &str) -> Value {
+/// Timeline of an ended request, as GET /v1/requests/{id} returns it.
+async fn ended_request(router: &Router, id: &str) -> Value {
     let path = format!("/v1/requests/{id}");
     eventually("the request has ended", || async {
         router.get(&path).await.json()["state"] == "ended"
@@ -33,9 +33,9 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
         let router = Router::pd(&[&p, &q], &[&d], &["--policy", "cost"]).await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run")]).await;
         assert_eq!(reply.status, 200);
-        let told = reply.json();
-        assert_eq!(told["dry_run"], true);
-        let [prefill, decode] = [&told["decisions"][0], &told["decisions"][1]];
+        let explained = reply.json();
+        assert_eq!(explained["dry_run"], true);
+        let [prefill, decode] = [&explained["decisions"][0], &explained["decisions"][1]];
         assert_eq!((&prefill["role"], &decode["role"]), (&json!("prefill"), &json!("decode")));
         assert_eq!((&prefill["why"], &decode["why"]), (&json!("no_prefix"), &json!("only")));
         assert_eq!(decode["worker"], d.url());
@@ -46,7 +46,10 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
         );
         assert_eq!(explanation["equals"], 2);
         let names: Vec<&Value> = [0, 1].map(|at| &explanation["candidates"][at]["worker"]).into();
-        assert!(names.contains(&&json!(p.url())) && names.contains(&&json!(q.url())), "{told}");
+        assert!(
+            names.contains(&&json!(p.url())) && names.contains(&&json!(q.url())),
+            "{explained}"
+        );
         for term in [
             "cost_ms",
             "backlog_ms",
@@ -56,10 +59,13 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             "uncached_tokens",
             "load",
         ] {
-            assert!(explanation["candidates"][0][term].is_number(), "{term} in {told}");
+            assert!(explanation["candidates"][0][term].is_number(), "{term} in {explained}");
         }
-        assert_eq!((p.count() + q.count() + d.count(), told["decisions"][2].is_null()), (0, true));
-        // Nobody learned of it either.
+        assert_eq!(
+            (p.count() + q.count() + d.count(), explained["decisions"][2].is_null()),
+            (0, true)
+        );
+        // The policy has not counted it either.
         let backlog =
             format!("baton_router_backlog_seconds{{role=\"prefill\",worker=\"{}\"}}", p.url());
         assert_eq!(router.metric(&backlog).await, 0.0);
@@ -68,16 +74,16 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
 }
 
 #[tokio::test]
-async fn an_explained_request_is_served_and_its_story_told() {
+async fn an_explained_request_is_served_and_its_timeline_reported() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &["--policy", "cost"]).await;
         let headers = [("x-baton-explain", "1"), ("x-request-id", "mine")];
         let reply = ask(&router, &prompt("zebra", 1), &headers).await;
         assert_eq!(reply.status, 200);
-        let told: Value =
+        let explained: Value =
             serde_json::from_slice(reply.headers["x-baton-explain"].as_bytes()).unwrap();
-        assert_eq!(told["legs"][0]["decision"]["why"], "no_prefix");
+        assert_eq!(explained["legs"][0]["decision"]["why"], "no_prefix");
         assert!(
             a.seen()
                 .iter()
@@ -85,12 +91,12 @@ async fn an_explained_request_is_served_and_its_story_told() {
                 .all(|seen| !seen.headers.contains_key("x-baton-explain"))
         );
 
-        let story = story(&router, "mine").await;
-        assert_eq!((&story["outcome"], &story["status"]), (&json!("ok"), &json!(200)));
-        let leg = &story["legs"][0];
-        assert_eq!(leg["worker"], told["legs"][0]["worker"]);
+        let request = ended_request(&router, "mine").await;
+        assert_eq!((&request["outcome"], &request["status"]), (&json!("ok"), &json!(200)));
+        let leg = &request["legs"][0];
+        assert_eq!(leg["worker"], explained["legs"][0]["worker"]);
         assert_eq!(leg["explanation"]["candidates"].as_array().unwrap().len(), 2);
-        let timeline = &story["timeline"];
+        let timeline = &request["timeline"];
         let stages =
             ["read_ms", "admitted_ms", "parsed_ms", "tokenised_ms", "first_byte_ms", "ended_ms"];
         let mut at: Vec<f64> =
@@ -98,17 +104,17 @@ async fn an_explained_request_is_served_and_its_story_told() {
         for time in ["chosen_ms", "sent_ms", "first_token_ms"] {
             at.insert(at.len() - 2, leg[time].as_f64().unwrap());
         }
-        assert!(at.is_sorted(), "{at:?} in {story}");
-        assert!(story["prompt"]["blocks"].as_u64().unwrap() >= 2);
-        assert!(!story.to_string().contains("zebra"));
+        assert!(at.is_sorted(), "{at:?} in {request}");
+        assert!(request["prompt"]["blocks"].as_u64().unwrap() >= 2);
+        assert!(!request.to_string().contains("zebra"));
 
         // Without the header: the same, but for the candidates.
         let reply = ask(&router, &prompt("zebra", 1), &[("x-request-id", "other")]).await;
         assert!(!reply.headers.contains_key("x-baton-explain"));
-        let story = self::story(&router, "other").await;
-        assert_eq!(story["legs"][0]["why"], "best_holder");
-        assert!(story["legs"][0]["cached_tokens"].as_u64().unwrap() > 100);
-        assert!(story["legs"][0]["explanation"].is_null());
+        let request = ended_request(&router, "other").await;
+        assert_eq!(request["legs"][0]["why"], "best_holder");
+        assert!(request["legs"][0]["cached_tokens"].as_u64().unwrap() > 100);
+        assert!(request["legs"][0]["explanation"].is_null());
         assert_eq!(
             router.metric("baton_router_stage_seconds_count{stage=\"first_token\"}").await,
             2.0
@@ -119,15 +125,15 @@ async fn an_explained_request_is_served_and_its_story_told() {
 }
 
 #[tokio::test]
-async fn attempts_that_failed_stay_in_the_story() {
+async fn failed_attempts_stay_in_the_timeline() {
     timed(async {
         let (a, b) = (Mock::start(&[Act::Drop]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &[]).await;
         for id in ["one", "two"] {
             assert_eq!(ask(&router, &prompt("a", 1), &[("x-request-id", id)]).await.status, 200);
         }
-        let stories = [story(&router, "one").await, story(&router, "two").await];
-        let retried = stories.iter().find(|story| story["legs"][1].is_object()).unwrap();
+        let requests = [ended_request(&router, "one").await, ended_request(&router, "two").await];
+        let retried = requests.iter().find(|request| request["legs"][1].is_object()).unwrap();
         assert_eq!(retried["failed_attempts"][0]["reason"], "reset");
         assert_eq!(
             (&retried["legs"][0]["worker"], &retried["legs"][0]["outcome"]),

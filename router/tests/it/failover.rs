@@ -1,4 +1,4 @@
-//! A stream whose worker breaks off is gone on with by another: the client sees a pause and nothing else.
+//! A stream whose worker breaks off is resumed by another: the client sees a pause and nothing else.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -108,7 +108,7 @@ async fn the_second_worker_may_die_too() {
 }
 
 #[tokio::test]
-async fn it_is_told_in_the_story() {
+async fn failover_is_reported_in_the_timeline() {
     timed(async {
         let p = ours(&[]).await;
         let dying = ours(&[Act::CountTo(2, 0, End::Break)]).await;
@@ -119,13 +119,13 @@ async fn it_is_told_in_the_story() {
         let path = format!("/v1/requests/{id}");
         eventually("it has ended", || async { router.get(&path).await.json()["state"] == "ended" })
             .await;
-        let story = router.get(&path).await.json();
-        assert_eq!(story["outcome"], "ok");
-        let failed = &story["failed_attempts"][0];
-        assert_eq!(failed["failover_at_token"], 2, "{story}");
+        let request = router.get(&path).await.json();
+        assert_eq!(request["outcome"], "ok");
+        let failed = &request["failed_attempts"][0];
+        assert_eq!(failed["failover_at_token"], 2, "{request}");
         assert_eq!((&failed["role"], &failed["reason"]), (&json!("decode"), &json!("reset")));
         let workers = |attempt: u64| {
-            let legs = story["legs"].as_array().unwrap().iter();
+            let legs = request["legs"].as_array().unwrap().iter();
             legs.filter(|leg| leg["attempt"] == attempt && leg["role"] == "decode")
                 .map(|leg| (leg["worker"].clone(), leg["outcome"].clone()))
                 .collect::<Vec<_>>()
@@ -147,9 +147,9 @@ fn broke_off(reply: &Reply) -> String {
 }
 
 #[tokio::test]
-async fn without_anybody_to_go_on_the_stream_ends_with_the_error() {
+async fn without_a_worker_that_can_resume_the_stream_ends_with_the_error() {
     timed(async {
-        // Nobody else is there, nobody else can, nobody else fits, whoever else is there refuses.
+        // The other worker: none, unable to resume, of another model, refusing.
         let unable = json!({"engine": "baton", "baton_features": []});
         let misfit =
             json!({"engine": "baton", "baton_features": ["resume"], "fingerprint": {"model": "b"}});
@@ -209,7 +209,7 @@ async fn memory_limit_leaves_streams_unresumable() {
 }
 
 #[tokio::test]
-async fn comments_are_not_asked_for_where_nobody_could_go_on() {
+async fn token_comments_are_not_requested_where_no_worker_could_resume() {
     timed(async {
         let mock = ours(&[Act::Count]).await;
         let header = [("x-baton-emit-tokens", "1")];

@@ -1,7 +1,7 @@
 //! The fault table: what clients and workers see when something breaks. docs/operations.md shows it beside the peers;
 //! `cargo test -p baton-router faults::table -- --nocapture` prints it.
 //!
-//! One prefill and one decode worker, two attempts: what a row counts is what the peers do five times.
+//! One prefill and one decode worker, two attempts: a row counts two attempts where the peers make five.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ struct Row {
     prefill: Act,
     decode: Act,
     status: u16,
-    /// Of the JSON error, or of the stream's one error event; "" for an answer.
+    /// Code of the JSON error, or of the stream's one error event; "" for an answer.
     code: &'static str,
     legs: [Leg; 2],
 }
@@ -143,8 +143,8 @@ async fn one(row: &Row, stream: bool) {
     let router = Router::pd(&[&p], &[&d], &FLAGS).await;
     let path = "/v1/chat/completions";
     let reply = router.post(path, &chat(stream)).await;
-    let told = (reply.status, code_of(&reply, stream));
-    assert_eq!(told, (row.status, row.code.to_owned()), "{what}");
+    let got = (reply.status, code_of(&reply, stream));
+    assert_eq!(got, (row.status, row.code.to_owned()), "{what}");
     assert!(reply.headers.contains_key("x-request-id"), "{what}");
     let lingers = matches!((&row.prefill, row.status), (Act::Hang, 200));
     if !lingers {
@@ -167,7 +167,7 @@ async fn one(row: &Row, stream: bool) {
 }
 
 #[tokio::test]
-async fn all_down_is_told_at_once() {
+async fn all_workers_down_is_reported_at_once() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &["--retry-max-retries", "2"]).await;
@@ -176,7 +176,7 @@ async fn all_down_is_told_at_once() {
         let reply = router.chat().await;
         assert!(matches!(reply.status, 502 | 503), "{}", reply.text());
         assert!(matches!(reply.code().as_str(), "upstream_error" | "no_worker"));
-        eventually("nobody is left", || async {
+        eventually("no worker is left", || async {
             let reply = router.chat_stream().await;
             (reply.status, reply.code().as_str()) == (503, "no_worker")
                 && reply.headers.contains_key("retry-after")
@@ -205,7 +205,7 @@ async fn a_body_of_ten_megabytes_passes_unchanged() {
 }
 
 #[tokio::test]
-async fn what_is_no_request_reaches_nobody() {
+async fn invalid_requests_reach_no_worker() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &["--max-payload-size", "1000"]).await;
@@ -260,7 +260,8 @@ async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
                 assert_eq!(answer, "");
             }
             drop(stream);
-            eventually("its worker is told", || async { mock.cancelled() == count }).await;
+            eventually("its worker sees the client leave", || async { mock.cancelled() == count })
+                .await;
         }
         router.no_load().await;
     })
@@ -325,13 +326,13 @@ async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
             })
             .await;
             router.no_load().await;
-            assert_eq!((p.count(), d.count()), (1, 1), "nothing is run again for nobody");
+            assert_eq!((p.count(), d.count()), (1, 1), "nothing is run again without a client");
         }
     })
     .await;
 }
 
-/// A stream nobody reads may fill the sockets and nothing else, on both legs' behalf.
+/// A stream that is not read may fill the sockets and nothing else, of both legs.
 #[tokio::test]
 async fn a_slow_reader_gets_all_of_its_stream() {
     timed(async {

@@ -1,4 +1,4 @@
-//! What a client may take: heads, bodies, connections, time, HTTP/2 streams, requests per second.
+//! Limits of a client: heads, bodies, connections, time, HTTP/2 streams, requests per second.
 
 use std::time::Duration;
 
@@ -246,7 +246,7 @@ async fn an_http2_client_that_leaves_or_stalls_frees_its_worker() {
         let mut client = H2::connect(&router).await;
         let left = client.post(&chat(true)).await;
         drop(left); // RST_STREAM; the connection stays
-        eventually("the worker is told", || async { mock.cancelled() == 1 }).await;
+        eventually("the worker sees the client leave", || async { mock.cancelled() == 1 }).await;
         // The stream's window fills and is not opened again, while the connection answers pings.
         let _unread = client.post(&chat(true)).await;
         eventually("the stalled stream is cut", || async { mock.cancelled() == 2 }).await;
@@ -305,12 +305,12 @@ async fn a_token_bucket_lets_more_through_with_time() {
 const BUSY: &str = "rank=0;reqs=9;tokens=9;age_ms=0;queued_tokens=1000000;started_tokens=0";
 
 #[tokio::test]
-async fn what_would_begin_too_late_is_refused_with_the_time_to_come_back() {
+async fn predicted_ttft_above_limit_returns_retry_after() {
     timed(async {
         let busy = Mock::start(&[]).await.with_load(BUSY);
         let flags = ["--policy", "cost", "--max-ttft-ms", "20000"];
         let router = Router::regular(&[&busy], &flags).await;
-        // Nothing is known yet, and then one answer has told.
+        // Nothing is known yet; the first answer reports the load.
         assert_eq!(router.chat().await.status, 200);
         for reply in [router.chat().await, router.chat_stream().await] {
             assert_eq!((reply.status, reply.code().as_str()), (503, "ttft_too_late"));

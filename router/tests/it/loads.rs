@@ -1,4 +1,4 @@
-//! What workers tell of their queues reaches the policy, and nobody else.
+//! Queue loads reported by workers reach the policy, and not the client.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use crate::support::*;
 
 const BUSY: &str = "rank=0;reqs=9;tokens=9;age_ms=0;queued_tokens=900000;started_tokens=100000;bands=default:900000";
 const IDLE: &str = "rank=0;reqs=1;tokens=9;age_ms=0;queued_tokens=0;started_tokens=0";
-/// As much work, but told ten minutes ago.
+/// As much work, but reported ten minutes ago.
 const LONG_AGO: &str =
     "rank=0;reqs=9;tokens=9;age_ms=600000;queued_tokens=900000;started_tokens=100000";
 
@@ -75,7 +75,7 @@ async fn an_old_report_has_run_off_and_calls_for_a_draw() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_is_counted_and_changes_nothing() {
+async fn unusable_load_reports_are_counted_and_change_nothing() {
     timed(async {
         for malformed in ["busy", "rank=0;queued_tokens=many;started_tokens=0;age_ms=0"] {
             assert_eq!(spread(malformed, "malformed").await, [2, 0]);
@@ -157,7 +157,7 @@ async fn idle_engines_of_ours_are_asked_and_others_left_alone() {
         let other = Mock::start(&[]).await.with_loads(loads(1_000_000));
         let router = Router::regular(&[&busy, &idle], &["--policy", "cost"]).await;
         let taken = reports("regular", "poll", "taken");
-        eventually("both have told", || async { router.metric(&taken).await >= 2.0 }).await;
+        eventually("both have reported", || async { router.metric(&taken).await >= 2.0 }).await;
         for _ in 0..4 {
             let body = json!({"messages": [{"role": "user", "content": "hi"}]});
             assert_eq!(router.post("/v1/chat/completions", &body).await.status, 200);

@@ -1,4 +1,4 @@
-//! What becomes of a pair's request when its decode worker fails, has no partner, or is vLLM's.
+//! Requests of a pair whose decode worker fails, has no partner, or is vLLM's.
 
 use serde_json::{Value, json};
 
@@ -116,7 +116,7 @@ async fn input_logprobs_come_with_the_first_event_of_a_stream() {
 }
 
 #[tokio::test]
-async fn decode_workers_prefill_where_that_is_quicker_or_nobody_else_can() {
+async fn decode_workers_prefill_where_that_is_quicker_or_no_prefill_worker_can() {
     timed(async {
         let info = json!({"engine": "baton", "baton_features": ["local_prefill"]});
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await.with_info(info));
@@ -154,7 +154,7 @@ async fn without_a_prefill_worker_others_are_not_asked_to_prefill() {
             let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await.with_info(info));
             let router = Router::pd(&[&p], &[&d], flags).await;
             p.stop().await;
-            eventually("nobody prefills", || async {
+            eventually("no worker prefills", || async {
                 let reply = router.chat().await;
                 reply.status == 503 && reply.code() == "no_worker"
             })
@@ -181,17 +181,17 @@ async fn vllm_workers_are_asked_one_after_the_other() {
             "max_completion_tokens": 50, "min_tokens": 3, "kv_transfer_params": {"evil": 1}, "weird": 1.50});
         let reply = router.post("/v1/chat/completions", &body).await;
         assert_eq!(reply.text(), [TOKEN, TOKEN, FINISH, DONE].concat());
-        let (asked, told) = (&p.seen()[0], &d.seen()[0]);
+        let (at_prefill, at_decode) = (&p.seen()[0], &d.seen()[0]);
         assert_eq!(
-            asked.body,
+            at_prefill.body,
             json!({"messages": [], "weird": 1.50, "stream": false, "max_tokens": 1, "max_completion_tokens": 1,
                 "min_tokens": 1, "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false,
                 "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}})
         );
         let mut expected = body.clone();
         expected["kv_transfer_params"] = params();
-        assert_eq!(told.body, expected);
-        assert_eq!(asked.headers["x-request-id"], told.headers["x-request-id"]);
+        assert_eq!(at_decode.body, expected);
+        assert_eq!(at_prefill.headers["x-request-id"], at_decode.headers["x-request-id"]);
         router.no_load().await;
     })
     .await;
@@ -262,7 +262,10 @@ async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
         let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
         eventually("both have it", || async { p.count() == 1 && d.count() == 1 }).await;
         asking.abort();
-        eventually("P is told", || async { p.cancelled() == 1 && p.released().len() == 1 }).await;
+        eventually("P is asked to release", || async {
+            p.cancelled() == 1 && p.released().len() == 1
+        })
+        .await;
         let room = d.seen()[0].body["bootstrap_room"].clone();
         assert_eq!(p.released(), [json!([room])]);
         router.no_load().await;
@@ -271,7 +274,7 @@ async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
 }
 
 #[tokio::test]
-async fn a_prefill_that_nobody_will_fetch_is_given_up() {
+async fn a_prefill_that_no_decode_worker_will_fetch_is_released() {
     let sent = "baton_router_prefill_releases_total{result=\"sent\"}";
     timed(async {
         let p = Mock::start(&[]).await.with_info(reopens(8998));
@@ -294,7 +297,7 @@ async fn a_prefill_that_nobody_will_fetch_is_given_up() {
         eventually("it is prefilled", is_prefilled(2)).await;
         d.release();
         assert_eq!(asking.await.unwrap().status, 400);
-        eventually("P is told", || async { p.released().len() == 1 }).await;
+        eventually("P is asked to release", || async { p.released().len() == 1 }).await;
         let room = |at: usize| json!([d.seen()[at].body["bootstrap_room"]]);
         assert_eq!(p.released(), [room(1)]);
         // The client leaves.
@@ -302,7 +305,7 @@ async fn a_prefill_that_nobody_will_fetch_is_given_up() {
         let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
         eventually("it is prefilled", is_prefilled(3)).await;
         asking.abort();
-        eventually("P is told again", || async { p.released().len() == 2 }).await;
+        eventually("P is asked to release again", || async { p.released().len() == 2 }).await;
         assert_eq!(p.released()[1], json!([d.seen()[2].body["bootstrap_room"]]));
         assert_eq!(router.metric(sent).await, 2.0);
         router.no_load().await;

@@ -50,7 +50,7 @@ async fn in_a_rolling_upgrade_both_versions_serve_and_never_meet() {
 }
 
 #[tokio::test]
-async fn a_worker_nobody_fits_gets_nothing_and_says_why() {
+async fn a_worker_that_fits_no_other_gets_no_request_and_reports_why() {
     timed(async {
         let (p, odd) = (node("prefill", "1").await, node("prefill", "2").await);
         let d = node("decode", "1").await;
@@ -79,7 +79,7 @@ async fn a_worker_nobody_fits_gets_nothing_and_says_why() {
 }
 
 #[tokio::test]
-async fn when_no_two_fit_requests_are_told_so() {
+async fn when_no_two_workers_fit_requests_are_refused_with_no_pair() {
     timed(async {
         let (p, d) = (node("prefill", "1").await, node("decode", "2").await);
         let router = Router::pd(&[&p], &[&d], &[]).await;
@@ -99,7 +99,7 @@ async fn when_no_two_fit_requests_are_told_so() {
 }
 
 #[tokio::test]
-async fn workers_without_a_fingerprint_are_paired_with_everybody() {
+async fn workers_without_a_fingerprint_are_paired_with_all_others() {
     timed(async {
         let (p_new, p_other) = (
             node("prefill", "1").await,
@@ -113,7 +113,7 @@ async fn workers_without_a_fingerprint_are_paired_with_everybody() {
             assert_eq!(router.chat().await.status, 200);
         }
         assert_eq!((p_new.count(), p_other.count(), d.count()), (2, 2, 4));
-        // A page size is told by SGLang's, too.
+        // SGLang workers report a page size, too.
         let small = Mock::start(&[]).await.with_info(json!({"page_size": 1}));
         let p = Mock::start(&[]).await.with_info(json!({"page_size": 64}));
         let router = Router::pd(&[&p], &[&small], &[]).await;

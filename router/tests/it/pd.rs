@@ -53,8 +53,8 @@ async fn several_answers_get_arrays_with_a_room_each() {
 #[tokio::test]
 async fn the_bootstrap_port_comes_from_the_worker_or_is_null() {
     timed(async {
-        let told = json!({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 7777});
-        let (p, d) = (Mock::start(&[]).await.with_info(told), Mock::start(&[]).await);
+        let info = json!({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 7777});
+        let (p, d) = (Mock::start(&[]).await.with_info(info), Mock::start(&[]).await);
         for (flags, port) in [(vec![], json!(7777)), (vec!["none"], Value::Null)] {
             let (url, decode) = (p.url(), d.url());
             let mut all = vec!["--pd-disaggregation", "--decode", &decode, "--prefill", &url];
@@ -162,7 +162,7 @@ async fn a_dead_decode_worker_costs_no_answer() {
 }
 
 #[tokio::test]
-async fn a_deterministic_error_of_either_leg_is_told_once() {
+async fn a_deterministic_error_of_either_leg_is_returned_without_a_retry() {
     timed(async {
         let bad = Act::Status(400, "context_length_exceeded");
         for (p, d) in [(bad.clone(), Act::Hang), (Act::Hang, bad.clone()), (bad.clone(), bad)] {

@@ -54,7 +54,7 @@ impl Started {
         let (read, log) = channel();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
-                let _ = read.send(line); // an error: nobody wants the log
+                let _ = read.send(line); // an error: the log is no longer read
             }
         });
         let addr = line.split("http://").nth(1).unwrap().split(' ').next().unwrap();
@@ -321,7 +321,7 @@ async fn a_decision_log_is_decided_again_as_it_was() {
 
 /// Logs written once with `RECORD_DECISIONS=tests/golden/decisions cargo test … a_decision_log_is_decided`. A change
 /// that only moves or renames code decides all of them again as they were; one that is meant to choose differently
-/// records them anew.
+/// records them again.
 #[test]
 fn recorded_decisions_are_made_again() {
     for policy in ["cost", "cache_aware", "manual"] {
@@ -338,7 +338,7 @@ fn recorded_decisions_are_made_again() {
 }
 
 #[test]
-fn what_is_no_decision_log_is_refused_with_a_sentence() {
+fn files_that_are_no_decision_log_are_refused_with_a_message() {
     let (text, code) = replay(&["Cargo.toml"]);
     assert_eq!(code, Some(2));
     assert!(text.starts_with("baton replay: Cargo.toml: not a file of --decision-log"), "{text}");

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::support::*;
 
-/// What a worker announces of a limit.
+/// Server info of a worker with these limits.
 fn info(tokens: u64, chars: u64) -> Value {
     json!({"engine": "baton", "context_length": tokens, "max_prompt_chars": chars, "served_model_names": ["m"]})
 }

@@ -335,7 +335,7 @@ async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
         let router = Router::regular(&[&mock], &[]).await;
         let mut client = Client::connect(router.running.addr).await;
         let _unread = client.chat(true).await;
-        // Socket buffers fill, then nobody writes: the count stands still, far below what an unbounded buffer takes.
+        // Socket buffers fill, then writing stops: the count stands still, far below what an unbounded buffer takes.
         let before = std::sync::atomic::AtomicUsize::new(usize::MAX);
         eventually("the flood stands still", || async {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;

@@ -1,4 +1,4 @@
-//! What is tried again, and how much of it the fleet can afford.
+//! Retries: which failures are retried, and the retry budget of the fleet.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
 
 #[tokio::test]
-async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsewhere() {
+async fn a_refusal_of_the_request_is_returned_and_an_error_of_the_worker_retried_elsewhere() {
     timed(async {
         for (status, code, is_tried_again) in [
             (400, "context_length_exceeded", false),
@@ -29,11 +29,11 @@ async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsew
             let router = Router::regular(&[&bad, &good], &[]).await;
             // Round robin: one of the two requests meets the bad worker first.
             let answers = [router.chat().await.status, router.chat().await.status];
-            let told = match is_tried_again {
+            let expected = match is_tried_again {
                 true => 200,
                 false => status,
             };
-            assert!(answers.contains(&told), "{code}: {answers:?}");
+            assert!(answers.contains(&expected), "{code}: {answers:?}");
             assert_eq!(bad.count(), 1, "{code}");
             assert_eq!(good.count(), 1 + usize::from(is_tried_again), "{code}");
         }
@@ -71,7 +71,7 @@ async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
 }
 
 #[tokio::test]
-async fn what_waited_in_the_queue_is_told_to_the_worker() {
+async fn time_waited_in_the_queue_is_sent_to_the_worker() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
         let router = Router::regular(&[&mock], &["--max-concurrent-requests", "1"]).await;
@@ -125,12 +125,12 @@ async fn a_retry_has_what_is_left_of_the_clients_time() {
         assert_eq!(first.raw, text.as_bytes(), "the first attempt has the client's bytes");
         let second = good.seen().last().unwrap().clone();
         let left = |name: &str| second.body[name].as_u64().unwrap();
-        let told = |name: &str| second.headers[name].to_str().unwrap().parse::<u64>().unwrap();
+        let in_header = |name: &str| second.headers[name].to_str().unwrap().parse::<u64>().unwrap();
         for (left, all) in [
             (left("deadline_ms"), 9000),
             (left("ttft_deadline_ms"), 8000),
-            (told("x-deadline-remaining-ms"), 7000),
-            (told("x-slo-ttft-ms"), 6000),
+            (in_header("x-deadline-remaining-ms"), 7000),
+            (in_header("x-slo-ttft-ms"), 6000),
         ] {
             assert!(left >= 1 && left + 20 <= all, "{left} of {all}");
         }

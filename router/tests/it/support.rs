@@ -50,7 +50,7 @@ pub async fn eventually<F: Future<Output = bool>>(what: &str, mut is_true: impl 
 
 // ---- mock worker ----
 
-/// What a mock does with a generation request.
+/// Answer of a mock to a generation request.
 #[derive(Clone, Debug)]
 pub enum Act {
     /// A whole answer: SSE when `stream` is true, else JSON.
@@ -113,7 +113,7 @@ struct Inner {
     stages: Mutex<Option<&'static str>>,
     /// Answer of /v1/loads.
     loads: Mutex<Value>,
-    /// What /version tells, as vLLM's does; then there is no server info.
+    /// Version that /version returns, as vLLM's does; then there is no server info.
     version: Mutex<Option<&'static str>>,
     polls: AtomicUsize,
     /// Answers of other paths: status and body.
@@ -125,7 +125,7 @@ struct Inner {
     orders: Mutex<Vec<String>>,
     frozen: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
-    /// Rooms it was told to forget.
+    /// Bodies of the release requests it got.
     released: Mutex<Vec<Value>>,
     flooded: AtomicUsize,
 }
@@ -166,7 +166,7 @@ impl Mock {
         *self.inner.load.lock() = Some(header.to_owned());
     }
 
-    /// What it reports of the way to the first token of each answer.
+    /// Sets the stages header of its answers: times up to the first token.
     pub fn stages(&self, header: &'static str) {
         *self.inner.stages.lock() = Some(header);
     }
@@ -202,7 +202,7 @@ impl Mock {
         self
     }
 
-    /// What it says on a path that generates nothing.
+    /// Sets its answer on a path that generates nothing.
     pub fn answers(&self, path: &'static str, status: u16, body: Value) {
         self.inner.answers.lock().insert(path, (status, body.to_string()));
     }
@@ -243,7 +243,7 @@ impl Mock {
         self.inner.flooded.load(Ordering::SeqCst)
     }
 
-    /// Rooms that it was told nobody will fetch.
+    /// Bodies of the requests to release rooms that will not be fetched.
     pub fn released(&self) -> Vec<Value> {
         self.inner.released.lock().clone()
     }
@@ -318,7 +318,7 @@ fn full(text: impl Into<Bytes>) -> MockBody {
 }
 
 fn reset() -> std::io::Error {
-    std::io::Error::other("told to break")
+    std::io::Error::other("scripted break")
 }
 
 async fn loaded(
@@ -495,7 +495,7 @@ async fn serve(
 }
 
 fn error_response(status: u16, code: &str) -> Response<MockBody> {
-    let error = json!({"message": "told to", "type": "t", "param": null, "code": code});
+    let error = json!({"message": "scripted", "type": "t", "param": null, "code": code});
     json_response(status, &json!({"error": error}))
 }
 
@@ -572,7 +572,7 @@ const BASE: &str = "baton-router --host 127.0.0.1 --port 0 --policy round_robin 
 
 impl Router {
     pub async fn start(flags: &[&str]) -> Router {
-        // Most tests look at what follows when nobody comes.
+        // Most tests look at what follows when no worker comes.
         const WAIT: &str = "--worker-wait-timeout-secs";
         let no_wait: &[&str] = match flags.contains(&WAIT) {
             true => &[],

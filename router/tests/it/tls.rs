@@ -348,7 +348,7 @@ async fn wrong_certificates_keep_a_worker_out() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_ends_the_start() {
+async fn unusable_tls_files_end_the_start() {
     timed(async {
         let authority = Authority::new();
         let (own, other) = (authority.issue("a"), authority.issue("b"));

@@ -111,7 +111,7 @@ async fn prompts_are_counted_and_matched_in_tokens() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_tokenized_is_sent_all_the_same() {
+async fn prompts_that_cannot_be_tokenized_are_sent_all_the_same() {
     timed(async {
         let worker = mock(ours()).await;
         let flags = ["--policy", "cost", "--model-path", &demo(), "--forward-input-ids"];

@@ -1,4 +1,4 @@
-//! `--enable-trace`: what a collector gets, what workers are told, and that nobody waits for a collector.
+//! `--enable-trace`: spans a collector gets, headers workers get, and no request waits for a collector.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -181,8 +181,8 @@ async fn one_trace_goes_from_the_client_through_the_router_to_both_workers() {
                 assert!(leg.attributes.contains(&worker.url()), "{leg:?}");
                 assert!(leg.nanos > 0 && leg.nanos <= request.nanos, "{got:?}");
                 let seen = worker.seen().pop().unwrap();
-                let told = seen.headers["traceparent"].to_str().unwrap();
-                assert_eq!(told, format!("00-{}-{}-01", leg.trace, leg.id));
+                let sent = seen.headers["traceparent"].to_str().unwrap();
+                assert_eq!(sent, format!("00-{}-{}-01", leg.trace, leg.id));
                 assert_eq!(seen.headers["tracestate"], "a=b");
             }
             assert_eq!(named("decide").parent, request.id);

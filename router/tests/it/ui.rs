@@ -154,8 +154,8 @@ async fn snapshot_shows_nodes_their_reports_and_the_traffic_of_pairs() {
         let id = reply.headers["x-request-id"].to_str().unwrap();
         assert_eq!(request["id"], id);
         // The timeline has what each engine reported.
-        let story = router.get(&format!("/v1/requests/{id}")).await.json();
-        let legs = story["legs"].as_array().unwrap();
+        let request = router.get(&format!("/v1/requests/{id}")).await.json();
+        let legs = request["legs"].as_array().unwrap();
         let stages = |role: &str| &legs.iter().find(|leg| leg["role"] == role).unwrap()["stages"];
         assert_eq!(stages("prefill"), &json!({"queue_ms": 2.5}));
         assert_eq!(stages("decode")["pull"]["pull_ms"], 4.0);

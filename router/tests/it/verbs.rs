@@ -1,4 +1,4 @@
-//! What operators ask of the workers through the router.
+//! Requests of operators to the workers through the router.
 
 use http::Method;
 use serde_json::json;
@@ -27,7 +27,7 @@ async fn models_of_all_workers_are_one_list() {
             list["data"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
         ids.sort_unstable();
         assert_eq!(ids, ["lora", "m", "n"]);
-        // Nobody has a list: the first one's own words.
+        // No worker has a list: the first one's own error.
         let router = Router::regular(&[&broken], &[]).await;
         assert_eq!(router.get("/v1/models").await.status, 500);
         let router = Router::start(&[]).await;

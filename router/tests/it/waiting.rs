@@ -58,7 +58,7 @@ async fn interrupted_streams_are_resumed_in_turns_whatever_the_budget() {
         let url = dying.url();
         dying.stop().await;
         is_out(&router, &url).await;
-        // It answers one request after the other, when told to.
+        // It answers one request after the other, when released.
         let good = Mock::start(&[Act::GatedCount]).await.with_info(resumes());
         let worker = json!({"url": good.url(), "worker_type": "decode"});
         let added = router.post("/workers", &worker).await;

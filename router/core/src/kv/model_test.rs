@@ -37,7 +37,7 @@ enum Op {
     Snapshot,
 }
 
-/// What happens to the batch of an op on its way.
+/// Delivery of the batch of an op.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Way {
     Arrives,
@@ -45,7 +45,7 @@ enum Way {
     Twice,
 }
 
-/// What a reader does about a gap.
+/// Reaction of a reader to a gap.
 #[derive(Debug, Clone, Copy)]
 enum Cure {
     Snapshot,

@@ -18,7 +18,7 @@ enum Op {
         worker: u64,
         text: String,
     },
-    /// What the policy does: touch, and insert only if that was not enough.
+    /// Steps of the policy: touch, and insert only if that was not enough.
     Send {
         worker: u64,
         text: String,
@@ -60,7 +60,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What the model calls a text, the tree may call something else.
+/// Texts of the model in the tree's own type.
 trait Spelled: TreeSegment {
     fn spell(text: &str) -> Box<Self>;
     fn read(&self) -> String;
@@ -158,7 +158,7 @@ fn views(ids: &[u64]) -> Vec<WorkerView> {
     ids.iter().map(|&id| WorkerView { id: WorkerId(id), load: 0, host: 0 }).collect()
 }
 
-/// What the tree says a worker holds: every prefix, character by character.
+/// Prefixes a worker holds, by the tree: every one, character by character.
 fn held_in_tree<S: Spelled + ?Sized>(tree: &PrefixTree<S>, worker: u64) -> BTreeSet<String>
 where
     Box<S>: Default,
@@ -334,7 +334,7 @@ proptest! {
         tree_equals_model::<[u64]>(limit, &ops);
     }
 
-    /// What is forgotten for memory is not the model's business; that it is enough, and leaves a sound tree, is.
+    /// The model does not predict what is evicted; enough must be, and the tree must stay sound.
     #[test]
     fn memory_is_bounded_after_every_insert(
         max_bytes in 6_000usize..20_000,

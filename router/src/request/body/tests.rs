@@ -104,7 +104,7 @@ fn prompts_with_another_salt_share_no_block() {
 }
 
 #[test]
-fn what_is_added_stands_before_the_fields_and_once() {
+fn added_members_stand_before_the_fields_and_once() {
     let body = Bytes::from_static(br#"{"a":1, "routed_dp_rank":1}"#);
     let scan = BodyIndex::of(&body, ApiKind::Chat).unwrap();
     let added = Bytes::from_static(br#","input_ids":[1,2]"#);
@@ -176,7 +176,7 @@ fn routing_text_of_a_long_prompt_is_its_beginning_in_whole_characters() {
 }
 
 #[test]
-fn what_is_not_a_json_object_is_refused() {
+fn bodies_other_than_json_objects_are_refused() {
     for body in
         ["", " ", "[]", "1", "{", "{} x", r#"{"a":tru}"#, r#"{"a":1,}"#, "{\"a\":\"\u{1}\"}"]
     {

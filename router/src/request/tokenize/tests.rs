@@ -176,7 +176,7 @@ proptest! {
 }
 
 #[test]
-fn what_cannot_be_read_falls_back_with_its_reason() {
+fn unreadable_messages_fall_back_with_the_reason() {
     let tokens = load("chatml", &[]);
     for (api, body, why) in [
         (ApiKind::Chat, r#"{"messages":[]}"#, TokenizeFallback::Unread),
@@ -277,7 +277,7 @@ fn a_batch_has_a_list_for_each_prompt() {
 }
 
 #[test]
-fn what_is_missing_at_the_start_is_named_with_the_remedy() {
+fn missing_tokenizer_files_end_the_start_with_the_remedy() {
     let load = |args: &[&str]| {
         let argv: Vec<String> = std::iter::once("baton-router")
             .chain(args.iter().copied())

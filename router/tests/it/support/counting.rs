@@ -8,7 +8,7 @@ pub const TOKENS: usize = 6;
 const SEED: u64 = 1 << 60;
 const CREATED: u64 = 1_700_000_000;
 
-/// What goes out of one answer to `body`, write by write.
+/// The writes of one answer to `body`, in order.
 pub fn writes(body: &Value, is_asked: bool) -> Vec<String> {
     let resume = &body["baton_resume"];
     let known = resume["ids"].as_array().map_or(0, Vec::len);
@@ -26,12 +26,12 @@ pub fn writes(body: &Value, is_asked: bool) -> Vec<String> {
                 write += &event(&json!({"role": "assistant"}), false);
             }
             if is_asked && !is_last {
-                let mut told = json!({"ids": [100 + at]});
+                let mut comment = json!({"ids": [100 + at]});
                 if at == known {
-                    told["seed"] = json!(SEED);
-                    told["created"] = json!(CREATED);
+                    comment["seed"] = json!(SEED);
+                    comment["created"] = json!(CREATED);
                 }
-                write += &format!(": baton {told}\n");
+                write += &format!(": baton {comment}\n");
             }
             write += &event(&json!({"content": format!("w{at} ")}), is_last);
             if is_last {
@@ -52,7 +52,7 @@ fn event(delta: &Value, is_last: bool) -> String {
     format!("data: {}\n\n", json!({"created": CREATED, "choices": [choice]}))
 }
 
-/// What a client is to see of it.
+/// The whole answer as a client is to see it.
 pub fn whole() -> String {
     writes(&Value::Null, false).concat()
 }

@@ -1,4 +1,4 @@
-//! What workers announce, as `cost` uses it.
+//! Cached blocks that workers announce, as `cost` uses them.
 
 use super::tests::{cost, prefill};
 use super::*;
@@ -42,7 +42,7 @@ impl Announcing {
         self.replica.batch(number, events, tell).expect("good events")
     }
 
-    /// What worker 0 is expected to find in its cache.
+    /// Tokens that worker 0 is expected to find in its cache.
     fn expected(&self, ids: &[u32]) -> u32 {
         let blocks = token_blocks(ids, Self::PAGE, "");
         let request = RequestView {

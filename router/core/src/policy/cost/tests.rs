@@ -81,7 +81,7 @@ fn a_prompt_in_flight_counts_as_cached_and_a_failed_one_does_not() {
 }
 
 #[test]
-fn what_a_failed_request_shared_with_others_stays() {
+fn prefix_that_a_failed_request_shared_with_others_stays() {
     let policy = prefill(2);
     let mut sender = TestSender::default();
     let first = sender.routed(&policy, 0, "abcd");

@@ -1,4 +1,4 @@
-"""What a scheduler tells of traced requests: exact on scripted lives, true to what happened on random ones."""
+"""Timelines of traced requests: exact on scripted lives, true to what happened on random ones."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ class Timed(Node):
         ticks = itertools.count(1)
         super().__init__(limits, 1, lambda: float(next(ticks)))
 
-    def only_story(self) -> RequestTimeline:
+    def only_timeline(self) -> RequestTimeline:
         self.absorb()
-        (told,) = self.stories
-        return told
+        (timeline,) = self.timelines
+        return timeline
 
 
 def test_a_prompt_in_chunks_and_its_answer() -> None:
     node = Timed()
     node.sched.add(traced(7, 40, 3))
     node.run()
-    told = node.only_story()
-    assert (told.handle, told.trace, told.prompt_tokens) == (7, b"t7", 40)
+    timeline = node.only_timeline()
+    assert (timeline.handle, timeline.trace, timeline.prompt_tokens) == (7, b"t7", 40)
     # A step looks at the clock twice: chunks of 16 are planned at 1, 3, 5 and done at 2, 4, 6.
-    assert (told.admitted_at, told.first_token_at, told.ended_at) == (1.0, 6.0, 10.0)
-    assert told.events == [(2.0, "computed", 16), (4.0, "computed", 16), (6.0, "computed", 8)]
-    assert (told.steps, told.computed_tokens, told.cached_tokens) == (3, 40, 0)
-    assert (told.output_tokens, told.finish, told.error, told.recomputed_tokens) == (3, "length", "", 0)
-    assert not told.is_transfer
-    assert not told.leased_pages
+    assert (timeline.admitted_at, timeline.first_token_at, timeline.ended_at) == (1.0, 6.0, 10.0)
+    assert timeline.events == [(2.0, "computed", 16), (4.0, "computed", 16), (6.0, "computed", 8)]
+    assert (timeline.steps, timeline.computed_tokens, timeline.cached_tokens) == (3, 40, 0)
+    assert (timeline.output_tokens, timeline.finish, timeline.error, timeline.recomputed_tokens) == (3, "length", "", 0)
+    assert not timeline.is_transfer
+    assert not timeline.leased_pages
 
 
-def test_the_second_of_two_equal_prompts_tells_what_it_found() -> None:
+def test_the_second_of_two_equal_prompts_reports_its_cached_tokens() -> None:
     node = Timed()
     node.sched.add(traced(1, 40, 1))
     node.run()
     node.sched.add(dataclasses.replace(traced(2, 40, 1), prompt=traced(1, 40, 1).prompt))
     node.run()
-    told = node.stories[1]
-    assert (told.cached_tokens, told.computed_tokens, told.steps) == (36, 4, 1)
+    timeline = node.timelines[1]
+    assert (timeline.cached_tokens, timeline.computed_tokens, timeline.steps) == (36, 4, 1)
 
 
-def test_an_untraced_request_has_no_story() -> None:
+def test_an_untraced_request_has_no_timeline() -> None:
     node = Timed()
     node.sched.add(dataclasses.replace(traced(1, 40, 3), trace=b""))
     node.run()
-    assert not node.stories
+    assert not node.timelines
 
 
 def test_first_token_of_an_untraced_request_carries_its_wait_for_a_slot() -> None:
@@ -82,7 +82,7 @@ def test_first_token_of_an_untraced_request_carries_its_wait_for_a_slot() -> Non
     assert all(stages.pulled is None for stages in node.stages.values())
 
 
-def test_one_that_gives_way_tells_when_and_what_it_cost() -> None:
+def test_a_preempted_request_reports_when_and_the_recomputed_tokens() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=0)
     node = Timed(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"))
     node.sched.add(dataclasses.replace(traced(1, 8, 12), priority=1))
@@ -90,7 +90,7 @@ def test_one_that_gives_way_tells_when_and_what_it_cost() -> None:
         node.step()
     node.sched.add(dataclasses.replace(traced(2, 8, 2), priority=5))
     node.run()
-    first = next(told for told in node.stories if told.handle == 1)
+    first = next(timeline for timeline in node.timelines if timeline.handle == 1)
     assert first.preemptions == 1
     kinds = [what for _, what, _ in first.events]
     assert kinds == ["computed", "preempted", "admitted", "computed"]
@@ -106,9 +106,9 @@ def test_suspended_while_it_runs() -> None:
     node.run()
     node.sched.resume([1])
     node.run()
-    told = node.only_story()
-    assert [what for _, what, _ in told.events][:3] == ["computed", "suspended", "admitted"]
-    assert told.output_tokens == 6
+    timeline = node.only_timeline()
+    assert [what for _, what, _ in timeline.events][:3] == ["computed", "suspended", "admitted"]
+    assert timeline.output_tokens == 6
 
 
 def test_the_end_of_one_that_never_ran() -> None:
@@ -118,23 +118,23 @@ def test_the_end_of_one_that_never_ran() -> None:
     node.sched.add(traced(2, 8, 30))
     node.sched.stats.now = 9.0
     node.sched.fail(2, RequestTimeout("too late"))
-    told = node.only_story()
-    assert (told.admitted_at, told.ended_at, told.finish, told.error) == (None, 9.0, "error", "timeout")
+    timeline = node.only_timeline()
+    assert (timeline.admitted_at, timeline.ended_at, timeline.finish, timeline.error) == (None, 9.0, "error", "timeout")
 
 
-def test_a_lease_lasts_until_it_is_released_and_tells_why() -> None:
+def test_a_lease_lasts_until_it_is_released_and_reports_why() -> None:
     node = Timed(dataclasses.replace(LIMITS, role="prefill"))
     node.sched.add(traced(1, 20, 9, room=5))
     node.run()
-    assert not node.stories
+    assert not node.timelines
     node.sched.stats.now = 50.0
     node.sched.release(5, "LEASE_EXPIRED")
-    told = node.only_story()
-    assert (told.first_token_at, told.ended_at) == (4.0, 50.0)
-    assert (told.leased_pages, told.output_tokens, told.finish) == (5, 1, "LEASE_EXPIRED")
+    timeline = node.only_timeline()
+    assert (timeline.first_token_at, timeline.ended_at) == (4.0, 50.0)
+    assert (timeline.leased_pages, timeline.output_tokens, timeline.finish) == (5, 1, "LEASE_EXPIRED")
 
 
-def test_a_transfer_tells_how_its_pages_came() -> None:
+def test_a_transfer_reports_how_its_pages_came() -> None:
     node = Timed(dataclasses.replace(LIMITS, role="decode"))
     node.sched.add(traced(1, 20, 3, room=5))
     node.step()
@@ -144,12 +144,12 @@ def test_a_transfer_tells_how_its_pages_came() -> None:
     node.sched.stats.now = 8.0
     node.sched.transfer_committed(5, 1, 12, None, pulled)
     node.run()
-    told = node.only_story()
-    assert told.is_transfer
-    assert (told.admitted_at, told.announced_at, told.first_token_at) == (1.0, 7.0, 8.0)
-    assert (told.pulled, told.cached_tokens, told.computed_tokens) == (pulled, 12, 0)
+    timeline = node.only_timeline()
+    assert timeline.is_transfer
+    assert (timeline.admitted_at, timeline.announced_at, timeline.first_token_at) == (1.0, 7.0, 8.0)
+    assert (timeline.pulled, timeline.cached_tokens, timeline.computed_tokens) == (pulled, 12, 0)
     assert node.stages == {1: FirstTokenStages(1.0, pulled)}
-    assert (told.output_tokens, told.finish) == (3, "length")
+    assert (timeline.output_tokens, timeline.finish) == (3, "length")
 
 
 def test_a_broken_transfer_ends_with_its_code() -> None:
@@ -157,22 +157,23 @@ def test_a_broken_transfer_ends_with_its_code() -> None:
     node.sched.add(traced(1, 20, 3, room=5))
     node.step()
     node.sched.transfer_failed(5, KvTransferFailed("PEER_LOST: gone"))
-    told = node.only_story()
-    assert (told.first_token_at, told.finish, told.error) == (None, "error", "kv_transfer_failed")
+    timeline = node.only_timeline()
+    assert (timeline.first_token_at, timeline.finish, timeline.error) == (None, "error", "kv_transfer_failed")
 
 
-def test_a_story_is_bounded() -> None:
+def test_events_of_a_timeline_are_bounded() -> None:
     node = Timed(Limits(1000, 1, 4, 2000, 1))
     node.sched.add(traced(1, 100, 2))
     node.run()
-    told = node.only_story()
-    assert len(told.events) == request_timeline.MAX_EVENTS
-    assert (told.lost_events, told.steps, told.computed_tokens) == (100 - request_timeline.MAX_EVENTS, 100, 100)
+    timeline = node.only_timeline()
+    assert len(timeline.events) == request_timeline.MAX_EVENTS
+    assert timeline.lost_events == 100 - request_timeline.MAX_EVENTS
+    assert (timeline.steps, timeline.computed_tokens) == (100, 100)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_stories_agree_with_what_requests_got(seed: int) -> None:
-    """Pairs with random aborts, broken transfers and tight memory: one true story per traced request and node."""
+def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
+    """Pairs with random aborts, broken transfers and tight memory: one true timeline per traced request and node."""
     rng = random.Random(seed)
     page = rng.choice([1, 4])
     ticks = itertools.count()
@@ -218,25 +219,25 @@ def test_stories_agree_with_what_requests_got(seed: int) -> None:
     for each in (p, d):
         each.absorb()
         assert each.sched.is_idle
-        assert sorted(told.handle for told in each.stories) == [h for h in requests if h % 2]
-        for told in each.stories:
-            assert told.prompt_tokens == len(requests[told.handle].prompt)
-            times = [told.admitted_at, told.first_token_at, told.ended_at]
+        assert sorted(timeline.handle for timeline in each.timelines) == [h for h in requests if h % 2]
+        for timeline in each.timelines:
+            assert timeline.prompt_tokens == len(requests[timeline.handle].prompt)
+            times = [timeline.admitted_at, timeline.first_token_at, timeline.ended_at]
             assert sorted(at for at in times if at is not None) == [at for at in times if at is not None]
-            assert told.first_token_at is None or told.admitted_at is not None
-            assert told.output_tokens == len(each.outputs.get(told.handle, []))
-            assert (told.handle in each.errors) == bool(told.error)
-            if told.handle in each.errors:
-                assert told.error == each.errors[told.handle][0]
-    for told in d.stories:
-        if told.handle in d.finished:
-            assert told.finish == d.finished[told.handle].name.lower()
+            assert timeline.first_token_at is None or timeline.admitted_at is not None
+            assert timeline.output_tokens == len(each.outputs.get(timeline.handle, []))
+            assert (timeline.handle in each.errors) == bool(timeline.error)
+            if timeline.handle in each.errors:
+                assert timeline.error == each.errors[timeline.handle][0]
+    for timeline in d.timelines:
+        if timeline.handle in d.finished:
+            assert timeline.finish == d.finished[timeline.handle].name.lower()
         else:
-            assert told.handle in aborted
-            assert told.finish == FinishReason.ABORT.name.lower()
-        assert not told.leased_pages
-    for told in p.stories:
-        if told.first_token_at is not None and not told.retractions:
-            assert told.cached_tokens + told.computed_tokens == told.prompt_tokens
+            assert timeline.handle in aborted
+            assert timeline.finish == FinishReason.ABORT.name.lower()
+        assert not timeline.leased_pages
+    for timeline in p.timelines:
+        if timeline.first_token_at is not None and not timeline.retractions:
+            assert timeline.cached_tokens + timeline.computed_tokens == timeline.prompt_tokens
             # Decode gave up before the prompt was computed: its pages went from the step into the cache.
-            assert told.leased_pages or told.handle in aborted or told.handle in d.errors
+            assert timeline.leased_pages or timeline.handle in aborted or timeline.handle in d.errors
