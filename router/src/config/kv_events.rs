@@ -27,15 +27,16 @@ impl fmt::Display for KvEventsMode {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "KV events")]
 pub struct KvEventFlags {
-    /// cost: follow what workers announce to have cached: auto (if there is a tokenizer), on (prompts given as token ids
-    /// need none), off
+    /// cost: follow the KV events of workers: auto (if there is a tokenizer), on (prompts given as
+    /// token ids need none), off
     #[arg(long, default_value_t = KvEventsMode::Auto, value_enum, hide_possible_values = true, value_name = "MODE")]
     pub kv_events: KvEventsMode,
-    /// Where workers that do not say so publish (vLLM's --kv-events-config): 'tcp://{host}:5557', with the worker's host;
-    /// DP rank r adds r to the port
+    /// Endpoint of KV events for workers that do not report one (vLLM's --kv-events-config):
+    /// 'tcp://{host}:5557', with the worker's host; DP rank r adds r to the port
     #[arg(long, value_name = "ENDPOINT")]
     pub kv_events_endpoint: Option<KvEventEndpoint>,
-    /// Where they replay what was missed; without, a gap makes a worker's entry a guess until its cache is cleared
+    /// Endpoint that replays missed KV events; without it, a gap makes a worker's entry a guess
+    /// until its cache is cleared
     #[arg(long, value_name = "ENDPOINT")]
     pub kv_events_replay_endpoint: Option<KvEventEndpoint>,
 }

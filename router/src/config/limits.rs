@@ -25,13 +25,15 @@ pub struct LimitFlags {
     /// Longest time from the first byte of a request's head to its last [s]
     #[arg(long, default_value_t = 30, value_name = "SECS")]
     pub header_read_timeout_secs: u64,
-    /// Longest time a client's connection may lie idle; longer than that of load balancers in front (60 s) [s]
+    /// Longest time that a client's connection may be idle; longer than that of load balancers in
+    /// front (60 s) [s]
     #[arg(long, default_value_t = 90, value_name = "SECS")]
     pub idle_connection_timeout_secs: u64,
     /// Longest time from a request's head to the end of its body [s]
     #[arg(long, default_value_t = 300, value_name = "SECS")]
     pub body_read_timeout_secs: u64,
-    /// A client that takes nothing of its answer for this long is cut, and its worker freed [s]
+    /// A client that reads nothing of its answer for this long is disconnected, and its worker
+    /// freed [s]
     #[arg(long, default_value_t = 300, value_name = "SECS")]
     pub stream_body_stall_timeout_secs: u64,
     /// Most requests at once on one HTTP/2 connection (h2 over TLS, prior knowledge without); 0 turns HTTP/2 off

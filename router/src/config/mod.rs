@@ -100,8 +100,8 @@ pub struct ListenFlags {
     /// Origins a browser page may call from; '*' allows all
     #[arg(long, value_name = "ORIGIN", num_args = 0.., value_delimiter = ',')]
     pub cors_allowed_origins: Vec<String>,
-    /// Headers a request id is taken from, first match wins [default: x-request-id x-correlation-id x-trace-id
-    /// request-id]
+    /// Headers that may carry the request id; the first one present is used [default: x-request-id
+    /// x-correlation-id x-trace-id request-id]
     #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
     pub request_id_headers: Vec<HeaderName>,
     /// On SIGTERM keep accepting this long after /readyz says 503, so that load balancers notice [ms]
@@ -133,7 +133,8 @@ pub struct RoutingFlags {
     /// cache_aware: loads count as unbalanced when max > this * min and the difference is exceeded too
     #[arg(long, default_value_t = 1.5, value_name = "RATIO")]
     pub balance_rel_threshold: f32,
-    /// cache_aware: who gets a prompt without a match: smallest_tree (SGLang's router), least_load (smg)
+    /// cache_aware: worker for a prompt without a match: smallest_tree (SGLang's router),
+    /// least_load (smg)
     #[arg(long, default_value_t = MissPolicy::SmallestTree, value_name = "RULE")]
     pub cache_miss: MissPolicy,
     /// cache_aware, manual: pause between two evictions [s]
@@ -155,7 +156,8 @@ pub struct RoutingFlags {
     /// cost: the same from another topology domain (docs/routing.md) [ms]
     #[arg(long, default_value_t = 130.0, value_name = "MS")]
     pub kv_pull_crossing_ms_per_kilotoken: f64,
-    /// manual: who gets a new key (header x-smg-routing-key): random, min_load (fewest requests), min_group (fewest keys)
+    /// manual: worker for a new key (header x-smg-routing-key): random, min_load (fewest requests),
+    /// min_group (fewest keys)
     #[arg(long, default_value_t = AssignmentMode::Random, value_name = "MODE")]
     pub assignment_mode: AssignmentMode,
     /// manual: a key not seen for this long is forgotten [s]
@@ -194,14 +196,15 @@ pub struct RetryFlags {
     /// Retries in 30 s that are allowed however few requests there are: as many as one worker has in flight
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub retry_budget_floor: u32,
-    /// End a stream with an error event when its worker breaks off, rather than have another worker go on with it
+    /// End a stream with an error event when its worker breaks off, instead of resuming it on
+    /// another worker
     #[arg(long)]
     pub disable_failover: bool,
     /// Most memory for the requests of running streams and the tokens they have; streams beyond it pass, but end when
     /// their worker breaks off [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub failover_max_bytes: usize,
-    /// Interrupted streams that are resumed at once, per ready worker; the others wait for their turn
+    /// Interrupted streams that are resumed at once, per ready worker; the others wait
     #[arg(long, default_value_t = 16, value_name = "N")]
     pub failover_concurrency: usize,
     /// Longest wait of an interrupted stream, or of a request in the queue, for a worker while none is ready; 0: fail at
@@ -213,19 +216,19 @@ pub struct RetryFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Circuit breaker")]
 pub struct BreakerFlags {
-    /// Failures in a row that take a worker out
+    /// Failures in a row that open the circuit of a worker
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub cb_failure_threshold: u32,
-    /// Successes in a row that take it in again
+    /// Successes in a row that close it again
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub cb_success_threshold: u32,
-    /// How long it stays out before it is tried [s]
+    /// How long the circuit stays open before a trial request [s]
     #[arg(long, default_value_t = 60, value_name = "SECS")]
     pub cb_timeout_duration_secs: u64,
     /// Failures older than this are forgotten [s]
     #[arg(long, default_value_t = 120, value_name = "SECS")]
     pub cb_window_duration_secs: u64,
-    /// Never take a worker out for failed requests
+    /// Never open the circuit of a worker
     #[arg(long)]
     pub disable_circuit_breaker: bool,
 }

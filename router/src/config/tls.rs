@@ -12,13 +12,14 @@ pub struct TlsFlags {
     /// Private key of that certificate (PEM)
     #[arg(long, value_name = "PATH")]
     pub tls_key_path: Option<String>,
-    /// Certificates that https:// workers must descend from (PEM); needed for such workers
+    /// Certificate authorities that https:// workers are verified against (PEM); needed for such
+    /// workers
     #[arg(long, alias = "ca-cert-path", value_name = "PATH", num_args = 1.., value_delimiter = ',')]
     pub ca_cert_paths: Vec<String>,
     /// Name that certificates of https:// workers must have, instead of the host of their URL; for pods, whose addresses change
     #[arg(long, value_name = "NAME")]
     pub worker_tls_name: Option<String>,
-    /// Certificate that the router shows to https:// workers (PEM)
+    /// Client certificate of the router for https:// workers (PEM)
     #[arg(long, value_name = "PATH")]
     pub client_cert_path: Option<String>,
     /// Private key of that certificate (PEM)

@@ -39,8 +39,8 @@ pub struct TokenizerFlags {
     /// Most memory of that cache [bytes]
     #[arg(long, default_value_t = 52_428_800, value_name = "BYTES")]
     pub tokenizer_cache_l0_max_memory: usize,
-    /// Remember what stands between special tokens (system prompts, earlier turns) with its ids; =false: do not (SGLang's
-    /// router: off)
+    /// Remember the ids of text between special tokens (system prompts, earlier turns); =false: do
+    /// not (SGLang's router: off)
     #[arg(
         long,
         default_value_t = true,
