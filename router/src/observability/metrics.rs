@@ -84,7 +84,7 @@ metric_family!(HistogramVec, Histogram, Histogram, |spec| {
     HistogramOpts::new(spec.name, spec.help).buckets(seconds_buckets())
 });
 
-/// One histogram for each of [`STAGE_NAMES`].
+/// Histograms of the request stages, in the order of [`STAGE_NAMES`].
 struct StageHistograms([Histogram; 7]);
 
 const STAGE_NAMES: [&str; 7] =

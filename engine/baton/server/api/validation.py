@@ -57,7 +57,7 @@ T = TypeVar("T")
 CHARS_PER_MESSAGE = 4
 """Reading a message takes 1 us, as long as tokenizing so many characters."""
 NESTED = "sampling_params."
-"""What stands before the names of sampling fields in errors of /generate."""
+"""Prefix of the sampling fields in errors of /generate."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
