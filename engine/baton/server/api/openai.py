@@ -47,7 +47,33 @@ class Answer:
             self.logprobs.extend(delta.logprobs)
 
 
-class _Format(ABC):
+class ResponseFormat(ABC):
+    """Response of one generation in the form of an endpoint."""
+
+    def __init__(self, generation: Generation, request_id: str, model: str) -> None:
+        self.generation = generation
+        self.id = generation.accepted.rid or request_id
+        self._accepted = generation.accepted
+        self._tokenizer = generation.tokenizer
+        self._answers = [Answer() for _ in generation.tracks]
+
+    def take(self, delta: TextDelta) -> None:
+        self._answers[delta.item.index].take(delta)
+
+    @abstractmethod
+    def event(self, delta: TextDelta) -> bytes:
+        """SSE bytes for this delta; empty when there is nothing to show (text held back)."""
+
+    def end(self) -> bytes:
+        """Events after the last delta, before [DONE]."""
+        return b""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """The response of a request without `stream`."""
+
+
+class _OpenAiFormat(ResponseFormat):
     """Common part of chat and completion responses."""
 
     id_prefix = ""
@@ -55,22 +81,13 @@ class _Format(ABC):
     chunk_object = ""
 
     def __init__(self, generation: Generation, request_id: str, model: str) -> None:
-        self.generation = generation
-        self._accepted = generation.accepted
-        self._tokenizer = generation.tokenizer
-        self._model = model
         # A client's rid is the response's id; otherwise the request id, so that logs of all hops meet (matches vLLM).
         # The router's ids carry the prefix already; a client's x-request-id usually does not.
         named = request_id if request_id.startswith(f"{self.id_prefix}-") else f"{self.id_prefix}-{request_id}"
-        self.id = self._accepted.rid or named
-        self._created = generation.created
-        self._answers = [Answer() for _ in generation.tracks]
-
-    def take(self, delta: TextDelta) -> None:
-        self._answers[delta.item.index].take(delta)
+        super().__init__(generation, named, model)
+        self._model = model
 
     def event(self, delta: TextDelta) -> bytes:
-        """SSE bytes for this delta; empty when there is nothing to show (text held back)."""
         track = delta.item
         first = not track.seen
         if not (
@@ -84,14 +101,22 @@ class _Format(ABC):
     def _events(self, delta: TextDelta, first: bool) -> bytes:
         """Stream events of one delta; `first`: nothing of this choice was sent yet."""
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = {
-            "id": self.id,
-            "object": self.chunk_object,
-            "created": self._created,
-            "model": self._model,
-            "choices": [choice],
+    def _delta_event(self, delta: TextDelta, shown: dict[str, Any]) -> bytes:
+        track = delta.item
+        choice: dict[str, Any] = {
+            "index": track.index,
+            **shown,
+            "logprobs": None if delta.logprobs is None else self._logprobs(track, delta.logprobs),
+            "finish_reason": delta.finish,
         }
+        if self._accepted.return_token_ids:
+            choice["token_ids"] = delta.tokens
+        if delta.finish:
+            choice["matched_stop"] = track.matched_stop
+        return self._chunk(choice)
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = self._response(self.chunk_object, [choice])
         if self._accepted.continuous_usage:
             chunk["usage"] = usage(self.generation)
         elif self._accepted.include_usage:
@@ -99,69 +124,29 @@ class _Format(ABC):
         return sse(chunk)
 
     def end(self) -> bytes:
-        """Events after the last delta, before [DONE]."""
         if not self._accepted.include_usage:
             return b""
-        return sse(
-            {
-                "id": self.id,
-                "object": self.chunk_object,
-                "created": self._created,
-                "model": self._model,
-                "choices": [],
-                "usage": usage(self.generation),
-            }
-        )
+        return sse(self._response(self.chunk_object, []) | {"usage": usage(self.generation)})
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(t, a) for t, a in zip(self.generation.tracks, self._answers, strict=True)]
+        return self._response(self.object, choices) | {"usage": usage(self.generation)}
+
+    def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": self.object,
-            "created": self._created,
+            "object": kind,
+            "created": self.generation.created,
             "model": self._model,
             "choices": choices,
-            "usage": usage(self.generation),
         }
 
-    @abstractmethod
     def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
         """Entry of `choices` in the whole answer."""
-
-
-class ChatFormat(_Format):
-    id_prefix = "chatcmpl"
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def _events(self, delta: TextDelta, first: bool) -> bytes:
-        out = b""
-        index = delta.item.index
-        if first:
-            role = {"role": "assistant", "content": ""}
-            out = self._chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-            if not (delta.text or delta.finish or delta.logprobs or delta.tokens):
-                return out
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text or not delta.finish else {},
-            "logprobs": None if delta.logprobs is None else {"content": chat_logprobs(self._tokenizer, delta.logprobs)},
-            "finish_reason": delta.finish,
-        }
-        if self._accepted.return_token_ids:
-            choice["token_ids"] = delta.tokens
-        if delta.finish:
-            choice["matched_stop"] = delta.item.matched_stop
-        elif not delta.text and delta.logprobs is None and not self._accepted.return_token_ids:
-            return out
-        return out + self._chunk(choice)
-
-    def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
-        wanted = self._accepted.logprobs >= 0
         choice: dict[str, Any] = {
             "index": track.index,
-            "message": {"role": "assistant", "content": "".join(answer.text)},
-            "logprobs": {"content": chat_logprobs(self._tokenizer, answer.logprobs)} if wanted else None,
+            **self._message(track, "".join(answer.text)),
+            "logprobs": self._logprobs(track, answer.logprobs) if self._accepted.logprobs >= 0 else None,
             "finish_reason": track.finish,
             "matched_stop": track.matched_stop,
         }
@@ -169,8 +154,41 @@ class ChatFormat(_Format):
             choice["token_ids"] = answer.tokens
         return choice
 
+    @abstractmethod
+    def _message(self, track: ChoiceState, text: str) -> dict[str, Any]:
+        """Field of a choice that holds its whole text."""
 
-class CompletionFormat(_Format):
+    @abstractmethod
+    def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
+        """Logprobs of the next tokens of a choice."""
+
+
+class ChatFormat(_OpenAiFormat):
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _events(self, delta: TextDelta, first: bool) -> bytes:
+        out = b""
+        if first:
+            role = {"role": "assistant", "content": ""}
+            out = self._chunk({"index": delta.item.index, "delta": role, "logprobs": None, "finish_reason": None})
+            if not (delta.text or delta.finish or delta.logprobs or delta.tokens):
+                return out
+        if not (delta.finish or delta.text or delta.logprobs is not None or self._accepted.return_token_ids):
+            return out
+        return out + self._delta_event(
+            delta, {"delta": {"content": delta.text} if delta.text or not delta.finish else {}}
+        )
+
+    def _message(self, track: ChoiceState, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
+        return {"content": chat_logprobs(self._tokenizer, rows)}
+
+
+class CompletionFormat(_OpenAiFormat):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
@@ -190,49 +208,26 @@ class CompletionFormat(_Format):
         if first and not (text or delta.finish or delta.logprobs or self._accepted.return_token_ids):
             track.seen = False
             return b""
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs, self._offsets[track.index] = completion_logprobs(
-                self._tokenizer, delta.logprobs, self._accepted.logprobs, self._offsets[track.index]
-            )
-        choice: dict[str, Any] = {
-            "index": track.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish,
-        }
-        if self._accepted.return_token_ids:
-            choice["token_ids"] = delta.tokens
-        if delta.finish:
-            choice["matched_stop"] = track.matched_stop
-        return self._chunk(choice)
+        return self._delta_event(delta, {"text": text})
 
-    def _choice(self, track: ChoiceState, answer: Answer) -> dict[str, Any]:
-        logprobs = None
-        if self._accepted.logprobs >= 0:
-            logprobs, _ = completion_logprobs(
-                self._tokenizer, answer.logprobs, self._accepted.logprobs, self._offsets[track.index]
-            )
-        choice: dict[str, Any] = {
-            "index": track.index,
-            "text": self._echo(track) + "".join(answer.text),
-            "logprobs": logprobs,
-            "finish_reason": track.finish,
-            "matched_stop": track.matched_stop,
-        }
-        if self._accepted.return_token_ids:
-            choice["token_ids"] = answer.tokens
-        return choice
+    def _message(self, track: ChoiceState, text: str) -> dict[str, Any]:
+        return {"text": self._echo(track) + text}
+
+    def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
+        columns, self._offsets[track.index] = completion_logprobs(
+            self._tokenizer, rows, self._accepted.logprobs, self._offsets[track.index]
+        )
+        return columns
 
 
-def _finite(value: float) -> float:
+def finite_logprob(value: float) -> float:
     """JSON has no -inf; OpenAI writes -9999.0 for an impossible token."""
     return max(value, -9999.0)
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(raw)}
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs) -> list[dict[str, Any]]:
@@ -252,8 +247,10 @@ def completion_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs, k: int, offse
         offset += len(text)
     columns = {
         "tokens": texts,
-        "token_logprobs": [_finite(p) for p in rows.chosen],
-        "top_logprobs": [{tokenizer.token_text(i): _finite(p) for i, p in top} for top in rows.top] if k > 0 else None,
+        "token_logprobs": [finite_logprob(p) for p in rows.chosen],
+        "top_logprobs": [{tokenizer.token_text(i): finite_logprob(p) for i, p in top} for top in rows.top]
+        if k > 0
+        else None,
         "text_offset": offsets,
     }
     return columns, offset

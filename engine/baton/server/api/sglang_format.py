@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from baton.server.api.openai import Answer, sse
+from baton.server.api.openai import ResponseFormat, finite_logprob, sse
 from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
 
 
-class GenerateFormat:
-    """Same use as openai's formats."""
-
+class GenerateFormat(ResponseFormat):
     def __init__(self, generation: Generation, request_id: str, model: str) -> None:
-        self.generation = generation
-        self.id = generation.accepted.rid or request_id
-        self._answers = [Answer() for _ in generation.tracks]
-        if resume := generation.accepted.resume:
+        super().__init__(generation, request_id, model)
+        if resume := self._accepted.resume:
             self._answers[0].text.append(generation.tracks[0].resumed_text)
             self._answers[0].tokens += resume.ids
-        self._started = generation.arrived
-
-    def take(self, delta: TextDelta) -> None:
-        self._answers[delta.item.index].take(delta)
 
     def event(self, delta: TextDelta) -> bytes:
         self.take(delta)
         if not (delta.text or delta.finish or delta.tokens):
             return b""
         item = self._item(delta.item)
-        if self.generation.accepted.is_batch:
+        if self._accepted.is_batch:
             item["index"] = delta.item.index
         return sse(item)
 
-    def end(self) -> bytes:
-        return b""
-
     def whole(self) -> Any:
         items = [self._item(t) for t in self.generation.tracks]
-        return items if self.generation.accepted.is_batch else items[0]
+        return items if self._accepted.is_batch else items[0]
 
     def _item(self, track: ChoiceState) -> dict[str, Any]:
         answer = self._answers[track.index]
@@ -48,23 +38,24 @@ class GenerateFormat:
             "prompt_tokens": track.item.asked_tokens,
             "completion_tokens": track.completion_tokens,
             "cached_tokens": track.cached_tokens,
-            "e2e_latency": round(time.monotonic() - self._started, 6),
+            "e2e_latency": round(time.monotonic() - self.generation.arrived, 6),
         }
-        if self.generation.accepted.logprobs >= 0:
+        if self._accepted.logprobs >= 0:
             meta |= self._logprobs(answer.logprobs)
         return {"text": "".join(answer.text), "output_ids": answer.tokens, "meta_info": meta}
 
     def _logprobs(self, rows: TokenLogprobs) -> dict[str, Any]:
         """[logprob, token id, text] triples."""
-        text = self.generation.tokenizer.token_text
+
+        def triples(row: Iterable[tuple[int, float]]) -> list[list[Any]]:
+            return [[finite_logprob(p), i, self._tokenizer.token_text(i)] for i, p in row]
+
         out: dict[str, Any] = {
             "input_token_logprobs": [],
-            "output_token_logprobs": [
-                [max(p, -9999.0), i, text(i)] for i, p in zip(rows.ids, rows.chosen, strict=True)
-            ],
+            "output_token_logprobs": triples(zip(rows.ids, rows.chosen, strict=True)),
         }
-        if self.generation.accepted.logprobs > 0:
-            out["output_top_logprobs"] = [[[max(p, -9999.0), i, text(i)] for i, p in top] for top in rows.top]
+        if self._accepted.logprobs > 0:
+            out["output_top_logprobs"] = [triples(top) for top in rows.top]
         return out
 
 

@@ -16,9 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from baton.errors import Draining, EngineDead, EngineError, NotReady, QueueFull, WrongState
+from baton.server.http.request_handler import RequestHandler
 from baton.server.worker.client import RankClient, RankSet
 
 log = logging.getLogger("baton.front")
@@ -82,22 +83,10 @@ class Work:
         }
 
 
-class Answers(Protocol):
-    """The answers that the front is giving (server.http.request_handler.RequestHandler)."""
-
-    @property
-    def active(self) -> int: ...
-    @property
-    def streams(self) -> int: ...
-    @property
-    def oldest_at(self) -> float | None: ...
-    async def idle(self) -> None: ...
-
-
 class ServerLifecycle:
     """The node's state. `answers` is set when the front can answer."""
 
-    answers: Answers
+    answers: RequestHandler
 
     def __init__(self, ranks: RankSet) -> None:
         self._ranks = ranks

@@ -17,16 +17,16 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from baton.errors import Draining, EngineError, RateLimited
-from baton.server.api.openai import sse
+from baton.server.api.openai import ResponseFormat, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.tenancy import Tenancy
 from baton.server.api.validation import AcceptedRequest, with_deadline_headers
-from baton.server.http.generation import Generation, TextDelta
+from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, Check, json_response, read_object
 from baton.server.observability.load_report import LOAD_HEADER, STAGES_HEADER, stages_header
 from baton.server.observability.load_report import header as load_header
@@ -48,16 +48,6 @@ SSE_HEADERS = {
     "x-accel-buffering": "no",
 }
 _PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
-
-
-class ApiFormat(Protocol):
-    id: str
-
-    def __init__(self, generation: Generation, request_id: str, model: str) -> None: ...
-    def take(self, delta: TextDelta) -> None: ...
-    def event(self, delta: TextDelta) -> bytes: ...
-    def end(self) -> bytes: ...
-    def whole(self) -> Any: ...
 
 
 Validate = Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]
@@ -88,7 +78,7 @@ class RequestHandler:
         self._timeout_secs = timeout_secs
         self._admit = admit
         self._refuse_oversized = refuse_oversized
-        self._live: dict[str, set[Generation]] = {}
+        self._live: set[Generation] = set()
         self._arrivals: dict[object, float] = {}
         """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
         self.streams = 0
@@ -112,22 +102,22 @@ class RequestHandler:
 
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
-        for generation in [g for same in self._live.values() for g in same]:
+        for generation in list(self._live):
             generation.fail(Draining("this node was shut down before the answer was finished", retry_after_secs=2))
 
     def cancel(self, rid: str | None) -> int:
         """End the live requests with this rid (None: all) as aborted; returns how many."""
-        found = [g for key, same in self._live.items() if rid is None or key == rid for g in same]
+        found = list(self._live) if rid is None else self.live(rid)
         for generation in found:
             generation.cancel()
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
         """The requests with this rid that are being worked on."""
-        return list(self._live.get(rid, ()))
+        return [generation for generation in self._live if generation.rid == rid]
 
     async def answer(
-        self, request: web.Request, endpoint: str, validate: Validate, format: type[ApiFormat]
+        self, request: web.Request, endpoint: str, validate: Validate, format: type[ResponseFormat]
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
@@ -162,7 +152,7 @@ class RequestHandler:
                 lambda count: self._tenancy.spend(accepted.tenant, count, time.monotonic()),
                 parent,
             )
-            self._enter(generation)
+            self._live.add(generation)
             generation.start()
             shape = format(generation, request_id, self._model_name)
             headers = _ignored_header(accepted)
@@ -198,7 +188,7 @@ class RequestHandler:
             self._metrics.requests.labels(endpoint, outcome).inc()
             if generation is not None:
                 generation.close()
-                self._leave(generation)
+                self._live.remove(generation)
                 self._account(generation, endpoint, outcome, arrived)
             if self._tracer is not None and parent is not None:
                 self._tracer.answered(parent, request, generation, status, outcome, arrived)
@@ -214,7 +204,7 @@ class RequestHandler:
         return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
 
     async def _stream(
-        self, request: web.Request, generation: Generation, shape: ApiFormat, headers: dict[str, str]
+        self, request: web.Request, generation: Generation, shape: ResponseFormat, headers: dict[str, str]
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
@@ -260,16 +250,6 @@ class RequestHandler:
             await send(sse(EngineError("internal error; the engine's log has the details").body()) + DONE)
         await response.write_eof()
         return response, outcome
-
-    def _enter(self, generation: Generation) -> None:
-        self._live.setdefault(generation.rid, set()).add(generation)
-
-    def _leave(self, generation: Generation) -> None:
-        same = self._live.get(generation.rid)
-        if same is not None:
-            same.discard(generation)
-            if not same:
-                del self._live[generation.rid]
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
         now = time.monotonic()
