@@ -391,7 +391,7 @@ def test_scheduler_steps_are_asked_of_every_rank(http: httpx.Client) -> None:
         assert (error.status_code, error.json()["error"]["param"]) == (400, "n")
 
 
-def test_dp_ranks_are_obeyed_and_balanced(http: httpx.Client, engine: FakeEngine) -> None:
+def test_dp_ranks_are_applied_and_balanced(http: httpx.Client, engine: FakeEngine) -> None:
     for rank in (1, 1, 0):
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "rid": "pinned", "data_parallel_rank": rank})
     pinned = [sum(s["rid"] == "pinned" for s in engine.ledger(rank)["submits"]) for rank in (0, 1)]

@@ -116,7 +116,7 @@ def answered_here(node: str) -> float:
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_drain_through_one_router_is_obeyed_by_the_other(role: str) -> None:
+def test_drain_through_one_router_is_applied_by_the_other(role: str) -> None:
     with Cluster.up(*FLEET) as cluster, two_routers(cluster) as (first, second):
         node = cluster.node(role)["url"]
         load = Load([first, second])

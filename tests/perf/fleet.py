@@ -1,4 +1,4 @@
-"""Routers before a fleet of simulated engines, for the routing benchmarks: real processes, real HTTP, modelled steps.
+"""Routers before a fleet of simulated engines, for the routing benchmarks: real processes, real HTTP, modeled steps.
 
 The fleet is started once; each arm gets a fresh router before it, and engines with empty caches. Peers are the wheels
 that tests/peers/setup.sh installs; an arm whose wheel is missing is left out and named.

@@ -89,7 +89,7 @@ class World:
             seq = rng.choice(self.members)
             if rng.random() < 0.5:
                 seq.adjusted_priority = rng.choice([None, -2.0, 0.5, 3.0])
-                self.queue.reprioritise(seq)
+                self.queue.reprioritize(seq)
             else:  # it ran for a while and came back with more tokens
                 self.queue.discard(seq)
                 self.members.remove(seq)

@@ -50,9 +50,9 @@ WORDS = {
     "nobody": "no worker, no request", "whoever": "the component", "somebody": "the component", "told": "reported",
     "gone on with": "resumed", "let go": "released", "of late": "recently", "anew": "again",
     "what came of": "outcome", "door": "admission controller", "story": "timeline", "stories": "timelines",
-    "patience": "timeout", "rehears": "warm-up", "rung": "capture size", "heir": "resume fingerprint",
-    "newcomer": "startup gate", "obey": "apply", "ageing": "aging", "tokenis": "tokenize", "prioritis": "prioritize",
-    "parked": "pending, retained", "sicken": "mark unhealthy", "farewell": "shutdown",
+    "patience": "timeout", "rehears[a-z]*": "warm-up", "rung": "capture size", "heir": "resume fingerprint",
+    "newcomer": "startup gate", "obey[a-z]*": "apply", "ageing": "aging", "tokenis": "tokenize",
+    "prioritis[a-z]*": "prioritize", "parked": "pending, retained", "sicken": "mark unhealthy", "farewell": "shutdown",
 }  # fmt: skip
 """Words of this project alone, spellings that differ from the flags', and what to write instead."""
 OUTSIDE = ("PARKED", '"told"', "`told`")

@@ -177,7 +177,7 @@ def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCapture
     page_bytes = made.spec.kv.page_bytes(16)
     needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
-    lines = [line for line in caplog.messages if line.startswith("rehearsal")]
+    lines = [line for line in caplog.messages if line.startswith("warm-up step")]
     assert len(lines) == memory.steps == 8
     assert caplog.messages[-1] == (
         "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 2.00 GiB, the attention "
@@ -272,7 +272,7 @@ def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.
     def execute(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(warmup, "rehearse", execute)
+    monkeypatch.setattr(warmup, "run_warmup", execute)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fit(made, config(attention_backend="torch"), 512, None, CPU, Counted())
 

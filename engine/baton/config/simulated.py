@@ -27,7 +27,7 @@ from baton.errors import ConfigError
 BLOCK_TOKENS = 512
 """Prompt tokens per hash id of a trace, which length_scale has to divide."""
 PAGE_BYTES = 64
-"""The least the transfer runtime moves: a simulated page is never read, and its journey is modelled
+"""The least the transfer runtime moves: a simulated page is never read, and its journey is modeled
 (runtime.simulated.engine)."""
 NODE = {"max_total_tokens": 1_000_000, "chunked_prefill_size": 8192, "max_running_requests": 256}
 """A node of the size that the step-time models speak of; the engine's own defaults are for a laptop."""

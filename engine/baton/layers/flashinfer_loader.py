@@ -1,7 +1,7 @@
 """The flashinfer package: whether it can work here, said in one sentence when not, and the module itself.
 
 It compiles its kernels when they are first used, with nvcc and ninja, unless flashinfer-jit-cache holds them. What is
-missing is said before anything is compiled; what only shows while compiling is the rehearsals' to find (fit).
+missing is said before anything is compiled; what only shows while compiling is found by the warm-up steps.
 """
 
 from __future__ import annotations

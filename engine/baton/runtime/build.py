@@ -188,7 +188,7 @@ def _record(
             runner.record_graphs(CudaRecorder(compute), rows, context)
         except torch.OutOfMemoryError:
             raise
-        except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as rehearsed
+        except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as warmed up
             log.warning("CUDA graphs: none, recording failed (%s); every kernel is launched by itself", reason(err))
             return
     log.info(

@@ -161,7 +161,7 @@ class Scheduler:
         for handle, priority in priorities.items():
             seq = self._state.seqs.get(handle)
             if seq is not None and seq.adjusted_priority != priority:
-                self._state.reprioritise(seq, priority)
+                self._state.reprioritize(seq, priority)
 
     def in_rooms(self, rooms: Collection[int]) -> list[int]:
         """Handles of the requests with these bootstrap rooms, leased ones included."""

@@ -184,11 +184,11 @@ class SchedulerState:
             self.running = {seq.handle: seq for seq in in_order}
             self._is_unsorted = False
 
-    def reprioritise(self, seq: Seq, priority: float | None) -> None:
+    def reprioritize(self, seq: Seq, priority: float | None) -> None:
         """Replace its priority in every order by this one; None: its own again."""
         seq.adjusted_priority = priority
-        self.waiting.reprioritise(seq)
-        self.opening.reprioritise(seq)
+        self.waiting.reprioritize(seq)
+        self.opening.reprioritize(seq)
         seq.place = self.limits.priority.place(seq, self.now)
         self._is_unsorted = True
 

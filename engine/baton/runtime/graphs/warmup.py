@@ -3,7 +3,7 @@ instead of by the first requests, and what they take tells how much memory is le
 
 1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
 that samples nothing, a few tokens after a long cached prefix) small, then the largest that the limits allow;
-2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a line of progress each; 3. that pool
+2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of progress each; 3. that pool
 and runner are dropped, and the real ones are made.
 
 Plans are those of the scheduler in every respect, so that whatever a runner does for a request it does here.
@@ -22,7 +22,7 @@ from baton.runtime.memory.device_memory import MemoryProbe
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 
-log = logging.getLogger("baton.rehearsal")
+log = logging.getLogger("baton.warmup")
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
@@ -134,7 +134,7 @@ def pages_needed(limits: WarmupLimits) -> int:
     return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
 
 
-def rehearse(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: MemoryProbe) -> WarmupResult:
+def run_warmup(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: MemoryProbe) -> WarmupResult:
     """Run all steps. Raises what `execute` raises."""
     made = steps(limits)
     before = memory.held()
@@ -145,5 +145,5 @@ def rehearse(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory
         execute(plan)
         took.append(max(memory.peak() - before, 0))
         memory.held()  # gives back what this step leaves behind, which the next one may not be able to use
-        log.info("rehearsal %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started)
+        log.info("warm-up step %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started)
     return WarmupResult(max(took), took[-2])

@@ -1,6 +1,6 @@
 """How large the KV pool of a CUDA device may be: what is measured, and the arithmetic.
 
-1. The weights are on the device; 2. `rehearsal` runs the largest steps on a small pool and notes what they took
+1. The weights are on the device; 2. `run_warmup` runs the largest steps on a small pool and notes what they took
 on top (`MemoryNeeds`); 3. `size_pool` divides what is left:
 
     |<-------------------------- total ---------------------------->|

@@ -1,6 +1,6 @@
 """A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
 
-1. A small pool and a runner are made; 2. the rehearsals run on them, which compiles and loads every kernel; a
+1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads every kernel; a
 flashinfer that cannot do that ends the start; 3. what they took sizes the real pool; 4. the small one is dropped.
 
 Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
@@ -122,10 +122,10 @@ def _try(
     workspace = memory.held() - before
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
     if place is None or place.hear is None:
-        took = warmup.rehearse(limits, runner.run, memory)
+        took = warmup.run_warmup(limits, runner.run, memory)
     else:
         hear = place.hear
-        took = warmup.rehearse(limits, lambda _: runner.follow(hear()), memory)
+        took = warmup.run_warmup(limits, lambda _: runner.follow(hear()), memory)
     rows = rows_to_record(config)
     if not rows or not isinstance(attn, GraphAttention):
         return _Tried(workspace, 0, took)

@@ -3,7 +3,7 @@
 
 A step lasts as long as the step-time model says, divided by `speed`; an answer is a fixed text, as long as was asked
 for. Steps that follow each other begin where the one before ended, however late this process was woken, so that a
-busy machine delays single answers and does not slow the modelled device down.
+busy machine delays single answers and does not slow the modeled device down.
 """
 
 from __future__ import annotations

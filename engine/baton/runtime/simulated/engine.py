@@ -2,7 +2,7 @@
 
 1. `load` stands in for runtime.build.load: no torch, no model, pages of a few bytes;
 2. the rank process (server.worker.process) drives it like any other: messages, reports, events, rooms;
-3. on a P node `PacedTransfer` tells D of a finished prompt when a link of the modelled speed would have carried its
+3. on a P node `PacedTransfer` tells D of a finished prompt when a link of the modeled speed would have carried its
    pages. They do travel, through the real transfer runtime, but they are too small for their time to count.
 """
 
@@ -90,7 +90,7 @@ def load(config: EngineConfig) -> SimLoaded:
 
 
 class PacedTransfer:
-    """A P node's TransferNode whose `finish` takes effect after the modelled time of the transfer."""
+    """A P node's TransferNode whose `finish` takes effect after the modeled time of the transfer."""
 
     def __init__(self, node: TransferNode, simulated: Simulated, page_size: int) -> None:
         self._node = node

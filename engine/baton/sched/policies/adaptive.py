@@ -6,7 +6,7 @@
 3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
    takes over; so there is at most one switch in two windows, and none for noise.
 
-`forecast` and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modelled:
+`forecast` and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modeled:
 arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
 
 Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield

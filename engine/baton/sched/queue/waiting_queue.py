@@ -192,7 +192,7 @@ class WaitingQueue:
         if self._watcher is not None:
             self._watcher.left(seq)
 
-    def reprioritise(self, seq: Seq) -> None:
+    def reprioritize(self, seq: Seq) -> None:
         """To be called after a change of the sequence's adjusted priority."""
         view = self._view()
         if seq.handle in self._joined:
