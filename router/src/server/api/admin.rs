@@ -6,7 +6,7 @@ use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::{HeaderValue, Method, StatusCode, Uri, header};
+use http::{HeaderValue, Method, StatusCode, header};
 use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -18,7 +18,6 @@ use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
-use crate::transport::upstream::RequestHead;
 use crate::workers::registration;
 use crate::workers::registry::{ROLES, metrics as gauges};
 use crate::workers::worker::Worker;
@@ -97,11 +96,7 @@ pub async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Respons
         return Err(err);
     }
     let _place = app.admission.enter(&app.metrics).await?;
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::from_static("/health_generate"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::GET, "/health_generate");
     Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
@@ -130,7 +125,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
-        "topology": worker.topology(),
+        "topology": worker.spec.topology,
         "dp_size": worker.dp_size(),
         "model_id": description.served_model_name,
         "version": description.version,

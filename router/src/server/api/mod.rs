@@ -243,18 +243,13 @@ fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
 }
 
 fn preflight(asked: &HeaderMap) -> Response {
-    let mut response = StatusCode::NO_CONTENT.into_response();
-    let headers = response.headers_mut();
-    headers.insert(
-        header::ACCESS_CONTROL_ALLOW_METHODS,
-        HeaderValue::from_static("GET, POST, DELETE, OPTIONS"),
-    );
-    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS);
-    let wanted = wanted.cloned();
-    headers.insert(
-        header::ACCESS_CONTROL_ALLOW_HEADERS,
-        wanted.unwrap_or(HeaderValue::from_static("content-type, authorization")),
-    );
-    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600"));
-    response
+    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+    let usual = HeaderValue::from_static("content-type, authorization");
+    let methods = HeaderValue::from_static("GET, POST, DELETE, OPTIONS");
+    let headers = [
+        (header::ACCESS_CONTROL_ALLOW_METHODS, methods),
+        (header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.unwrap_or(usual)),
+        (header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600")),
+    ];
+    (StatusCode::NO_CONTENT, headers).into_response()
 }

@@ -222,11 +222,7 @@ pub async fn models(
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
 pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::from_static("/metrics"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::GET, "/metrics");
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let pages = answers.iter().filter(|answer| answer.is_success());
     let text =
@@ -294,11 +290,7 @@ pub async fn fan_out(
 
 /// Workers drop their caches, the policies their estimates of them.
 pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
-    let head = RequestHead {
-        method: Method::POST,
-        uri: Uri::from_static("/flush_cache"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
     app.fleet.registry.forget_prompts();
     response
