@@ -37,34 +37,26 @@ const RECHECK: Duration = Duration::from_secs(1);
 pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
-        let answers = AnswerTime::new(fleet, "file");
-        file::start(
-            DiscoveryFeed::new(fleet, "file"),
-            path.into(),
-            fleet.serving_roles(),
-            answers,
-        )?;
+        file::start(DiscoveryFeed::new(fleet, "file"), path.into(), fleet.serving_roles())?;
     }
-    let selectors = flags.selectors(fleet.is_pd());
-    if !selectors.is_empty() {
-        for (role, selector) in selectors {
-            let source = match role {
-                Role::Regular => "regular_pods",
-                Role::Prefill => "prefill_pods",
-                Role::Decode => "decode_pods",
-            };
-            let wanted = kubernetes::PodSelectors {
-                role,
-                selector,
-                port: flags.service_discovery_port,
-                is_tls: flags.is_tls(),
-                namespace: flags.service_discovery_namespace.clone(),
-            };
-            let answers = AnswerTime::new(fleet, source);
-            // A client per source, so that the answers to each are seen apart.
-            let client = kubernetes::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
-            kubernetes::start(DiscoveryFeed::new(fleet, source), client, wanted, answers);
-        }
+    for (role, selector) in flags.selectors(fleet.is_pd()) {
+        let source = match role {
+            Role::Regular => "regular_pods",
+            Role::Prefill => "prefill_pods",
+            Role::Decode => "decode_pods",
+        };
+        let wanted = kubernetes::PodSelectors {
+            role,
+            selector,
+            port: flags.service_discovery_port,
+            is_tls: flags.is_tls(),
+            namespace: flags.service_discovery_namespace.clone(),
+        };
+        let feed = DiscoveryFeed::new(fleet, source);
+        // A client per source, so that the answers to each are seen apart.
+        let answers = feed.answers.clone();
+        let client = kubernetes::client(flags.kubeconfig.as_deref(), answers).await?;
+        tokio::spawn(kubernetes::follow(feed, client, wanted));
     }
     Ok(())
 }
@@ -74,6 +66,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
 struct AnswerTime {
     gauges: GaugeVec,
     source: &'static str,
+    /// Time of the last answer, or of the start before the first.
     last: Arc<Mutex<Instant>>,
 }
 
@@ -81,11 +74,6 @@ impl AnswerTime {
     fn new(fleet: &WorkerFleet, source: &'static str) -> Self {
         let gauges = fleet.metrics.discovery_answered.clone();
         Self { gauges, source, last: Arc::new(Mutex::new(Instant::now())) }
-    }
-
-    /// Time of the last answer, or of the start before the first.
-    fn last(&self) -> Instant {
-        *self.last.lock()
     }
 
     fn set_to_now(&self) {
@@ -106,6 +94,13 @@ pub struct DiscoveredWorkers {
     pub deleted: BTreeSet<WorkerUrl>,
 }
 
+/// A list that names nothing but workers.
+impl From<Vec<WorkerSpec>> for DiscoveredWorkers {
+    fn from(workers: Vec<WorkerSpec>) -> Self {
+        Self { named: workers.len(), workers, deleted: BTreeSet::new() }
+    }
+}
+
 struct Own {
     spec: WorkerSpec,
     worker: Arc<Worker>,
@@ -116,6 +111,7 @@ pub struct DiscoveryFeed {
     fleet: Weak<WorkerFleet>,
     /// Metric label.
     source: &'static str,
+    answers: AnswerTime,
     own: BTreeMap<WorkerUrl, Own>,
     /// No longer named, kept because no other worker of the role is ready.
     kept: BTreeSet<WorkerUrl>,
@@ -136,6 +132,7 @@ impl DiscoveryFeed {
         Self {
             fleet: Arc::downgrade(fleet),
             source,
+            answers: AnswerTime::new(fleet, source),
             own: BTreeMap::new(),
             kept: BTreeSet::new(),
             fresh: BTreeSet::new(),
