@@ -125,7 +125,7 @@ async fn run(
     let mut last_reported = String::new();
     loop {
         let begun = Instant::now();
-        let end: SubscriptionEnd = match &source {
+        let Err(end) = match &source {
             EventSource::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
             EventSource::Zmq { events, replay } => {
                 zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
