@@ -29,6 +29,7 @@ use axum::routing::{MethodRouter, any, get, post};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
+use self::generate::handler;
 use self::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
@@ -43,11 +44,12 @@ type Route = (&'static str, AccessLevel, MethodRouter<Arc<AppState>>);
 fn routes() -> Vec<Route> {
     use AccessLevel::{Client, Control, Open};
     let flush = post(proxy::flush_cache).get(proxy::flush_cache);
+    let generate = post(handler(ApiKind::Generate)).put(handler(ApiKind::Generate));
     let worker = get(admin::show_worker).delete(admin::remove_worker);
     let mut routes: Vec<Route> = vec![
-        (ApiKind::Chat.path(), Client, post(generate::chat)),
-        (ApiKind::Completions.path(), Client, post(generate::completions)),
-        (ApiKind::Generate.path(), Client, post(generate::generate).put(generate::generate)),
+        (ApiKind::Chat.path(), Client, post(handler(ApiKind::Chat))),
+        (ApiKind::Completions.path(), Client, post(handler(ApiKind::Completions))),
+        (ApiKind::Generate.path(), Client, generate),
         ("/tokenize", Client, post(proxy::forward)),
         ("/v1/tokenize", Client, post(proxy::forward)),
         ("/detokenize", Client, post(proxy::forward)),

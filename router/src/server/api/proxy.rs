@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
+use super::generate::{forwarded, read_at_most, refused, text_header};
 use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
@@ -61,9 +61,8 @@ pub async fn forward(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
-    let body = read_body(&app, body, &parts.headers).await?;
-    to_one(&app, head_of(parts)?, body, ASK_TIMEOUT, None).await
+    let (head, body) = read(&app, request, app.config.limits.max_payload_size).await?;
+    to_one(&app, head, body, ASK_TIMEOUT, None).await
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
@@ -89,14 +88,13 @@ async fn work(
     request: Request,
     record: &mut AccessLogEntry,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
     app.admission.check_queue()?;
-    let body = read_body(app, body, &parts.headers).await?;
+    let (head, body) = read(app, request, app.config.limits.max_payload_size).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
     let limit = app.config.request_timeout();
-    to_one(app, head_of(parts)?, body, limit, Some(record)).await
+    to_one(app, head, body, limit, Some(record)).await
 }
 
 /// The first role that has a worker ready.
@@ -241,9 +239,7 @@ pub async fn about_request(
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
-    let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
-    let head = head_of(parts)?;
+    let (head, body) = read(&app, request, MAX_ADMIN_BODY).await?;
     let mut answers = ask_each(&app, &head, &body).await;
     answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
     if answers.is_empty() {
@@ -266,15 +262,16 @@ fn no_worker(app: &AppState) -> Option<RouteError> {
     none.then_some(RouteError::NoWorker { role, known, ready: 0 })
 }
 
-/// Head of a client's request as workers get it: the path without what belongs to the client's connection.
-fn head_of(parts: http::request::Parts) -> Result<RequestHead, RouteError> {
-    let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
-    Ok(RequestHead {
-        method: parts.method,
-        uri: Uri::try_from(uri.unwrap_or_default())
-            .map_err(|err| RouteError::Internal { detail: err.to_string() })?,
-        headers: forwarded(parts.headers),
-    })
+/// A client's request as workers get it: the path without what belongs to the client's connection, and the body.
+async fn read(
+    app: &AppState,
+    request: Request,
+    limit_bytes: usize,
+) -> Result<(RequestHead, Bytes), RouteError> {
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
+    let uri = parts.uri.path_and_query().cloned().map(Uri::from).unwrap_or_default();
+    Ok((RequestHead { method: parts.method, uri, headers: forwarded(parts.headers) }, body))
 }
 
 /// The same request to every ready worker.
@@ -282,9 +279,7 @@ pub async fn fan_out(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
-    let head = head_of(parts)?;
+    let (head, body) = read(&app, request, MAX_ADMIN_BODY).await?;
     Ok(ask_all(&app, head, body).await)
 }
 
