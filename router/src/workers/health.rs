@@ -75,7 +75,7 @@ impl Probe {
 pub fn start(fleet: &Arc<WorkerFleet>, worker: &Arc<Worker>) {
     let pending_probe = fleet.registry.pending_probe();
     let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), pending_probe));
-    fleet.registry.set_health_task(worker, task.abort_handle());
+    *worker.health_task.lock() = Some(task.abort_handle());
 }
 
 /// State of the task between probes.

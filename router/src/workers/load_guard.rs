@@ -85,6 +85,20 @@ impl Candidate {
         }
     }
 
+    /// A report that has just arrived: for the web page, and for its policy.
+    pub(super) fn take_report(&self, report: LoadReport, deciders: &PolicySet) {
+        let now_ms = now_ms();
+        self.activity.lock().reported(report, now_ms);
+        let event = PolicyEvent::Reported {
+            worker: self.id,
+            queued_tokens: report.queued_tokens,
+            running: report.running,
+            age_ms: report.age_ms,
+            now_ms,
+        };
+        deciders.observe(self.worker.role(), &event);
+    }
+
     pub fn circuit(&self) -> BreakerState {
         let state = self.breaker.as_ref().map(|b| b.lock().state(now_ms()));
         state.unwrap_or(BreakerState::Closed)
@@ -161,8 +175,7 @@ impl LoadGuard {
         let candidate = &self.candidate;
         let fate = match load_report::of_header(report) {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
-                candidate.activity.lock().reported(report, now_ms());
-                self.observe(&reported(candidate.id, report));
+                candidate.take_report(report, &self.deciders);
                 ReportStatus::Taken
             }
             Ok(_) => ReportStatus::Unused,
@@ -234,16 +247,5 @@ impl Drop for LoadGuard {
             hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
-    }
-}
-
-/// A report that has just arrived, as the policies hear of it.
-pub(super) fn reported(worker: WorkerId, report: LoadReport) -> PolicyEvent<'static> {
-    PolicyEvent::Reported {
-        worker,
-        queued_tokens: report.queued_tokens,
-        running: report.running,
-        age_ms: report.age_ms,
-        now_ms: now_ms(),
     }
 }

@@ -35,7 +35,7 @@ use tokio::time::{Instant, sleep};
 use self::source::EventSource;
 use self::status::SyncState;
 use self::subscriber::{EventReader, SubscriptionEnd};
-use crate::config::{KvEventsMode, RouterConfig};
+use crate::config::KvEventsMode;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
@@ -53,7 +53,7 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 pub fn announce(fleet: &WorkerFleet) {
     let uses = ROLES.iter().any(|role| fleet.registry.policy(*role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
-    if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&fleet.config) {
+    if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
         tracing::info!(
             "what workers announce of their caches is not read: prompts are not tokenized here; give --model-path"
         );
@@ -87,15 +87,11 @@ fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, 
     }
     match fleet.config.kv_events.kv_events {
         KvEventsMode::Off => Err("--kv-events off".to_owned()),
-        KvEventsMode::Auto if !has_tokenizer(&fleet.config) => {
+        KvEventsMode::Auto if !fleet.config.tokens.is_named() => {
             Err("prompts are not tokenized here; give --model-path, or --kv-events on".to_owned())
         }
         KvEventsMode::Auto | KvEventsMode::On => source::of(candidate, &fleet.config.kv_events),
     }
-}
-
-fn has_tokenizer(config: &RouterConfig) -> bool {
-    config.tokens.is_named()
 }
 
 fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> AbortHandle {

@@ -30,11 +30,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, PolicyStats, Role,
-    WorkerId,
+    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
-use tokio::task::AbortHandle;
 
 use self::startup_gate::{PendingProbe, StartupGate};
 use crate::clock::now_ms;
@@ -46,7 +44,7 @@ use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::kv_events::status::{EventSubscription, SubscriptionStatus};
-use crate::workers::load_guard::{Candidate, reported};
+use crate::workers::load_guard::Candidate;
 use crate::workers::load_report::{self, LoadReport};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
@@ -183,10 +181,6 @@ impl WorkerRegistry {
         Ok(worker)
     }
 
-    pub fn set_health_task(&self, worker: &Worker, task: AbortHandle) {
-        *worker.health_task.lock() = Some(task);
-    }
-
     /// No new requests for this worker. False: it leaves already, or was removed.
     pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
         let is_news = self.set_state(worker, WorkerState::Leaving, None);
@@ -250,20 +244,14 @@ impl WorkerRegistry {
     }
 
     pub fn candidates(&self) -> Vec<Arc<Candidate>> {
-        let tables = self.tables.iter();
-        tables.flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>()).collect()
+        self.tables.iter().flat_map(|table| table.list().to_vec()).collect()
     }
 
     /// Status of the cache events of a worker's ranks, in their order.
     pub fn feeds_of(&self, worker: u64) -> Vec<SubscriptionStatus> {
-        let candidates = self.candidates().into_iter();
-        let its = candidates.filter(|c| c.worker.id == worker);
+        let candidates = self.candidates();
+        let its = candidates.iter().filter(|c| c.worker.id == worker);
         its.map(|c| c.feed.status()).collect()
-    }
-
-    pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
-        let now_ms = now_ms();
-        ROLES.map(|role| (role, self.policy(role).stats(now_ms))).to_vec()
     }
 
     /// Receiver of changes to the candidates from here on.
@@ -380,9 +368,8 @@ impl WorkerRegistry {
     fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
         self.swap_candidates(worker, new);
         let _one = self.changing.lock();
-        let [regular, prefill, decode] = &self.tables;
-        let (p_list, d_list) = (prefill.list(), decode.list());
-        if !regular.list().is_empty() || self.has_pair() {
+        let [regular, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
+        if !regular.is_empty() || self.has_pair() {
             self.has_served.store(true, Ordering::Relaxed);
         }
         let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
@@ -417,18 +404,16 @@ impl WorkerRegistry {
 
     /// Take in a worker's load reports, one per rank; returns whether that was about any of its candidates.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
-        let table = self.table(worker.role());
-        let candidates = table.candidates.read().clone();
         let mut is_used = false;
-        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+        for candidate in
+            self.table(worker.role()).list().iter().filter(|c| c.worker.id == worker.id)
+        {
             let report = match candidate.rank {
                 Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
                 None => load_report::sum(reports),
             };
             if let Some(report) = report {
-                candidate.activity.lock().reported(report, now_ms());
-                let event = reported(candidate.id, report);
-                self.deciders.observe(worker.role(), &event);
+                candidate.take_report(report, &self.deciders);
                 is_used = true;
             }
         }
@@ -494,8 +479,7 @@ impl WorkerRegistry {
 
     /// True if some prefill and some decode worker can work together.
     pub fn has_pair(&self) -> bool {
-        let [_, prefill, decode] = &self.tables;
-        let (p_list, d_list) = (prefill.list(), decode.list());
+        let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
         p_list.iter().any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
     }
 
