@@ -7,10 +7,10 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
+use futures_util::future::join_all;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
 use router_core::RequestOutcome;
 use serde_json::{Value, json};
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::generate::{forwarded, read_at_most, refused, text_header};
@@ -293,7 +293,7 @@ pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
 
 /// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
 /// with, and the first one's error object; else 502.
-pub async fn ask_all(app: &Arc<AppState>, head: RequestHead, body: Bytes) -> Response {
+pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
         let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
@@ -368,35 +368,20 @@ impl Asked {
 }
 
 /// Ask every ready worker the same, at once; ordered by address.
-async fn ask_each(app: &Arc<AppState>, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
-    let mut asked = JoinSet::new();
+async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
+    let workers = app.fleet.registry.workers().into_iter().filter(|worker| worker.is_ready());
     let probe_after = app.config.silent_request_probe();
-    for worker in app.fleet.registry.workers() {
-        if worker.is_ready() {
-            let (head, body) = (head.clone(), BodySegments::from(body.clone()));
-            asked.spawn(async move {
-                let asking = timeout(ASK_TIMEOUT, ask(&worker, &head, body));
-                let asked = match worker.unless_hung(asking, probe_after).await {
-                    Ok(Ok(answer)) => answer,
-                    Ok(Err(_)) => Err(format!("no answer for {ASK_TIMEOUT:?}")),
-                    Err(cause) => Err(cause),
-                };
-                let (status, headers, text) = match asked {
-                    Ok((status, headers, text)) => (Some(status), headers, text),
-                    Err(cause) => (None, HeaderMap::new(), cause),
-                };
-                let url = worker.url().to_string();
-                Asked { url, status, headers, text }
-            });
-        }
-    }
-    let mut answers = Vec::new();
-    while let Some(joined) = asked.join_next().await {
-        match joined {
-            Ok(one) => answers.push(one),
-            Err(err) => tracing::error!(%err, "asking a worker panicked"),
-        }
-    }
+    let asked = workers.map(|worker| async move {
+        let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
+        let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
+        let answer = worker.unless_hung(asking, probe_after).await;
+        let (status, headers, text) = match answer.and_then(|answer| answer.unwrap_or_else(late)) {
+            Ok((status, headers, text)) => (Some(status), headers, text),
+            Err(cause) => (None, HeaderMap::new(), cause),
+        };
+        Asked { url: worker.url().to_string(), status, headers, text }
+    });
+    let mut answers = join_all(asked).await;
     answers.sort_by(|a, b| a.url.cmp(&b.url));
     answers
 }
