@@ -127,20 +127,11 @@ async fn accept_one(
     limits: &LimitFlags,
     full: &mut ThrottledWarning,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
-    let place = match places.clone().try_acquire_owned() {
-        Ok(place) => place,
-        Err(_) => {
-            if full.count(Instant::now()).is_some() {
-                let limit = limits.max_connections;
-                tracing::warn!(
-                    limit,
-                    "all --max-connections are in use; new clients wait until one ends"
-                );
-            }
-            let place = places.clone().acquire_owned().await;
-            place.map_err(std::io::Error::other)?
-        }
-    };
+    if places.available_permits() == 0 && full.count(Instant::now()).is_some() {
+        let limit = limits.max_connections;
+        tracing::warn!(limit, "all --max-connections are in use; new clients wait until one ends");
+    }
+    let place = places.clone().acquire_owned().await.map_err(std::io::Error::other)?;
     let (stream, _) = listener.accept().await?;
     Ok((stream, place))
 }
