@@ -128,8 +128,7 @@ impl WorkerDescription {
     /// LoRA adapter of the model NAME.
     pub fn serves(&self, model: &str) -> bool {
         let single = [&self.served_model_name, &self.model_path].into_iter();
-        let mut names = self.served_model_names.iter().chain(single.flatten());
-        let mut names = names.by_ref().peekable();
+        let mut names = self.served_model_names.iter().chain(single.flatten()).peekable();
         let is_of = |name: &String| {
             let rest = model.strip_prefix(name.as_str());
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))

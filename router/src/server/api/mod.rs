@@ -30,7 +30,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
 use self::generate::handler;
-use self::http_util::{REQUEST_ID, is_generation, new_request_id};
+use self::http_util::{REQUEST_ID, api_of, is_generation, new_request_id};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
@@ -228,13 +228,7 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     if let Some(given) = given {
         return given.clone();
     }
-    let prefix = match request.uri().path() {
-        "/v1/chat/completions" => ApiKind::Chat.id_prefix(),
-        "/v1/completions" => ApiKind::Completions.id_prefix(),
-        "/generate" => ApiKind::Generate.id_prefix(),
-        _ => "req-",
-    };
-    new_request_id(prefix)
+    new_request_id(api_of(request.uri().path()).map_or("req-", ApiKind::id_prefix))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
