@@ -95,18 +95,12 @@ fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, 
 }
 
 fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> AbortHandle {
-    let worker = &candidate.worker;
-    let status = candidate.feed.status.clone();
-    {
-        let mut status = status.lock();
-        (status.state, status.reason) = (SyncState::Connecting, None);
-        status.source = Some(source.to_string());
-    }
-    let who = (candidate.id, candidate.name.clone(), worker.role());
-    let deciders = fleet.registry.deciders();
-    let block_tokens = fleet.config.tokens.block_size;
-    let reader = EventReader::new(who, deciders, fleet.metrics.clone(), status, block_tokens);
-    let (pool, headers) = (worker.pool.clone(), fleet.worker_headers());
+    let mut status = candidate.feed.status.lock();
+    (status.state, status.reason) = (SyncState::Connecting, None);
+    status.source = Some(source.to_string());
+    drop(status);
+    let reader = EventReader::new(fleet, candidate);
+    let (pool, headers) = (candidate.worker.pool.clone(), fleet.worker_headers());
     tokio::spawn(run(reader, source, pool, headers)).abort_handle()
 }
 
