@@ -250,6 +250,12 @@ impl Worker {
         self.load() <= 1 && is_first
     }
 
+    pub(super) fn stop_probes(&self) {
+        if let Some(task) = self.health_task.lock().take() {
+            task.abort();
+        }
+    }
+
     /// Wait until nothing is in flight.
     pub async fn until_idle(&self) {
         loop {
@@ -324,9 +330,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if let Some(task) = self.health_task.get_mut().take() {
-            task.abort();
-        }
+        self.stop_probes();
     }
 }
 

@@ -184,8 +184,8 @@ impl WorkerRegistry {
     /// No new requests for this worker. False: it leaves already, or was removed.
     pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
         let is_news = self.set_state(worker, WorkerState::Leaving, None);
-        if is_news && let Some(task) = worker.health_task.lock().take() {
-            task.abort();
+        if is_news {
+            worker.stop_probes();
         }
         is_news
     }
@@ -195,9 +195,7 @@ impl WorkerRegistry {
         let mut workers = self.workers.write();
         let at = workers.iter().position(|w| w.id == id)?;
         let worker = workers.remove(at);
-        if let Some(task) = worker.health_task.lock().take() {
-            task.abort();
-        }
+        worker.stop_probes();
         self.replace_candidates(&worker, Vec::new());
         self.note_event("removed", &worker, None);
         Some(worker)
@@ -340,9 +338,9 @@ impl WorkerRegistry {
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let ranks: Vec<Option<u32>> =
             if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
-        let description = worker.description();
-        let (ranks, make) = (ranks.into_iter(), description.make());
+        let make = worker.description().make();
         ranks
+            .into_iter()
             .map(|rank| {
                 Arc::new(Candidate {
                     id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
@@ -381,16 +379,13 @@ impl WorkerRegistry {
         let table = self.table(worker.role());
         let _turn = table.turn.lock();
         let mut shared = table.candidates.write();
-        let mut list: Vec<_> = shared.iter().cloned().collect();
-        list.retain(|c| {
-            let stays = c.worker.id != worker.id;
-            if !stays {
-                c.feed.stop();
-                let gone = PolicyEvent::WorkerGone { worker: c.id };
-                self.deciders.observe(worker.role(), &gone);
-            }
-            stays
-        });
+        let (gone, mut list): (Vec<_>, Vec<_>) =
+            shared.iter().cloned().partition(|c| c.worker.id == worker.id);
+        for candidate in gone {
+            candidate.feed.stop();
+            let event = PolicyEvent::WorkerGone { worker: candidate.id };
+            self.deciders.observe(worker.role(), &event);
+        }
         let facts = worker.facts();
         for candidate in &new {
             let (role, name) = (worker.role(), &candidate.name);
