@@ -54,24 +54,20 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         Poll::Ready(Ok(()))
     }
 
-    fn error_of(&self, status: &str) -> Option<RouteError> {
-        Some(match status {
-            "400" => RouteError::MalformedHead {
+    /// JSON error in the place of `written`, if that is a bare error.
+    fn answer_for(&self, written: &[u8]) -> Option<Bytes> {
+        let status = written.strip_prefix(b"HTTP/1.")?.get(2..5)?;
+        let err = match status {
+            b"400" => RouteError::MalformedHead {
                 problem: "the request line or a header is not valid HTTP/1.1",
             },
-            "414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
-            "431" => RouteError::HeadTooLarge {
+            b"414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
+            b"431" => RouteError::HeadTooLarge {
                 limit_bytes: self.max_header_bytes,
                 limit_headers: MAX_HEADERS,
             },
             _ => return None,
-        })
-    }
-
-    /// JSON error in the place of `written`, if that is a bare error.
-    fn answer_for(&self, written: &[u8]) -> Option<Bytes> {
-        let status = written.strip_prefix(b"HTTP/1.")?.get(2..5)?;
-        let err = self.error_of(std::str::from_utf8(status).ok()?)?;
+        };
         let head = std::str::from_utf8(written).ok()?;
         let is_whole = head.find("\r\n\r\n") == Some(head.len() - 4);
         if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID.as_str()) {

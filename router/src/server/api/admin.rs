@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::generate::read_at_most;
 use super::http_util::{MAX_ADMIN_BODY, answer};
-use super::proxy::ask_all;
+use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
@@ -46,9 +46,7 @@ pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
     match refusal {
         None => answer(StatusCode::OK, &body),
         Some(reason) => {
-            body["error"] = serde_json::from_slice::<Value>(&reason.body())
-                .map(|body| body["error"].clone())
-                .unwrap_or_default();
+            body["error"] = error_object(&reason.body()).unwrap_or_default();
             answer(StatusCode::SERVICE_UNAVAILABLE, &body)
         }
     }
@@ -74,20 +72,16 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
 
 /// Why a request that comes now would find no worker.
 fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
-    app.fleet
-        .serving_roles()
-        .iter()
-        .find_map(|role| {
-            let (known, ready) = app.fleet.registry.count(*role);
-            let role = *role;
-            (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
-        })
-        .or_else(|| {
-            let [prefill, decode] =
-                [Role::Prefill, Role::Decode].map(|role| app.fleet.registry.count(role).1);
-            let lacks_pair = app.fleet.is_pd() && !app.fleet.registry.has_pair();
-            lacks_pair.then_some(RouteError::NoPair { prefill, decode })
-        })
+    let registry = &app.fleet.registry;
+    for &role in app.fleet.serving_roles() {
+        let (known, ready) = registry.count(role);
+        if ready == 0 {
+            return Some(RouteError::NoWorker { role, known, ready });
+        }
+    }
+    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| registry.count(role).1);
+    let lacks_pair = app.fleet.is_pd() && !registry.has_pair();
+    lacks_pair.then_some(RouteError::NoPair { prefill, decode })
 }
 
 /// Every ready worker is asked to generate something, which counts as one running request.

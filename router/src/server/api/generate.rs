@@ -279,21 +279,16 @@ fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
     let text = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
-    let refuse = |problem| Err(RouteError::UnsupportedMediaType { problem });
-    match text(CONTENT_ENCODING) {
-        Some(coding) if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") => {
-            return refuse(format!(
-                "the body has content-encoding {coding}; send it as plain JSON"
-            ));
-        }
-        _ => {}
-    }
-    match text(CONTENT_TYPE) {
-        Some(kind) if kind.to_ascii_lowercase().starts_with("multipart/") => {
-            refuse(format!("the body is {kind}; send application/json"))
-        }
-        _ => Ok(()),
-    }
+    let (coding, kind) = (text(CONTENT_ENCODING), text(CONTENT_TYPE));
+    let (coding, kind) = (coding.unwrap_or_default(), kind.unwrap_or_default());
+    let problem = if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
+        format!("the body has content-encoding {coding}; send it as plain JSON")
+    } else if kind.to_ascii_lowercase().starts_with("multipart/") {
+        format!("the body is {kind}; send application/json")
+    } else {
+        return Ok(());
+    };
+    Err(RouteError::UnsupportedMediaType { problem })
 }
 
 pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {

@@ -320,7 +320,7 @@ pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response
 }
 
 /// Member `error` of a JSON body.
-fn error_object(body: &[u8]) -> Option<Value> {
+pub fn error_object(body: &[u8]) -> Option<Value> {
     let mut body: Value = serde_json::from_slice(body).ok()?;
     let error = body.get_mut("error")?.take();
     error.is_object().then_some(error)
