@@ -59,15 +59,11 @@ impl Candidate {
         }
     }
 
-    /// A request to it failed, which was not known when it ended.
-    pub(super) fn count_failure(&self) {
-        if let Some(breaker) = &self.breaker {
-            self.count(breaker, RequestOutcome::Failure);
-        }
-    }
-
-    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: RequestOutcome) {
-        if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
+    /// Feed its circuit breaker.
+    pub(super) fn count(&self, outcome: RequestOutcome) {
+        if let Some(breaker) = &self.breaker
+            && let Some(state) = breaker.lock().on_result(outcome, now_ms())
+        {
             tracing::warn!(worker = %self.name, circuit = state.into_str(), "circuit breaker changed");
         }
     }
@@ -233,9 +229,7 @@ impl Drop for LoadGuard {
             candidate.worker.idle.notify_waiters();
         }
         let now_ms = now_ms();
-        if let Some(breaker) = &candidate.breaker {
-            candidate.count(breaker, self.outcome);
-        }
+        candidate.count(self.outcome);
         if let Some(timeline) = &self.timeline {
             timeline.ended(self.outcome);
         }

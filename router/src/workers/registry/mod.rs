@@ -30,7 +30,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, Role, WorkerId,
+    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, RequestOutcome,
+    Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
@@ -487,15 +488,10 @@ impl WorkerRegistry {
         &self.tables[role.index()]
     }
 
-    fn candidate(&self, role: Role, id: WorkerId) -> Option<Arc<Candidate>> {
-        let candidates = self.table(role).list();
-        candidates.iter().find(|c| c.id == id).cloned()
-    }
-
     /// A failure of this worker was not the request's fault: another worker answered it.
     pub fn count_failure(&self, role: Role, id: WorkerId) {
-        if let Some(candidate) = self.candidate(role, id) {
-            candidate.count_failure();
+        if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
+            candidate.count(RequestOutcome::Failure);
         }
     }
 
