@@ -375,10 +375,6 @@ impl Stream {
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error("the client took nothing of its answer for too long")]
-struct Stalled;
-
 struct Watched(Arc<Stream>);
 
 impl http_body::Body for Watched {
@@ -393,7 +389,8 @@ impl http_body::Body for Watched {
         stream.handed_ms.store(0, Ordering::Relaxed);
         let mut body = stream.body.lock();
         let Some(body) = body.as_mut() else {
-            return Poll::Ready(Some(Err(axum::Error::new(Stalled))));
+            let stalled = axum::Error::new("the client took nothing of its answer for too long");
+            return Poll::Ready(Some(Err(stalled)));
         };
         let polled = Pin::new(body).poll_frame(cx);
         if let Poll::Ready(Some(Ok(_))) = &polled {

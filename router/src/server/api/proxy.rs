@@ -61,7 +61,7 @@ pub async fn forward(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (head, body) = read(&app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
     to_one(&app, head, body, ASK_TIMEOUT, None).await
 }
 
@@ -89,7 +89,7 @@ async fn work(
     record: &mut AccessLogEntry,
 ) -> Result<Response, RouteError> {
     app.admission.check_queue()?;
-    let (head, body) = read(app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
@@ -239,7 +239,7 @@ pub async fn about_request(
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
-    let (head, body) = read(&app, request, MAX_ADMIN_BODY).await?;
+    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     let mut answers = ask_each(&app, &head, &body).await;
     answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
     if answers.is_empty() {
@@ -263,7 +263,7 @@ fn no_worker(app: &AppState) -> Option<RouteError> {
 }
 
 /// A client's request as workers get it: the path without what belongs to the client's connection, and the body.
-async fn read(
+async fn read_request(
     app: &AppState,
     request: Request,
     limit_bytes: usize,
@@ -279,7 +279,7 @@ pub async fn fan_out(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (head, body) = read(&app, request, MAX_ADMIN_BODY).await?;
+    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     Ok(ask_all(&app, head, body).await)
 }
 

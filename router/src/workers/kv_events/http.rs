@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use http::{HeaderMap, Method, Uri};
+use memchr::memchr;
 use router_core::kv::ApplyResult;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -77,19 +78,14 @@ impl Lines {
     }
 
     fn next(&mut self) -> Option<BytesMut> {
-        let rest = &self.buffer[self.searched..];
-        match rest.iter().position(|byte| *byte == b'\n') {
-            Some(at) => {
-                let line = self.buffer.split_to(self.searched + at);
-                self.buffer.advance(1);
-                self.searched = 0;
-                Some(line)
-            }
-            None => {
-                self.searched = self.buffer.len();
-                None
-            }
-        }
+        let Some(at) = memchr(b'\n', &self.buffer[self.searched..]) else {
+            self.searched = self.buffer.len();
+            return None;
+        };
+        let line = self.buffer.split_to(self.searched + at);
+        self.buffer.advance(1);
+        self.searched = 0;
+        Some(line)
     }
 }
 
