@@ -22,7 +22,7 @@ mod transport;
 mod workers;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
-pub use error::{CODES, RouteError};
+pub use error::RouteError;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
 pub use request::prompt_limit::{OversizedBody, PromptLimit, oversized_body};

@@ -1,6 +1,5 @@
 //! Flags of the workers' KV events.
 
-use std::fmt;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
@@ -12,16 +11,6 @@ pub enum KvEventsMode {
     /// Read it in any case: without a tokenizer only prompts given as token ids are matched with it.
     On,
     Off,
-}
-
-impl fmt::Display for KvEventsMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            KvEventsMode::Auto => "auto",
-            KvEventsMode::On => "on",
-            KvEventsMode::Off => "off",
-        })
-    }
 }
 
 #[derive(Debug, Clone, Args)]

@@ -285,16 +285,13 @@ const REQUEST_ID_HEADERS: [HeaderName; 4] = [
 
 /// vllm-router has one flag for pairs of vLLM workers, here it is two.
 fn spelled_out(argv: &[String]) -> Vec<String> {
-    let mut all = Vec::with_capacity(argv.len() + 2);
-    for arg in argv {
-        if arg == "--vllm-pd-disaggregation" {
-            let ours = ["--pd-disaggregation", "--pd-protocol", "vllm"];
-            all.extend(ours.map(str::to_owned));
-        } else {
-            all.push(arg.clone());
+    let spelled = |arg: &String| match arg.as_str() {
+        "--vllm-pd-disaggregation" => {
+            ["--pd-disaggregation", "--pd-protocol", "vllm"].map(str::to_owned).to_vec()
         }
-    }
-    all
+        _ => vec![arg.clone()],
+    };
+    argv.iter().flat_map(spelled).collect()
 }
 
 /// The flags under Routing, and the one that says how old a report may be, with the values they have.

@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
 use crate::server::api::http_util::{REQUEST_ID, new_request_id};
+use crate::server::header_timeout::HeaderReadTimeout;
 
 /// Most headers of a request, `host` included.
 pub const MAX_HEADERS: usize = 100;
@@ -22,18 +23,25 @@ pub const MAX_HEADERS: usize = 100;
 const MAX_TARGET_BYTES: usize = 65_534;
 const NO_BODY: &str = "content-length: 0\r\n";
 
-/// A client's connection whose bare errors get bodies.
+/// A client's HTTP/1 connection: bare errors get bodies, and the timer of heads learns of what is read.
 pub struct HeadErrors<S> {
     stream: S,
     /// Rest of an answer that is written in the place of a bare one.
     answer: Bytes,
     max_header_bytes: usize,
     metrics: Arc<RouterMetrics>,
+    /// Timer of heads, which begins with the first byte read.
+    header_timeout: HeaderReadTimeout,
 }
 
 impl<S: AsyncWrite + Unpin> HeadErrors<S> {
-    pub fn new(stream: S, max_header_bytes: usize, metrics: Arc<RouterMetrics>) -> Self {
-        Self { stream, answer: Bytes::new(), max_header_bytes, metrics }
+    pub fn new(
+        stream: S,
+        max_header_bytes: usize,
+        metrics: Arc<RouterMetrics>,
+        header_timeout: HeaderReadTimeout,
+    ) -> Self {
+        Self { stream, answer: Bytes::new(), max_header_bytes, metrics, header_timeout }
     }
 
     fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -46,24 +54,20 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         Poll::Ready(Ok(()))
     }
 
-    fn error_of(&self, status: &str) -> Option<RouteError> {
-        Some(match status {
-            "400" => RouteError::MalformedHead {
+    /// JSON error in the place of `written`, if that is a bare error.
+    fn answer_for(&self, written: &[u8]) -> Option<Bytes> {
+        let status = written.strip_prefix(b"HTTP/1.")?.get(2..5)?;
+        let err = match status {
+            b"400" => RouteError::MalformedHead {
                 problem: "the request line or a header is not valid HTTP/1.1",
             },
-            "414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
-            "431" => RouteError::HeadTooLarge {
+            b"414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
+            b"431" => RouteError::HeadTooLarge {
                 limit_bytes: self.max_header_bytes,
                 limit_headers: MAX_HEADERS,
             },
             _ => return None,
-        })
-    }
-
-    /// JSON error in the place of `written`, if that is a bare error.
-    fn answer_for(&self, written: &[u8]) -> Option<Bytes> {
-        let status = written.strip_prefix(b"HTTP/1.")?.get(2..5)?;
-        let err = self.error_of(std::str::from_utf8(status).ok()?)?;
+        };
         let head = std::str::from_utf8(written).ok()?;
         let is_whole = head.find("\r\n\r\n") == Some(head.len() - 4);
         if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID.as_str()) {
@@ -88,7 +92,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for HeadErrors<S> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.header_timeout.note_read();
+        }
+        read
     }
 }
 

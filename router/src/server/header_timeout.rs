@@ -1,7 +1,6 @@
 //! How long an HTTP/1 client may take over a request's head: hyper has one timer for that, which begins when the
 //! connection begins to wait. Here a connection may lie idle for one time and take another, shorter one from the first byte.
 
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +8,6 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::rt::{Sleep, Timer};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 /// Timer of one connection, and what its reads tell the timer.
@@ -36,8 +34,9 @@ impl HeaderReadTimeout {
         self.has_begun.load(Ordering::Relaxed)
     }
 
-    pub fn watch<S>(&self, stream: S) -> ReadObserver<S> {
-        ReadObserver { stream, has_begun: self.has_begun.clone() }
+    /// A byte of the connection was read.
+    pub fn note_read(&self) {
+        self.has_begun.store(true, Ordering::Relaxed);
     }
 }
 
@@ -78,56 +77,5 @@ impl Future for Wait {
             self.sleep.as_mut().reset(until);
         }
         self.sleep.as_mut().poll(cx)
-    }
-}
-
-/// A stream that notes when something is read.
-pub struct ReadObserver<S> {
-    stream: S,
-    has_begun: Arc<AtomicBool>,
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for ReadObserver<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
-        if buf.filled().len() > before {
-            self.has_begun.store(true, Ordering::Relaxed);
-        }
-        read
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for ReadObserver<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
     }
 }

@@ -89,14 +89,14 @@ pub async fn accept(
     let connections = GracefulShutdown::new();
     let places = terms.limits.max_connections.min(Semaphore::MAX_PERMITS);
     let places = Arc::new(Semaphore::new(places));
-    let mut warning = FullWarning::default();
-    let mut failures = AcceptFailures::default();
+    let mut full = ThrottledWarning::new(FULL_WARNING_PAUSE);
+    let mut failures = ThrottledWarning::new(ACCEPT_WARNING_PAUSE);
     // Dropped when accepting ends: idle connections close.
     let (_closing, closing) = watch::channel(());
     loop {
         let accepted = tokio::select! {
             _ = &mut closed => return connections,
-            accepted = accept_one(&listener, &places, &terms.limits, &mut warning) => accepted,
+            accepted = accept_one(&listener, &places, &terms.limits, &mut full) => accepted,
         };
         let (stream, place) = match accepted {
             Ok(accepted) => accepted,
@@ -125,52 +125,34 @@ async fn accept_one(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
     limits: &LimitFlags,
-    warning: &mut FullWarning,
+    full: &mut ThrottledWarning,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
-    let place = match places.clone().try_acquire_owned() {
-        Ok(place) => place,
-        Err(_) => {
-            if warning.is_due(Instant::now()) {
-                let limit = limits.max_connections;
-                tracing::warn!(
-                    limit,
-                    "all --max-connections are in use; new clients wait until one ends"
-                );
-            }
-            let place = places.clone().acquire_owned().await;
-            place.map_err(std::io::Error::other)?
-        }
-    };
+    if places.available_permits() == 0 && full.count(Instant::now()).is_some() {
+        let limit = limits.max_connections;
+        tracing::warn!(limit, "all --max-connections are in use; new clients wait until one ends");
+    }
+    let place = places.clone().acquire_owned().await.map_err(std::io::Error::other)?;
     let (stream, _) = listener.accept().await?;
     Ok((stream, place))
 }
 
-/// When the warning that all places are taken was given last.
-#[derive(Default)]
-struct FullWarning(Option<Instant>);
-
-impl FullWarning {
-    fn is_due(&mut self, now: Instant) -> bool {
-        let is_due = self.0.is_none_or(|last| now - last >= FULL_WARNING_PAUSE);
-        if is_due {
-            self.0 = Some(now);
-        }
-        is_due
-    }
-}
-
-/// Failures to accept since the last warning about them.
-#[derive(Default)]
-struct AcceptFailures {
-    count: u64,
+/// A warning given at most once in `pause`.
+struct ThrottledWarning {
+    pause: Duration,
     warned: Option<Instant>,
+    /// Occasions since the last warning.
+    count: u64,
 }
 
-impl AcceptFailures {
-    /// Adds one; returns how many a warning that is due now is about.
+impl ThrottledWarning {
+    fn new(pause: Duration) -> Self {
+        Self { pause, warned: None, count: 0 }
+    }
+
+    /// Adds an occasion; returns how many a warning that is due now is about.
     fn count(&mut self, now: Instant) -> Option<u64> {
         self.count += 1;
-        if (self.warned).is_some_and(|last| now - last < ACCEPT_WARNING_PAUSE) {
+        if self.warned.is_some_and(|last| now - last < self.pause) {
             return None;
         }
         self.warned = Some(now);
@@ -262,8 +244,8 @@ where
     let header_timeout =
         HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
-    let stream = header_timeout.watch(stream);
-    let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());
+    let metrics = terms.metrics.clone();
+    let stream = HeadErrors::new(stream, limits.max_header_bytes, metrics, header_timeout.clone());
     let connection = http1::Builder::new()
         .timer(header_timeout.clone())
         .header_read_timeout(header_timeout.idle())
@@ -393,10 +375,6 @@ impl Stream {
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error("the client took nothing of its answer for too long")]
-struct Stalled;
-
 struct Watched(Arc<Stream>);
 
 impl http_body::Body for Watched {
@@ -411,7 +389,8 @@ impl http_body::Body for Watched {
         stream.handed_ms.store(0, Ordering::Relaxed);
         let mut body = stream.body.lock();
         let Some(body) = body.as_mut() else {
-            return Poll::Ready(Some(Err(axum::Error::new(Stalled))));
+            let stalled = axum::Error::new("the client took nothing of its answer for too long");
+            return Poll::Ready(Some(Err(stalled)));
         };
         let polled = Pin::new(body).poll_frame(cx);
         if let Poll::Ready(Some(Ok(_))) = &polled {
@@ -438,10 +417,10 @@ mod tests {
     #[test]
     fn full_router_warns_once_a_minute_and_not_per_connection() {
         let start = Instant::now();
-        let mut warning = FullWarning::default();
+        let mut warning = ThrottledWarning::new(FULL_WARNING_PAUSE);
         let due = [0, 1, 59, 60, 61, 119, 120].map(|secs| {
             let now = start + Duration::from_secs(secs);
-            warning.is_due(now)
+            warning.count(now).is_some()
         });
         assert_eq!(due, [true, false, false, true, false, false, true]);
     }
@@ -449,7 +428,7 @@ mod tests {
     #[test]
     fn accept_failures_are_logged_once_a_second_with_their_count() {
         let start = Instant::now();
-        let mut failures = AcceptFailures::default();
+        let mut failures = ThrottledWarning::new(ACCEPT_WARNING_PAUSE);
         let logged = [0, 50, 950, 1000, 1050, 2500].map(|ms| {
             let now = start + Duration::from_millis(ms);
             failures.count(now)

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderValue, header};
+use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::Mutex;
 use router_core::{PolicySet, Role};
 use tokio::sync::watch;
@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use crate::config::RouterConfig;
 use crate::observability::metrics::RouterMetrics;
 use crate::transport::tls_reload::WorkerTls;
+use crate::transport::upstream::RequestHead;
 use crate::workers::registry::WorkerRegistry;
 use crate::workers::worker::Worker;
 
@@ -57,6 +58,11 @@ impl WorkerFleet {
             headers.insert(header::AUTHORIZATION, value);
         }
         headers
+    }
+
+    /// Head of a request of the router's own.
+    pub fn own_request(&self, method: Method, path: &'static str) -> RequestHead {
+        RequestHead { method, uri: Uri::from_static(path), headers: self.worker_headers() }
     }
 
     /// No new requests for this worker; it is removed when those in flight have ended.

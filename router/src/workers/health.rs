@@ -39,6 +39,9 @@ const SILENCE_STEP: Duration = Duration::from_millis(500);
 /// ... or this many times its slowest recent probe, if that is more: SGLang's /health takes a second when all is well.
 const SILENCE_FACTOR: u32 = 4;
 
+/// Outcome of a probe; a metric label.
+#[derive(strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 enum Probe {
     Good,
     /// The worker answers that it drains.
@@ -55,11 +58,24 @@ enum Probe {
     Bad(String),
 }
 
+impl Probe {
+    /// Why it failed.
+    fn failure(&self) -> Option<&str> {
+        match self {
+            Probe::Good | Probe::Draining => None,
+            Probe::Silent { reason, .. }
+            | Probe::Unsent(reason)
+            | Probe::Refused(reason)
+            | Probe::Bad(reason) => Some(reason),
+        }
+    }
+}
+
 /// Start the task of a newly registered worker.
 pub fn start(fleet: &Arc<WorkerFleet>, worker: &Arc<Worker>) {
     let pending_probe = fleet.registry.pending_probe();
     let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), pending_probe));
-    fleet.registry.set_health_task(worker, task.abort_handle());
+    *worker.health_task.lock() = Some(task.abort_handle());
 }
 
 /// State of the task between probes.
@@ -135,98 +151,62 @@ async fn watch(
 impl Watch {
     /// Act on a probe; returns the pause before the next.
     async fn take(&mut self, fleet: &WorkerFleet, worker: &Arc<Worker>, probe: Probe) -> Duration {
-        let Some(counter) = &mut self.counter else {
-            return self.starting(fleet, worker, probe).await;
-        };
+        if self.counter.is_none()
+            && let Some(reason) = probe.failure()
+        {
+            return self.starting(fleet, worker, reason);
+        }
+        let health = fleet.config.health();
+        let counter = self.counter.get_or_insert_with(|| HealthCounter::new(health, true));
         let change = match &probe {
             Probe::Unsent(reason) => {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
                 None
             }
-            Probe::Good => counter.record(true),
-            Probe::Draining => {
-                counter.record(true);
-                fleet.registry.set_state(worker, WorkerState::Draining, None);
-                return self.recovery_pause(fleet);
-            }
+            Probe::Good | Probe::Draining => counter.record(true),
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
             Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => settled(counter),
         };
-        let is_silent = matches!(probe, Probe::Silent { .. });
-        match (change, probe) {
-            (Some(HealthChange::BecameHealthy), _) => admit(fleet, worker).await,
-            (
-                Some(HealthChange::BecameUnhealthy),
-                Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
-            ) => {
-                let state = WorkerState::Unhealthy { reason, is_hung: is_silent };
-                fleet.registry.set_state(worker, state, None);
+        let is_hung = matches!(probe, Probe::Silent { .. });
+        let is_out = is_hung || matches!(probe, Probe::Draining) || !counter.is_healthy();
+        match probe {
+            Probe::Draining => {
+                fleet.registry.set_state(worker, WorkerState::Draining, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was undrained.
-            (None, Probe::Good)
-                if matches!(
-                    worker.state(),
-                    WorkerState::Rejected { .. } | WorkerState::Draining
-                ) =>
-            {
+            Probe::Good if change.is_some() || worker.state().awaits_admission() => {
                 admit(fleet, worker).await;
+            }
+            failed if change == Some(HealthChange::BecameUnhealthy) => {
+                let reason = failed.failure().unwrap_or_default().to_owned();
+                let state = WorkerState::Unhealthy { reason, is_hung };
+                fleet.registry.set_state(worker, state, None);
             }
             _ => {}
         }
-        if counter.is_healthy() && !is_silent {
-            Duration::from_secs(fleet.config.health.health_check_interval_secs)
-        } else {
-            self.recovery_pause(fleet)
-        }
-    }
-
-    /// Pause between probes of a worker that is out and may return.
-    fn recovery_pause(&self, fleet: &WorkerFleet) -> Duration {
         let interval = Duration::from_secs(fleet.config.health.health_check_interval_secs);
-        interval.min(RECOVERY_PAUSE)
+        // A worker that is out may return.
+        if is_out { interval.min(RECOVERY_PAUSE) } else { interval }
     }
 
-    /// Before the first good probe.
-    async fn starting(
-        &mut self,
-        fleet: &WorkerFleet,
-        worker: &Arc<Worker>,
-        probe: Probe,
-    ) -> Duration {
-        match probe {
-            Probe::Good => {
-                self.counter = Some(HealthCounter::new(fleet.config.health(), true));
-                admit(fleet, worker).await;
-                Duration::from_secs(fleet.config.health.health_check_interval_secs)
-            }
-            Probe::Draining => {
-                self.counter = Some(HealthCounter::new(fleet.config.health(), true));
-                fleet.registry.set_state(worker, WorkerState::Draining, None);
-                self.recovery_pause(fleet)
-            }
-            Probe::Refused(reason)
-            | Probe::Bad(reason)
-            | Probe::Unsent(reason)
-            | Probe::Silent { reason, .. } => {
-                let limit = Duration::from_secs(fleet.config.workers.worker_startup_timeout_secs);
-                if self.registered.elapsed() >= limit && !self.is_reported_late {
-                    self.is_reported_late = true;
-                    let waited_s = limit.as_secs();
-                    tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
-                }
-                let reason = Some(reason);
-                fleet.registry.set_state(worker, WorkerState::Starting { reason }, None);
-                self.longer_pause(fleet)
-            }
+    /// A probe failed before the first good one.
+    fn starting(&mut self, fleet: &WorkerFleet, worker: &Arc<Worker>, reason: &str) -> Duration {
+        let limit = Duration::from_secs(fleet.config.workers.worker_startup_timeout_secs);
+        if self.registered.elapsed() >= limit && !self.is_reported_late {
+            self.is_reported_late = true;
+            let waited_s = limit.as_secs();
+            tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
         }
+        let reason = Some(reason.to_owned());
+        fleet.registry.set_state(worker, WorkerState::Starting { reason }, None);
+        self.longer_pause(fleet)
     }
 
     /// How long a worker whose requests are silent has for a probe.
     fn silence_limit(&self, fleet: &WorkerFleet) -> Duration {
         let config = &fleet.config.health;
         let least = SILENCE_STEP * config.health_failure_threshold.max(1);
-        let most = Duration::from_secs(config.health_check_timeout_secs);
-        (self.slowest * SILENCE_FACTOR).max(least).min(most)
+        (self.slowest * SILENCE_FACTOR).max(least).min(probe_timeout(fleet))
     }
 
     fn longer_pause(&self, fleet: &WorkerFleet) -> Duration {
@@ -253,7 +233,6 @@ async fn probe(
     mut is_silent: bool,
 ) -> Probe {
     let path = &fleet.config.health.health_check_endpoint;
-    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     let (begin, heard) = (Instant::now(), worker.pool.heard());
     let asking = get(fleet, worker, path);
     tokio::pin!(asking);
@@ -264,7 +243,7 @@ async fn probe(
     };
     let answer = tokio::select! {
         biased;
-        answer = timeout(limit, &mut asking) => answer,
+        answer = timeout(probe_timeout(fleet), &mut asking) => answer,
         () = silence => {
             is_silent = true;
             timeout(silence_limit, &mut asking).await
@@ -282,15 +261,7 @@ async fn probe(
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
-    let result = match &probe {
-        Probe::Good => "good",
-        Probe::Draining => "draining",
-        Probe::Silent { .. } => "silent",
-        Probe::Unsent(_) => "unsent",
-        Probe::Refused(_) => "refused",
-        Probe::Bad(_) => "bad",
-    };
-    let labels = [worker.role().into_str(), result];
+    let labels = [worker.role().into_str(), (&probe).into()];
     fleet.metrics.probes.with_label_values(&labels).inc();
     probe
 }
@@ -305,6 +276,10 @@ enum GetError {
     Draining,
     #[error("{0}")]
     Body(String),
+}
+
+fn probe_timeout(fleet: &WorkerFleet) -> Duration {
+    Duration::from_secs(fleet.config.health.health_check_timeout_secs)
 }
 
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
@@ -327,11 +302,15 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
     }
 }
 
+/// Body of a good answer that comes within --health-check-timeout-secs.
+async fn get_in_time(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Vec<u8>> {
+    timeout(probe_timeout(fleet), get(fleet, worker, path)).await.ok()?.ok()
+}
+
 /// Ask the worker about itself; both names of the path are tried.
 async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescription> {
-    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     for path in ["/get_server_info", "/server_info"] {
-        if let Ok(Ok(body)) = timeout(limit, get(fleet, worker, path)).await {
+        if let Some(body) = get_in_time(fleet, worker, path).await {
             match serde_json::from_slice(&body) {
                 Ok(description) => return Some(description),
                 Err(err) => {
@@ -352,8 +331,7 @@ async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescript
 
 /// The JSON of `path`, if the worker has that.
 async fn ask<T: DeserializeOwned>(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<T> {
-    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
-    let body = timeout(limit, get(fleet, worker, path)).await.ok()?.ok()?;
+    let body = get_in_time(fleet, worker, path).await?;
     serde_json::from_slice(&body).ok()
 }
 
@@ -390,10 +368,9 @@ struct Version {
 
 /// Tell the policies what a worker has to do. That it does not say is no reason to take it out.
 async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
-    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
-    let fate = match timeout(limit, get(fleet, worker, "/v1/loads")).await {
-        Err(_) | Ok(Err(_)) => ReportStatus::Failed,
-        Ok(Ok(body)) => match load_report::of_loads(&body) {
+    let fate = match get_in_time(fleet, worker, "/v1/loads").await {
+        None => ReportStatus::Failed,
+        Some(body) => match load_report::of_loads(&body) {
             Ok(reports) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
             Ok(_) => ReportStatus::Unused,
             Err(err) => {
@@ -432,12 +409,7 @@ fn objection(worker: &Worker, description: &WorkerDescription) -> Option<String>
         Role::Prefill => "prefill",
         Role::Decode => "decode",
     };
-    let mode = description.disaggregation_mode.as_deref();
-    if let Some(mode) = mode.filter(|mode| *mode != wanted) {
-        return Some(format!(
-            "its --disaggregation-mode is {mode}, it is registered as {} worker",
-            worker.role()
-        ));
-    }
-    None
+    let mode = description.disaggregation_mode.as_deref().filter(|mode| *mode != wanted)?;
+    let role = worker.role();
+    Some(format!("its --disaggregation-mode is {mode}, it is registered as {role} worker"))
 }

@@ -59,15 +59,11 @@ impl Candidate {
         }
     }
 
-    /// A request to it failed, which was not known when it ended.
-    pub(super) fn count_failure(&self) {
-        if let Some(breaker) = &self.breaker {
-            self.count(breaker, RequestOutcome::Failure);
-        }
-    }
-
-    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: RequestOutcome) {
-        if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
+    /// Feed its circuit breaker.
+    pub(super) fn count(&self, outcome: RequestOutcome) {
+        if let Some(breaker) = &self.breaker
+            && let Some(state) = breaker.lock().on_result(outcome, now_ms())
+        {
             tracing::warn!(worker = %self.name, circuit = state.into_str(), "circuit breaker changed");
         }
     }
@@ -83,6 +79,20 @@ impl Candidate {
             Some(own) => own == rank,
             None => self.worker.dp_size() == 1,
         }
+    }
+
+    /// A report that has just arrived: for the web page, and for its policy.
+    pub(super) fn take_report(&self, report: LoadReport, deciders: &PolicySet) {
+        let now_ms = now_ms();
+        self.activity.lock().reported(report, now_ms);
+        let event = PolicyEvent::Reported {
+            worker: self.id,
+            queued_tokens: report.queued_tokens,
+            running: report.running,
+            age_ms: report.age_ms,
+            now_ms,
+        };
+        deciders.observe(self.worker.role(), &event);
     }
 
     pub fn circuit(&self) -> BreakerState {
@@ -161,8 +171,7 @@ impl LoadGuard {
         let candidate = &self.candidate;
         let fate = match load_report::of_header(report) {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
-                candidate.activity.lock().reported(report, now_ms());
-                self.observe(&reported(candidate.id, report));
+                candidate.take_report(report, &self.deciders);
                 ReportStatus::Taken
             }
             Ok(_) => ReportStatus::Unused,
@@ -220,9 +229,7 @@ impl Drop for LoadGuard {
             candidate.worker.idle.notify_waiters();
         }
         let now_ms = now_ms();
-        if let Some(breaker) = &candidate.breaker {
-            candidate.count(breaker, self.outcome);
-        }
+        candidate.count(self.outcome);
         if let Some(timeline) = &self.timeline {
             timeline.ended(self.outcome);
         }
@@ -234,16 +241,5 @@ impl Drop for LoadGuard {
             hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
-    }
-}
-
-/// A report that has just arrived, as the policies hear of it.
-pub(super) fn reported(worker: WorkerId, report: LoadReport) -> PolicyEvent<'static> {
-    PolicyEvent::Reported {
-        worker,
-        queued_tokens: report.queued_tokens,
-        running: report.running,
-        age_ms: report.age_ms,
-        now_ms: now_ms(),
     }
 }

@@ -34,6 +34,12 @@ pub struct TokenTotals {
     pub generated: u64,
 }
 
+impl TokenTotals {
+    fn of(prefilled: Option<u64>, generated: Option<u64>) -> Option<Self> {
+        Some(Self { prefilled: prefilled?, generated: generated? })
+    }
+}
+
 /// Result of a report; a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
@@ -91,9 +97,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
         queued_tokens: started.ok_or(MalformedReport)?.saturating_add(queued),
         running: running(),
         queued_requests: waiting,
-        totals: prefilled
-            .zip(generated)
-            .map(|(prefilled, generated)| TokenTotals { prefilled, generated }),
+        totals: TokenTotals::of(prefilled, generated),
         age_ms: age_ms.ok_or(MalformedReport)?,
     }))
 }
@@ -129,8 +133,8 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
         pages: u64,
     }
     let running = |load: Running| {
-        let requests = [load.queued_requests, load.transfer_requests];
-        let requests = requests.iter().fold(load.running_requests, |sum, n| sum.saturating_add(*n));
+        let waiting = load.queued_requests.saturating_add(load.transfer_requests);
+        let requests = load.running_requests.saturating_add(waiting);
         let free = load.pages_free.saturating_add(load.pages_evictable);
         running_load(requests, free, load.pages)
     };
@@ -142,10 +146,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
             queued_requests: load.running.as_ref().map(|running| running.queued_requests),
             running: load.running.map(running),
-            totals: of
-                .prefilled_tokens
-                .zip(of.generated_tokens)
-                .map(|(prefilled, generated)| TokenTotals { prefilled, generated }),
+            totals: TokenTotals::of(of.prefilled_tokens, of.generated_tokens),
             age_ms: of.age_ms?,
         })
     });

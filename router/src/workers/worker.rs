@@ -20,7 +20,8 @@ use crate::workers::kv_events::status::{RankState, lenient};
 /// Connections that break within this time have one cause: the worker's end.
 const SAME_BREAK_MS: u64 = 1_000;
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum WorkerState {
     /// Registered, never healthy yet.
     Starting {
@@ -40,18 +41,21 @@ pub enum WorkerState {
     /// The worker reports that it drains: no new requests until it reports that it is ready again.
     Draining,
     /// This router drains it: no new requests, removed when those in flight have ended. There is no way back.
+    #[strum(serialize = "draining")]
     Leaving,
 }
 
 impl WorkerState {
     pub fn label(&self) -> &'static str {
-        match self {
-            WorkerState::Starting { .. } => "starting",
-            WorkerState::Ready => "ready",
-            WorkerState::Unhealthy { .. } => "unhealthy",
-            WorkerState::Rejected { .. } => "rejected",
-            WorkerState::Draining | WorkerState::Leaving => "draining",
-        }
+        self.into()
+    }
+
+    /// A good probe makes it serve: it never has, or it is out for a reason that may have ended.
+    pub fn awaits_admission(&self) -> bool {
+        matches!(
+            self,
+            WorkerState::Starting { .. } | WorkerState::Rejected { .. } | WorkerState::Draining
+        )
     }
 
     /// Source of a drain, for GET /workers.
@@ -124,8 +128,7 @@ impl WorkerDescription {
     /// LoRA adapter of the model NAME.
     pub fn serves(&self, model: &str) -> bool {
         let single = [&self.served_model_name, &self.model_path].into_iter();
-        let mut names = self.served_model_names.iter().chain(single.flatten());
-        let mut names = names.by_ref().peekable();
+        let mut names = self.served_model_names.iter().chain(single.flatten()).peekable();
         let is_of = |name: &String| {
             let rest = model.strip_prefix(name.as_str());
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
@@ -247,6 +250,12 @@ impl Worker {
         self.load() <= 1 && is_first
     }
 
+    pub(super) fn stop_probes(&self) {
+        if let Some(task) = self.health_task.lock().take() {
+            task.abort();
+        }
+    }
+
     /// Wait until nothing is in flight.
     pub async fn until_idle(&self) {
         loop {
@@ -288,11 +297,6 @@ impl Worker {
         }
     }
 
-    /// Topology domain that its source gave.
-    pub fn topology(&self) -> Option<&str> {
-        self.spec.topology.as_deref()
-    }
-
     /// Workers with the same number are on one machine, as far as their addresses tell.
     pub(super) fn host_number(&self) -> u32 {
         number_of(&self.spec.url.host)
@@ -326,11 +330,10 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if let Some(task) = self.health_task.get_mut().take() {
-            task.abort();
-        }
+        self.stop_probes();
     }
 }
+
 fn number_of(name: &str) -> u32 {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);

@@ -163,6 +163,7 @@ fn pod(ip: &str, app: &str, is_ready: bool) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {"namespace": "serving", "labels": {"app": app}, "annotations": {"sglang.ai/bootstrap-port": "8998"}},
+        "spec": {"containers": []},
         "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": status}]},
     })
 }

@@ -18,11 +18,11 @@ impl WorkerUrl {
     /// Accepts `http://host:port`, `https://host:port`, `host:port`, with or without a final slash.
     pub fn parse(text: &str) -> Result<Self, String> {
         let bad = |why: &str| format!("worker URL '{text}' {why}; give http://HOST:PORT");
-        let (is_tls, rest) = match text.split_once("://") {
-            Some(("http", rest)) => (false, rest),
-            Some(("https", rest)) => (true, rest),
+        let (is_tls, default_port, rest) = match text.split_once("://") {
+            Some(("http", rest)) => (false, 80, rest),
+            Some(("https", rest)) => (true, 443, rest),
             Some(_) => return Err(bad("has an unknown scheme")),
-            None => (false, text),
+            None => (false, 80, text),
         };
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         if authority.contains(['/', '?', '#']) {
@@ -37,13 +37,7 @@ impl WorkerUrl {
         let port = match authority.port_u16() {
             Some(0) => return Err(bad("has port 0")),
             Some(port) => port,
-            None if authority.as_str() == authority.host() => {
-                if is_tls {
-                    443
-                } else {
-                    80
-                }
-            }
+            None if authority.as_str() == authority.host() => default_port,
             None => return Err(bad("has no valid port")),
         };
         if host.is_empty() {

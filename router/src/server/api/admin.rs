@@ -6,19 +6,18 @@ use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::{HeaderValue, Method, StatusCode, Uri, header};
+use http::{HeaderValue, Method, StatusCode, header};
 use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::read_at_most;
 use super::http_util::{MAX_ADMIN_BODY, answer};
-use super::proxy::ask_all;
+use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
-use crate::transport::upstream::RequestHead;
 use crate::workers::registration;
 use crate::workers::registry::{ROLES, metrics as gauges};
 use crate::workers::worker::Worker;
@@ -47,9 +46,7 @@ pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
     match refusal {
         None => answer(StatusCode::OK, &body),
         Some(reason) => {
-            body["error"] = serde_json::from_slice::<Value>(&reason.body())
-                .map(|body| body["error"].clone())
-                .unwrap_or_default();
+            body["error"] = error_object(&reason.body()).unwrap_or_default();
             answer(StatusCode::SERVICE_UNAVAILABLE, &body)
         }
     }
@@ -75,20 +72,16 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
 
 /// Why a request that comes now would find no worker.
 fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
-    app.fleet
-        .serving_roles()
-        .iter()
-        .find_map(|role| {
-            let (known, ready) = app.fleet.registry.count(*role);
-            let role = *role;
-            (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
-        })
-        .or_else(|| {
-            let [prefill, decode] =
-                [Role::Prefill, Role::Decode].map(|role| app.fleet.registry.count(role).1);
-            let lacks_pair = app.fleet.is_pd() && !app.fleet.registry.has_pair();
-            lacks_pair.then_some(RouteError::NoPair { prefill, decode })
-        })
+    let registry = &app.fleet.registry;
+    for &role in app.fleet.serving_roles() {
+        let (known, ready) = registry.count(role);
+        if ready == 0 {
+            return Some(RouteError::NoWorker { role, known, ready });
+        }
+    }
+    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| registry.count(role).1);
+    let lacks_pair = app.fleet.is_pd() && !registry.has_pair();
+    lacks_pair.then_some(RouteError::NoPair { prefill, decode })
 }
 
 /// Every ready worker is asked to generate something, which counts as one running request.
@@ -97,11 +90,7 @@ pub async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Respons
         return Err(err);
     }
     let _place = app.admission.enter(&app.metrics).await?;
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::from_static("/health_generate"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::GET, "/health_generate");
     Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
@@ -130,7 +119,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
-        "topology": worker.topology(),
+        "topology": worker.spec.topology,
         "dp_size": worker.dp_size(),
         "model_id": description.served_model_name,
         "version": description.version,

@@ -11,7 +11,7 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::response::Response;
 use bytes::Bytes;
-use http::{Method, StatusCode, Uri};
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -19,7 +19,7 @@ use super::admin::{find, with_url};
 use super::http_util::answer;
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::transport::upstream::{RequestHead, SendError};
+use crate::transport::upstream::SendError;
 use crate::workers::registration::register;
 use crate::workers::worker::{Worker, WorkerState};
 
@@ -160,11 +160,7 @@ async fn order(
         worker: worker.url().to_string(),
         cause: format!("{method} {path}: {cause}"),
     };
-    let head = RequestHead {
-        method: method.clone(),
-        uri: Uri::from_static(path),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(method.clone(), path);
     let asking = async {
         let response = worker.pool.send_alone(&head).await?;
         let status = response.status();

@@ -45,18 +45,11 @@ const MAX_FORWARDED: usize = 1024;
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 
 /// Boxed: axum moves a handler's future four times, and this one is large.
-type Serving = Pin<Box<dyn Future<Output = Response> + Send>>;
+pub type Serving = Pin<Box<dyn Future<Output = Response> + Send>>;
 
-pub fn chat(State(app): State<Arc<AppState>>, request: Request) -> Serving {
-    Box::pin(serve(app, ApiKind::Chat, request))
-}
-
-pub fn completions(State(app): State<Arc<AppState>>, request: Request) -> Serving {
-    Box::pin(serve(app, ApiKind::Completions, request))
-}
-
-pub fn generate(State(app): State<Arc<AppState>>, request: Request) -> Serving {
-    Box::pin(serve(app, ApiKind::Generate, request))
+/// Handler of an API's requests.
+pub fn handler(api: ApiKind) -> impl Fn(State<Arc<AppState>>, Request) -> Serving + Clone {
+    move |State(app), request| Box::pin(serve(app, api, request))
 }
 
 async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
@@ -160,7 +153,8 @@ async fn take_in(
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
-    let body = read_body(app, body, &parts.headers).await?;
+    let limit_bytes = app.config.limits.max_payload_size;
+    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
     timeline.mark(RequestStage::Read);
     timeline.body(body.len());
     let read_at = Instant::now();
@@ -285,21 +279,16 @@ fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
     let text = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
-    let refuse = |problem| Err(RouteError::UnsupportedMediaType { problem });
-    match text(CONTENT_ENCODING) {
-        Some(coding) if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") => {
-            return refuse(format!(
-                "the body has content-encoding {coding}; send it as plain JSON"
-            ));
-        }
-        _ => {}
-    }
-    match text(CONTENT_TYPE) {
-        Some(kind) if kind.to_ascii_lowercase().starts_with("multipart/") => {
-            refuse(format!("the body is {kind}; send application/json"))
-        }
-        _ => Ok(()),
-    }
+    let (coding, kind) = (text(CONTENT_ENCODING), text(CONTENT_TYPE));
+    let (coding, kind) = (coding.unwrap_or_default(), kind.unwrap_or_default());
+    let problem = if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
+        format!("the body has content-encoding {coding}; send it as plain JSON")
+    } else if kind.to_ascii_lowercase().starts_with("multipart/") {
+        format!("the body is {kind}; send application/json")
+    } else {
+        return Ok(());
+    };
+    Err(RouteError::UnsupportedMediaType { problem })
 }
 
 pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
@@ -317,16 +306,7 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     headers
 }
 
-/// Read a body of at most --max-payload-size within --body-read-timeout-secs.
-pub async fn read_body(
-    app: &AppState,
-    body: axum::body::Body,
-    headers: &HeaderMap,
-) -> Result<Bytes, RouteError> {
-    read_at_most(app, body, headers, app.config.limits.max_payload_size).await
-}
-
-/// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
+/// Read a body of at most `limit_bytes` within --body-read-timeout-secs. One piece, the usual case, is not copied.
 pub async fn read_at_most(
     app: &AppState,
     mut body: axum::body::Body,

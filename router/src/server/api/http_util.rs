@@ -21,8 +21,13 @@ pub fn answer(status: StatusCode, body: &Value) -> Response {
 
 pub fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
+    is_post && api_of(request.uri().path()).is_some()
+}
+
+/// API of a path that takes generation requests.
+pub fn api_of(path: &str) -> Option<ApiKind> {
     let mut apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate].into_iter();
-    is_post && apis.any(|api| api.path() == request.uri().path())
+    apis.find(|api| api.path() == path)
 }
 
 pub fn new_request_id(prefix: &str) -> HeaderValue {

@@ -29,7 +29,8 @@ use axum::routing::{MethodRouter, any, get, post};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
-use self::http_util::{REQUEST_ID, is_generation, new_request_id};
+use self::generate::handler;
+use self::http_util::{REQUEST_ID, api_of, is_generation, new_request_id};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
@@ -43,11 +44,12 @@ type Route = (&'static str, AccessLevel, MethodRouter<Arc<AppState>>);
 fn routes() -> Vec<Route> {
     use AccessLevel::{Client, Control, Open};
     let flush = post(proxy::flush_cache).get(proxy::flush_cache);
+    let generate = post(handler(ApiKind::Generate)).put(handler(ApiKind::Generate));
     let worker = get(admin::show_worker).delete(admin::remove_worker);
     let mut routes: Vec<Route> = vec![
-        (ApiKind::Chat.path(), Client, post(generate::chat)),
-        (ApiKind::Completions.path(), Client, post(generate::completions)),
-        (ApiKind::Generate.path(), Client, post(generate::generate).put(generate::generate)),
+        (ApiKind::Chat.path(), Client, post(handler(ApiKind::Chat))),
+        (ApiKind::Completions.path(), Client, post(handler(ApiKind::Completions))),
+        (ApiKind::Generate.path(), Client, generate),
         ("/tokenize", Client, post(proxy::forward)),
         ("/v1/tokenize", Client, post(proxy::forward)),
         ("/detokenize", Client, post(proxy::forward)),
@@ -226,13 +228,7 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     if let Some(given) = given {
         return given.clone();
     }
-    let prefix = match request.uri().path() {
-        "/v1/chat/completions" => ApiKind::Chat.id_prefix(),
-        "/v1/completions" => ApiKind::Completions.id_prefix(),
-        "/generate" => ApiKind::Generate.id_prefix(),
-        _ => "req-",
-    };
-    new_request_id(prefix)
+    new_request_id(api_of(request.uri().path()).map_or("req-", ApiKind::id_prefix))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
@@ -243,18 +239,13 @@ fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
 }
 
 fn preflight(asked: &HeaderMap) -> Response {
-    let mut response = StatusCode::NO_CONTENT.into_response();
-    let headers = response.headers_mut();
-    headers.insert(
-        header::ACCESS_CONTROL_ALLOW_METHODS,
-        HeaderValue::from_static("GET, POST, DELETE, OPTIONS"),
-    );
-    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS);
-    let wanted = wanted.cloned();
-    headers.insert(
-        header::ACCESS_CONTROL_ALLOW_HEADERS,
-        wanted.unwrap_or(HeaderValue::from_static("content-type, authorization")),
-    );
-    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600"));
-    response
+    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+    let usual = HeaderValue::from_static("content-type, authorization");
+    let methods = HeaderValue::from_static("GET, POST, DELETE, OPTIONS");
+    let headers = [
+        (header::ACCESS_CONTROL_ALLOW_METHODS, methods),
+        (header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.unwrap_or(usual)),
+        (header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600")),
+    ];
+    (StatusCode::NO_CONTENT, headers).into_response()
 }

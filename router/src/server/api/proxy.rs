@@ -7,13 +7,13 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
+use futures_util::future::join_all;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
 use router_core::RequestOutcome;
 use serde_json::{Value, json};
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
+use super::generate::{forwarded, read_at_most, refused, text_header};
 use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
@@ -61,9 +61,8 @@ pub async fn forward(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
-    let body = read_body(&app, body, &parts.headers).await?;
-    to_one(&app, head_of(parts)?, body, ASK_TIMEOUT, None).await
+    let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
+    to_one(&app, head, body, ASK_TIMEOUT, None).await
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
@@ -89,14 +88,13 @@ async fn work(
     request: Request,
     record: &mut AccessLogEntry,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
     app.admission.check_queue()?;
-    let body = read_body(app, body, &parts.headers).await?;
+    let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
     let limit = app.config.request_timeout();
-    to_one(app, head_of(parts)?, body, limit, Some(record)).await
+    to_one(app, head, body, limit, Some(record)).await
 }
 
 /// The first role that has a worker ready.
@@ -222,11 +220,7 @@ pub async fn models(
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
 pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::from_static("/metrics"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::GET, "/metrics");
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let pages = answers.iter().filter(|answer| answer.is_success());
     let text =
@@ -245,9 +239,7 @@ pub async fn about_request(
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
-    let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
-    let head = head_of(parts)?;
+    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     let mut answers = ask_each(&app, &head, &body).await;
     answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
     if answers.is_empty() {
@@ -270,15 +262,16 @@ fn no_worker(app: &AppState) -> Option<RouteError> {
     none.then_some(RouteError::NoWorker { role, known, ready: 0 })
 }
 
-/// Head of a client's request as workers get it: the path without what belongs to the client's connection.
-fn head_of(parts: http::request::Parts) -> Result<RequestHead, RouteError> {
-    let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
-    Ok(RequestHead {
-        method: parts.method,
-        uri: Uri::try_from(uri.unwrap_or_default())
-            .map_err(|err| RouteError::Internal { detail: err.to_string() })?,
-        headers: forwarded(parts.headers),
-    })
+/// A client's request as workers get it: the path without what belongs to the client's connection, and the body.
+async fn read_request(
+    app: &AppState,
+    request: Request,
+    limit_bytes: usize,
+) -> Result<(RequestHead, Bytes), RouteError> {
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
+    let uri = parts.uri.path_and_query().cloned().map(Uri::from).unwrap_or_default();
+    Ok((RequestHead { method: parts.method, uri, headers: forwarded(parts.headers) }, body))
 }
 
 /// The same request to every ready worker.
@@ -286,19 +279,13 @@ pub async fn fan_out(
     State(app): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
-    let head = head_of(parts)?;
+    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     Ok(ask_all(&app, head, body).await)
 }
 
 /// Workers drop their caches, the policies their estimates of them.
 pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
-    let head = RequestHead {
-        method: Method::POST,
-        uri: Uri::from_static("/flush_cache"),
-        headers: app.fleet.worker_headers(),
-    };
+    let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
     app.fleet.registry.forget_prompts();
     response
@@ -306,7 +293,7 @@ pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
 
 /// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
 /// with, and the first one's error object; else 502.
-pub async fn ask_all(app: &Arc<AppState>, head: RequestHead, body: Bytes) -> Response {
+pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
         let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
@@ -333,7 +320,7 @@ pub async fn ask_all(app: &Arc<AppState>, head: RequestHead, body: Bytes) -> Res
 }
 
 /// Member `error` of a JSON body.
-fn error_object(body: &[u8]) -> Option<Value> {
+pub fn error_object(body: &[u8]) -> Option<Value> {
     let mut body: Value = serde_json::from_slice(body).ok()?;
     let error = body.get_mut("error")?.take();
     error.is_object().then_some(error)
@@ -381,35 +368,20 @@ impl Asked {
 }
 
 /// Ask every ready worker the same, at once; ordered by address.
-async fn ask_each(app: &Arc<AppState>, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
-    let mut asked = JoinSet::new();
+async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
+    let workers = app.fleet.registry.workers().into_iter().filter(|worker| worker.is_ready());
     let probe_after = app.config.silent_request_probe();
-    for worker in app.fleet.registry.workers() {
-        if worker.is_ready() {
-            let (head, body) = (head.clone(), BodySegments::from(body.clone()));
-            asked.spawn(async move {
-                let asking = timeout(ASK_TIMEOUT, ask(&worker, &head, body));
-                let asked = match worker.unless_hung(asking, probe_after).await {
-                    Ok(Ok(answer)) => answer,
-                    Ok(Err(_)) => Err(format!("no answer for {ASK_TIMEOUT:?}")),
-                    Err(cause) => Err(cause),
-                };
-                let (status, headers, text) = match asked {
-                    Ok((status, headers, text)) => (Some(status), headers, text),
-                    Err(cause) => (None, HeaderMap::new(), cause),
-                };
-                let url = worker.url().to_string();
-                Asked { url, status, headers, text }
-            });
-        }
-    }
-    let mut answers = Vec::new();
-    while let Some(joined) = asked.join_next().await {
-        match joined {
-            Ok(one) => answers.push(one),
-            Err(err) => tracing::error!(%err, "asking a worker panicked"),
-        }
-    }
+    let asked = workers.map(|worker| async move {
+        let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
+        let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
+        let answer = worker.unless_hung(asking, probe_after).await;
+        let (status, headers, text) = match answer.and_then(|answer| answer.unwrap_or_else(late)) {
+            Ok((status, headers, text)) => (Some(status), headers, text),
+            Err(cause) => (None, HeaderMap::new(), cause),
+        };
+        Asked { url: worker.url().to_string(), status, headers, text }
+    });
+    let mut answers = join_all(asked).await;
     answers.sort_by(|a, b| a.url.cmp(&b.url));
     answers
 }

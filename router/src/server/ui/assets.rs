@@ -3,7 +3,6 @@
 //! The policy in `CONTENT_SECURITY_POLICY` lets them load from this router only: no inline script or style, no other
 //! origin, no frame around them.
 
-use std::fmt::Write;
 use std::sync::LazyLock;
 
 use axum::extract::Path;
@@ -49,18 +48,11 @@ static ASSETS: LazyLock<[Asset; 8]> = LazyLock::new(|| {
 
 impl Asset {
     fn new(name: &'static str, media_type: &'static str, bytes: &'static [u8]) -> Self {
-        let digest = Sha256::digest(bytes);
-        let mut etag = String::from("\"");
-        for byte in &digest[..12] {
-            write!(etag, "{byte:02x}").expect("writing to a String cannot fail");
-        }
-        etag.push('"');
-        Self {
-            name,
-            media_type,
-            bytes,
-            etag: HeaderValue::try_from(etag).expect("hexadecimal digits between quotes"),
-        }
+        let digest = &Sha256::digest(bytes)[..12];
+        let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let etag = HeaderValue::try_from(format!("\"{digits}\""));
+        let etag = etag.expect("hexadecimal digits between quotes");
+        Self { name, media_type, bytes, etag }
     }
 
     fn answer(&self, asked: &HeaderMap) -> Response {

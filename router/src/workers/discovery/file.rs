@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::{MissedTickBehavior, interval};
 
-use super::{AnswerTime, DiscoveredWorkers, DiscoveryFeed};
+use super::DiscoveryFeed;
 use crate::config::WorkerSpec;
 
 /// Pause between two readings; a change takes effect within two.
@@ -39,31 +39,20 @@ pub(super) fn start(
     mut feed: DiscoveryFeed,
     path: PathBuf,
     roles: &'static [Role],
-    answers: AnswerTime,
 ) -> Result<(), String> {
     let refused = |why| format!("--discovery-file {}: {why}", path.display());
     let text = read(&path).map_err(refused)?;
-    answers.set_to_now();
+    feed.answers.set_to_now();
     match parse(&text, roles) {
-        Ok(workers) => feed.apply(DiscoveredWorkers {
-            named: workers.len(),
-            workers,
-            ..DiscoveredWorkers::default()
-        }),
+        Ok(workers) => feed.apply(workers.into()),
         Err(Bad::NoWorkers) => feed.failed(Bad::NoWorkers.to_string()),
         Err(bad) => return Err(refused(bad.to_string())),
     }
-    tokio::spawn(follow(feed, path, roles, text, answers));
+    tokio::spawn(follow(feed, path, roles, text));
     Ok(())
 }
 
-async fn follow(
-    mut feed: DiscoveryFeed,
-    path: PathBuf,
-    roles: &'static [Role],
-    text: String,
-    answers: AnswerTime,
-) {
+async fn follow(mut feed: DiscoveryFeed, path: PathBuf, roles: &'static [Role], text: String) {
     let mut turn = interval(POLL);
     turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut taken = Ok(text);
@@ -79,7 +68,7 @@ async fn follow(
             continue; // the runtime ends, or the reading panicked and says so itself
         };
         if now.is_ok() {
-            answers.set_to_now();
+            feed.answers.set_to_now();
         }
         let is_settled = now == before;
         before = now.clone();
@@ -88,11 +77,7 @@ async fn follow(
         }
         let parsed = now.as_ref().map_err(String::clone);
         match parsed.and_then(|text| parse(text, roles).map_err(|bad| bad.to_string())) {
-            Ok(workers) => feed.apply(DiscoveredWorkers {
-                named: workers.len(),
-                workers,
-                ..DiscoveredWorkers::default()
-            }),
+            Ok(workers) => feed.apply(workers.into()),
             Err(why) => feed.failed(format!("{}: {why}", path.display())),
         }
         taken = now;

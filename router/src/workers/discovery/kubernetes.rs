@@ -8,7 +8,6 @@
 //!
 //! It needs the verbs list and watch on pods.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::pin::pin;
 use std::time::{Duration, Instant};
@@ -16,13 +15,12 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use http::Response;
 use http_body_util::BodyExt;
-use k8s_openapi::NamespaceResourceScope;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::client::{ClientBuilder, DynBody};
 use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::core::{ApiResource, GroupVersionKind, NotUsed, Object};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Api, Client, Config, Resource, ResourceExt};
+use kube::{Api, Client, Config, ResourceExt};
 use router_core::Role;
 use serde::Deserialize;
 use tokio::time::{MissedTickBehavior, interval};
@@ -55,13 +53,9 @@ pub struct PodSelectors {
 
 /// The parts of a pod that tell whether and where it serves. Other fields are not read: code for all of
 /// `k8s_openapi`'s `Pod` takes seconds to compile, and a list of pods is mostly their specifications.
-#[derive(Debug, Clone, Deserialize)]
-struct Pod {
-    metadata: ObjectMeta,
-    status: Option<PodStatus>,
-}
+type Pod = Object<NotUsed, PodStatus>;
 
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 struct PodStatus {
     #[serde(rename = "podIP")]
     pod_ip: Option<String>,
@@ -73,35 +67,6 @@ struct PodCondition {
     #[serde(rename = "type")]
     type_: String,
     status: String,
-}
-
-impl Resource for Pod {
-    type DynamicType = ();
-    type Scope = NamespaceResourceScope;
-
-    fn kind((): &()) -> Cow<'_, str> {
-        "Pod".into()
-    }
-
-    fn group((): &()) -> Cow<'_, str> {
-        "".into()
-    }
-
-    fn version((): &()) -> Cow<'_, str> {
-        "v1".into()
-    }
-
-    fn plural((): &()) -> Cow<'_, str> {
-        "pods".into()
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
 }
 
 /// Find the API server. Nothing is sent yet. Each part of each answer that is no refusal sets `answers`: the watcher keeps
@@ -147,15 +112,6 @@ pub(super) async fn client(
     Ok(builder.with_layer(&seen).build())
 }
 
-pub(super) fn start(
-    feed: DiscoveryFeed,
-    client: Client,
-    wanted: PodSelectors,
-    answers: AnswerTime,
-) {
-    tokio::spawn(follow(feed, client, wanted, answers));
-}
-
 /// State of a pod as the router sees it.
 #[derive(Debug, Clone, PartialEq)]
 enum Seen {
@@ -166,19 +122,12 @@ enum Seen {
     Nothing,
 }
 
-async fn follow(
-    mut feed: DiscoveryFeed,
-    client: Client,
-    wanted: PodSelectors,
-    answers: AnswerTime,
-) {
-    let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref() {
-        Some("*") => (Api::all(client), "all namespaces".to_owned()),
-        Some(name) => (Api::namespaced(client, name), format!("namespace {name}")),
-        None => {
-            let place = format!("namespace {}", client.default_namespace());
-            (Api::default_namespaced(client), place)
-        }
+pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodSelectors) {
+    let pods = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"));
+    let default = client.default_namespace().to_owned();
+    let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref().unwrap_or(&default) {
+        "*" => (Api::all_with(client, &pods), "all namespaces".to_owned()),
+        name => (Api::namespaced_with(client, name, &pods), format!("namespace {name}")),
     };
     tracing::info!(role = %wanted.role, selector = wanted.selector, place, "watching pods");
     let config = watcher::Config::default().labels(&wanted.selector).timeout(WATCH_SECS);
@@ -194,7 +143,8 @@ async fn follow(
                     return;
                 }
                 feed.recheck();
-                feed.check_silence(answers.last(), Instant::now(), MAX_SILENCE);
+                let last_answer = *feed.answers.last.lock();
+                feed.check_silence(last_answer, Instant::now(), MAX_SILENCE);
                 continue;
             }
         };
@@ -354,6 +304,7 @@ mod tests {
     fn pod(changes: serde_json::Value) -> Pod {
         let mut value = json!({
             "metadata": {"name": "x", "uid": "u", "annotations": {}},
+            "spec": {},
             "status": {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
         });
         for (path, change) in changes.as_object().unwrap() {

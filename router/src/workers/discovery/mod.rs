@@ -37,34 +37,26 @@ const RECHECK: Duration = Duration::from_secs(1);
 pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
-        let answers = AnswerTime::new(fleet, "file");
-        file::start(
-            DiscoveryFeed::new(fleet, "file"),
-            path.into(),
-            fleet.serving_roles(),
-            answers,
-        )?;
+        file::start(DiscoveryFeed::new(fleet, "file"), path.into(), fleet.serving_roles())?;
     }
-    let selectors = flags.selectors(fleet.is_pd());
-    if !selectors.is_empty() {
-        for (role, selector) in selectors {
-            let source = match role {
-                Role::Regular => "regular_pods",
-                Role::Prefill => "prefill_pods",
-                Role::Decode => "decode_pods",
-            };
-            let wanted = kubernetes::PodSelectors {
-                role,
-                selector,
-                port: flags.service_discovery_port,
-                is_tls: flags.is_tls(),
-                namespace: flags.service_discovery_namespace.clone(),
-            };
-            let answers = AnswerTime::new(fleet, source);
-            // A client per source, so that the answers to each are seen apart.
-            let client = kubernetes::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
-            kubernetes::start(DiscoveryFeed::new(fleet, source), client, wanted, answers);
-        }
+    for (role, selector) in flags.selectors(fleet.is_pd()) {
+        let source = match role {
+            Role::Regular => "regular_pods",
+            Role::Prefill => "prefill_pods",
+            Role::Decode => "decode_pods",
+        };
+        let wanted = kubernetes::PodSelectors {
+            role,
+            selector,
+            port: flags.service_discovery_port,
+            is_tls: flags.is_tls(),
+            namespace: flags.service_discovery_namespace.clone(),
+        };
+        let feed = DiscoveryFeed::new(fleet, source);
+        // A client per source, so that the answers to each are seen apart.
+        let answers = feed.answers.clone();
+        let client = kubernetes::client(flags.kubeconfig.as_deref(), answers).await?;
+        tokio::spawn(kubernetes::follow(feed, client, wanted));
     }
     Ok(())
 }
@@ -74,6 +66,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
 struct AnswerTime {
     gauges: GaugeVec,
     source: &'static str,
+    /// Time of the last answer, or of the start before the first.
     last: Arc<Mutex<Instant>>,
 }
 
@@ -81,11 +74,6 @@ impl AnswerTime {
     fn new(fleet: &WorkerFleet, source: &'static str) -> Self {
         let gauges = fleet.metrics.discovery_answered.clone();
         Self { gauges, source, last: Arc::new(Mutex::new(Instant::now())) }
-    }
-
-    /// Time of the last answer, or of the start before the first.
-    fn last(&self) -> Instant {
-        *self.last.lock()
     }
 
     fn set_to_now(&self) {
@@ -106,9 +94,11 @@ pub struct DiscoveredWorkers {
     pub deleted: BTreeSet<WorkerUrl>,
 }
 
-struct Own {
-    spec: WorkerSpec,
-    worker: Arc<Worker>,
+/// A list that names nothing but workers.
+impl From<Vec<WorkerSpec>> for DiscoveredWorkers {
+    fn from(workers: Vec<WorkerSpec>) -> Self {
+        Self { named: workers.len(), workers, deleted: BTreeSet::new() }
+    }
 }
 
 /// The registry's side of one source.
@@ -116,7 +106,8 @@ pub struct DiscoveryFeed {
     fleet: Weak<WorkerFleet>,
     /// Metric label.
     source: &'static str,
-    own: BTreeMap<WorkerUrl, Own>,
+    answers: AnswerTime,
+    own: BTreeMap<WorkerUrl, Arc<Worker>>,
     /// No longer named, kept because no other worker of the role is ready.
     kept: BTreeSet<WorkerUrl>,
     /// Those of `kept` that were named in the answer before: they are being probed.
@@ -136,6 +127,7 @@ impl DiscoveryFeed {
         Self {
             fleet: Arc::downgrade(fleet),
             source,
+            answers: AnswerTime::new(fleet, source),
             own: BTreeMap::new(),
             kept: BTreeSet::new(),
             fresh: BTreeSet::new(),
@@ -162,9 +154,9 @@ impl DiscoveryFeed {
             found.workers.into_iter().map(|spec| (spec.url.clone(), spec)).collect();
         for (url, spec) in &named {
             match self.own.get(url) {
-                Some(own) if own.spec == *spec => {}
-                Some(own) => {
-                    fleet.drain(&own.worker);
+                Some(worker) if worker.spec == *spec => {}
+                Some(worker) => {
+                    fleet.drain(worker);
                     self.register(&fleet, spec);
                 }
                 None => self.register(&fleet, spec),
@@ -173,8 +165,8 @@ impl DiscoveryFeed {
         let gone = self.own.keys().filter(|url| !named.contains_key(*url));
         let before = std::mem::replace(&mut self.kept, gone.cloned().collect());
         self.fresh = self.kept.difference(&before).cloned().collect();
-        for own in self.fresh.iter().filter_map(|url| self.own.get(url)) {
-            own.worker.suspect.notify_one(); // a pod that drains is no longer Ready: find out
+        for worker in self.fresh.iter().filter_map(|url| self.own.get(url)) {
+            worker.suspect.notify_one(); // a pod that drains is no longer Ready: find out
         }
         for url in found.deleted.intersection(&self.kept.clone()) {
             self.drop_own(&fleet, url);
@@ -250,8 +242,7 @@ impl DiscoveryFeed {
         self.own.remove(&spec.url);
         match register(fleet, spec.clone()) {
             Ok(worker) => {
-                let spec = spec.clone();
-                self.own.insert(spec.url.clone(), Own { spec, worker });
+                self.own.insert(spec.url.clone(), worker);
             }
             Err(err) => {
                 tracing::warn!(source = self.source, %err, "cannot register a worker that was found");
@@ -261,8 +252,8 @@ impl DiscoveryFeed {
 
     fn drop_own(&mut self, fleet: &Arc<WorkerFleet>, url: &WorkerUrl) {
         self.kept.remove(url);
-        if let Some(own) = self.own.remove(url) {
-            fleet.drain(&own.worker);
+        if let Some(worker) = self.own.remove(url) {
+            fleet.drain(&worker);
         }
     }
 
@@ -270,23 +261,18 @@ impl DiscoveryFeed {
     fn let_go(&mut self, fleet: &Arc<WorkerFleet>) {
         let workers = fleet.registry.workers();
         let kept = self.kept.iter().filter_map(|url| self.own.get(url));
-        let kept: BTreeSet<u64> = kept.map(|own| own.worker.id).collect();
+        let kept: BTreeSet<u64> = kept.map(|worker| worker.id).collect();
         // An operator may have removed one: then it is not in the list.
         let serving = || workers.iter().filter(|w| w.is_ready());
-        let is_needed = |own: &Own| {
-            if own.worker.state() == WorkerState::Draining {
+        let is_needed = |worker: &Arc<Worker>| {
+            let is_probed = worker.is_ready() && self.fresh.contains(worker.url());
+            if is_probed || worker.state() == WorkerState::Draining {
                 return true;
             }
-            if own.worker.is_ready() && self.fresh.contains(own.worker.url()) {
-                return true;
-            }
-            let mut others = serving().filter(|w| w.role() == own.spec.role);
-            serving().any(|w| w.id == own.worker.id) && !others.any(|w| !kept.contains(&w.id))
+            let mut others = serving().filter(|w| w.role() == worker.role());
+            serving().any(|w| w.id == worker.id) && !others.any(|w| !kept.contains(&w.id))
         };
-        let can_go = self.kept.iter().filter(|url| {
-            let own = self.own.get(*url);
-            own.is_none_or(|own| !is_needed(own))
-        });
+        let can_go = self.kept.iter().filter(|url| !self.own.get(*url).is_some_and(is_needed));
         for url in can_go.cloned().collect::<Vec<_>>() {
             self.drop_own(fleet, &url);
         }
@@ -295,7 +281,7 @@ impl DiscoveryFeed {
     fn show(&self, fleet: &WorkerFleet) {
         let of_kept = self.kept.difference(&self.fresh);
         let of_kept = of_kept.filter_map(|url| self.own.get(url));
-        let kept = of_kept.filter(|own| own.worker.is_ready()).count();
+        let kept = of_kept.filter(|worker| worker.is_ready()).count();
         let gauge = |state| fleet.metrics.discovered.with_label_values(&[self.source, state]);
         let (was, shown) = (gauge("kept").get(), kept as f64);
         gauge("named").set((self.own.len() - self.kept.len()) as f64);

@@ -3,11 +3,13 @@
 //! Each connection begins with a snapshot and goes on with batches; the engine puts another snapshot in the place of what
 //! it cannot repeat, so numbers never show a gap here. An empty line every 15 s shows that it lives.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use http::{HeaderMap, Method, Uri};
+use memchr::memchr;
 use router_core::kv::ApplyResult;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -30,19 +32,7 @@ pub async fn follow(
     pool: &Arc<ConnectionPool>,
     headers: &HeaderMap,
     rank: u32,
-) -> SubscriptionEnd {
-    match run(reader, pool, headers, rank).await {
-        Ok(()) => SubscriptionEnd::Closed,
-        Err(end) => end,
-    }
-}
-
-async fn run(
-    reader: &mut EventReader,
-    pool: &Arc<ConnectionPool>,
-    headers: &HeaderMap,
-    rank: u32,
-) -> Result<(), SubscriptionEnd> {
+) -> Result<Infallible, SubscriptionEnd> {
     let head = RequestHead {
         method: Method::GET,
         uri: Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"))
@@ -63,7 +53,7 @@ async fn run(
             take(reader, line).await?;
         }
         match timeout(SILENCE, answer.piece()).await.map_err(|_| silent())? {
-            None => return Ok(()),
+            None => return Err(SubscriptionEnd::Closed),
             Some(Err(err)) => return Err(SubscriptionEnd::Connect(err.to_string())),
             Some(Ok(piece)) => lines.add(&piece)?,
         }
@@ -88,19 +78,14 @@ impl Lines {
     }
 
     fn next(&mut self) -> Option<BytesMut> {
-        let rest = &self.buffer[self.searched..];
-        match rest.iter().position(|byte| *byte == b'\n') {
-            Some(at) => {
-                let line = self.buffer.split_to(self.searched + at);
-                self.buffer.advance(1);
-                self.searched = 0;
-                Some(line)
-            }
-            None => {
-                self.searched = self.buffer.len();
-                None
-            }
-        }
+        let Some(at) = memchr(b'\n', &self.buffer[self.searched..]) else {
+            self.searched = self.buffer.len();
+            return None;
+        };
+        let line = self.buffer.split_to(self.searched + at);
+        self.buffer.advance(1);
+        self.searched = 0;
+        Some(line)
     }
 }
 

@@ -35,7 +35,7 @@ use tokio::time::{Instant, sleep};
 use self::source::EventSource;
 use self::status::SyncState;
 use self::subscriber::{EventReader, SubscriptionEnd};
-use crate::config::{KvEventsMode, RouterConfig};
+use crate::config::KvEventsMode;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
@@ -53,7 +53,7 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 pub fn announce(fleet: &WorkerFleet) {
     let uses = ROLES.iter().any(|role| fleet.registry.policy(*role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
-    if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&fleet.config) {
+    if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
         tracing::info!(
             "what workers announce of their caches is not read: prompts are not tokenized here; give --model-path"
         );
@@ -87,30 +87,20 @@ fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, 
     }
     match fleet.config.kv_events.kv_events {
         KvEventsMode::Off => Err("--kv-events off".to_owned()),
-        KvEventsMode::Auto if !has_tokenizer(&fleet.config) => {
+        KvEventsMode::Auto if !fleet.config.tokens.is_named() => {
             Err("prompts are not tokenized here; give --model-path, or --kv-events on".to_owned())
         }
         KvEventsMode::Auto | KvEventsMode::On => source::of(candidate, &fleet.config.kv_events),
     }
 }
 
-fn has_tokenizer(config: &RouterConfig) -> bool {
-    config.tokens.is_named()
-}
-
 fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> AbortHandle {
-    let worker = &candidate.worker;
-    let status = candidate.feed.status.clone();
-    {
-        let mut status = status.lock();
-        (status.state, status.reason) = (SyncState::Connecting, None);
-        status.source = Some(source.to_string());
-    }
-    let who = (candidate.id, candidate.name.clone(), worker.role());
-    let deciders = fleet.registry.deciders();
-    let block_tokens = fleet.config.tokens.block_size;
-    let reader = EventReader::new(who, deciders, fleet.metrics.clone(), status, block_tokens);
-    let (pool, headers) = (worker.pool.clone(), fleet.worker_headers());
+    let mut status = candidate.feed.status.lock();
+    (status.state, status.reason) = (SyncState::Connecting, None);
+    status.source = Some(source.to_string());
+    drop(status);
+    let reader = EventReader::new(fleet, candidate);
+    let (pool, headers) = (candidate.worker.pool.clone(), fleet.worker_headers());
     tokio::spawn(run(reader, source, pool, headers)).abort_handle()
 }
 
@@ -125,7 +115,7 @@ async fn run(
     let mut last_reported = String::new();
     loop {
         let begun = Instant::now();
-        let end: SubscriptionEnd = match &source {
+        let Err(end) = match &source {
             EventSource::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
             EventSource::Zmq { events, replay } => {
                 zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await

@@ -12,6 +12,8 @@ use router_core::{PolicySet, Role, WorkerId};
 use super::status::{SubscriptionStatus, SyncState};
 use super::zmtp::ZmtpError;
 use crate::observability::metrics::RouterMetrics;
+use crate::workers::fleet::WorkerFleet;
+use crate::workers::load_guard::Candidate;
 
 /// Why a stream ended.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +57,7 @@ impl SubscriptionEnd {
 
 pub struct EventReader {
     pub name: String,
-    pub role: Role,
+    role: Role,
     id: WorkerId,
     deciders: Arc<PolicySet>,
     metrics: Arc<RouterMetrics>,
@@ -64,14 +66,16 @@ pub struct EventReader {
 }
 
 impl EventReader {
-    pub fn new(
-        (id, name, role): (WorkerId, String, Role),
-        deciders: Arc<PolicySet>,
-        metrics: Arc<RouterMetrics>,
-        status: Arc<Mutex<SubscriptionStatus>>,
-        block_tokens: usize,
-    ) -> Self {
-        Self { name, role, id, deciders, metrics, status, replica: CacheReplica::new(block_tokens) }
+    pub fn new(fleet: &WorkerFleet, candidate: &Candidate) -> Self {
+        Self {
+            name: candidate.name.clone(),
+            role: candidate.worker.role(),
+            id: candidate.id,
+            deciders: fleet.registry.deciders(),
+            metrics: fleet.metrics.clone(),
+            status: candidate.feed.status.clone(),
+            replica: CacheReplica::new(fleet.config.tokens.block_size),
+        }
     }
 
     /// Let the replica tell the worker's policy.

@@ -7,6 +7,7 @@
 //! 3. read on. A number that is too large is a gap: back to 2. What no replay brings back makes the entry a guess until
 //!    the cache is cleared.
 
+use std::convert::Infallible;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -35,19 +36,7 @@ pub async fn follow(
     events: &str,
     replay: Option<&str>,
     last: &mut Option<LastBatch>,
-) -> SubscriptionEnd {
-    match run(reader, events, replay, last).await {
-        Ok(never) => match never {},
-        Err(end) => end,
-    }
-}
-
-async fn run(
-    reader: &mut EventReader,
-    events: &str,
-    replay: Option<&str>,
-    last: &mut Option<LastBatch>,
-) -> Result<std::convert::Infallible, SubscriptionEnd> {
+) -> Result<Infallible, SubscriptionEnd> {
     let mut publisher = ZmtpPeer::connect(events, "SUB").await?;
     publisher.send(&[SUBSCRIBE_TO_ALL]).await?;
     match replay {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use router_core::{
     ExplainedChoice, RequestOutcome, Role, RoutingRequest, SendTicket, TtftEstimate,
-    WorkerFingerprint, WorkerObjection, WorkerView,
+    WorkerFingerprint, WorkerId, WorkerObjection, WorkerView,
 };
 
 use crate::clock::now_ms;
@@ -15,6 +15,12 @@ use crate::workers::load_guard::{Candidate, LoadGuard, SentRequest};
 use crate::workers::registry::WorkerRegistry;
 use crate::workers::registry::explanation::{name_of, named};
 use crate::workers::registry::selection::{ExcludedWorkers, Selection, SelectionRequest, views};
+
+/// Candidates of a role that serve a request's model, and what its policy sees of those it may choose.
+struct Side {
+    list: Arc<Vec<Arc<Candidate>>>,
+    views: Vec<WorkerView>,
+}
 
 impl WorkerRegistry {
     /// Let the role's policy choose among the ready candidates against which least speaks. Workers in `avoid` (they just
@@ -26,15 +32,12 @@ impl WorkerRegistry {
         avoid: &ExcludedWorkers,
     ) -> Result<Selection, RouteError> {
         let chosen = {
-            let table = self.table(role);
-            let _turn = table.turn.lock();
+            let _turn = self.table(role).turn.lock();
             let sending = wanted.sending(now_ms());
-            let list = table.list_for(wanted.model);
-            let now_ms = sending.request.now_ms;
-            let views = views(&list, wanted.resumes_on, avoid.of(role), now_ms);
+            let side = self.side(role, wanted, avoid.of(role), sending.request.now_ms);
             let ticket = self.ticket();
-            let decided = self.deciders.decide(role, &sending, &views, ticket);
-            decided.and_then(|decided| self.take(&list, decided, ticket, wanted, &sending))
+            let decided = self.deciders.decide(role, &sending, &side.views, ticket);
+            decided.and_then(|decided| self.take(&side.list, decided, ticket, wanted, &sending))
         };
         // Counted without the role's turn: remove() takes the worker list first and the turn second.
         chosen.ok_or_else(|| self.no_worker_error(role, wanted))
@@ -46,39 +49,30 @@ impl WorkerRegistry {
         wanted: &SelectionRequest<'_>,
         avoid: &ExcludedWorkers,
     ) -> Result<(Selection, Selection), RouteError> {
-        let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| self.table(role));
-        let pair = {
-            let (_p_turn, _d_turn) = (prefill.turn.lock(), decode.turn.lock());
+        let roles = [Role::Prefill, Role::Decode];
+        let (pair, ready) = {
+            let _turns = roles.map(|role| self.table(role).turn.lock());
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
-            let (p_list, d_list) = (prefill.list_for(wanted.model), decode.list_for(wanted.model));
-            let p_views = views(&p_list, wanted.resumes_on, &avoid.prefill, now_ms);
-            let d_views = views(&d_list, wanted.resumes_on, &avoid.worker, now_ms);
+            let [p, d] = &roles.map(|role| self.side(role, wanted, avoid.of(role), now_ms));
             let tickets = [self.ticket(), self.ticket()];
-            let sides = [(p_list.as_slice(), p_views.as_slice()), (&d_list, &d_views)];
-            let makes = self.makes(sides);
-            let makes = makes.as_ref().map(|[p, d]| [p.as_slice(), d]);
-            let ready = [p_views.as_slice(), &d_views];
-            let decided = self.deciders.decide_pair(&sending, ready, makes, tickets);
-            let taken = decided.and_then(|[p, d]| {
-                let p = self.take(&p_list, p, tickets[0], wanted, &sending)?;
-                Some((p, self.take(&d_list, d, tickets[1], wanted, &sending)?))
+            let makes = self.makes([p, d]);
+            let makes = makes.as_ref().map(|makes| makes.each_ref().map(Vec::as_slice));
+            let decided = self.deciders.decide_pair(&sending, [&p.views, &d.views], makes, tickets);
+            let pair = decided.and_then(|[p_choice, d_choice]| {
+                let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
+                Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
             });
-            taken.ok_or(match (p_views.len(), d_views.len()) {
-                (0, _) => Err(Role::Prefill),
-                (_, 0) => Err(Role::Decode),
-                (prefill, decode) => Ok(RouteError::NoPair { prefill, decode }),
-            })
+            (pair, [p.views.len(), d.views.len()])
         };
-        pair.map_err(|why| why.unwrap_or_else(|role| self.no_worker_error(role, wanted)))
+        pair.ok_or_else(|| self.no_pair_error(ready, wanted))
     }
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
     pub fn least_ttft(&self, role: Role, wanted: &SelectionRequest<'_>) -> Option<TtftEstimate> {
         let now_ms = now_ms();
-        let views = views(&self.table(role).list_for(wanted.model), None, &[], now_ms);
-        let policy = self.deciders.policy(role);
-        policy.soonest(&wanted.view(now_ms), &views)
+        let side = self.side(role, wanted, &[], now_ms);
+        self.deciders.policy(role).soonest(&wanted.view(now_ms), &side.views)
     }
 
     /// Decide for each of these roles (prefill and decode are chosen together), and tell why. Nothing is sent.
@@ -90,59 +84,58 @@ impl WorkerRegistry {
         let turns: Vec<_> = roles.iter().map(|role| self.table(*role).turn.lock()).collect();
         let sending = wanted.sending(now_ms());
         let (request, seed) = (&sending.request, sending.seed);
-        let sides: Vec<_> = roles
-            .iter()
-            .map(|role| {
-                let list = self.table(*role).list_for(wanted.model);
-                let views = views(&list, None, &[], request.now_ms);
-                (list, views)
-            })
-            .collect();
+        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], request.now_ms));
+        let sides: Vec<Side> = sides.collect();
         let decided: Option<Vec<_>> = match sides.as_slice() {
-            [(p_list, p), (d_list, d)] => {
-                let makes = self.makes([(p_list.as_slice(), p.as_slice()), (d_list, d)]);
-                let makes = makes.as_ref().map(|[p, d]| [p.as_slice(), d]);
-                let pair = self.deciders.dry_run_pair(request, [p, d], makes, seed);
-                pair.map(Vec::from)
+            [p, d] => {
+                let makes = self.makes([p, d]);
+                let makes = makes.as_ref().map(|makes| makes.each_ref().map(Vec::as_slice));
+                let ready = [p.views.as_slice(), &d.views];
+                self.deciders.dry_run_pair(request, ready, makes, seed).map(Vec::from)
             }
-            one => roles
+            _ => roles
                 .iter()
-                .zip(one)
-                .map(|(role, (_, ready))| self.deciders.dry_run(*role, request, ready, seed))
+                .zip(&sides)
+                .map(|(role, side)| self.deciders.dry_run(*role, request, &side.views, seed))
                 .collect(),
         };
         drop(turns);
-        let Some(decided) = decided else {
-            return Err(match sides.iter().position(|(_, views)| views.is_empty()) {
-                Some(at) => self.no_worker_error(roles[at], wanted),
-                None => RouteError::NoPair {
-                    prefill: sides[0].1.len(),
-                    decode: sides[sides.len() - 1].1.len(),
-                },
-            });
-        };
+        let decided = decided.ok_or_else(|| match sides.as_slice() {
+            [p, d] => self.no_pair_error([p.views.len(), d.views.len()], wanted),
+            _ => self.no_worker_error(roles[0], wanted),
+        })?;
         let runs = roles.iter().zip(sides).zip(decided);
-        let runs = runs.map(|((role, (list, _)), (choice, explanation))| DryRun {
+        let runs = runs.map(|((role, side), (choice, explanation))| DryRun {
             role: *role,
-            worker: name_of(&list, choice.worker).to_owned(),
+            worker: name_of(&side.list, choice.worker).to_owned(),
             decision: choice.why,
-            explanation: explanation.and_then(|full| named(&full, &list)),
+            explanation: explanation.and_then(|full| named(&full, &side.list)),
         });
         Ok(runs.collect())
     }
 
-    /// Fingerprints of the candidates of both sides, where not all of them can be paired.
-    fn makes(
+    /// Candidates of a role for this request, those in `avoid` last.
+    fn side(
         &self,
-        sides: [(&[Arc<Candidate>], &[WorkerView]); 2],
-    ) -> Option<[Vec<WorkerFingerprint>; 2]> {
+        role: Role,
+        wanted: &SelectionRequest<'_>,
+        avoid: &[WorkerId],
+        now_ms: u64,
+    ) -> Side {
+        let list = self.table(role).list_for(wanted.model);
+        let views = views(&list, wanted.resumes_on, avoid, now_ms);
+        Side { list, views }
+    }
+
+    /// Fingerprints of the candidates of both sides, where not all of them can be paired.
+    fn makes(&self, sides: [&Side; 2]) -> Option<[Vec<WorkerFingerprint>; 2]> {
         (!self.all_fit.load(Ordering::Relaxed)).then(|| {
-            sides.map(|(list, views)| {
+            sides.map(|side| {
                 let make = |view: &WorkerView| {
-                    let found = list.iter().find(|c| c.id == view.id);
+                    let found = side.list.iter().find(|c| c.id == view.id);
                     found.map(|c| c.make).unwrap_or_default()
                 };
-                views.iter().map(make).collect()
+                side.views.iter().map(make).collect()
             })
         })
     }
@@ -157,6 +150,15 @@ impl WorkerRegistry {
         match wanted.resumes_on {
             Some(_) if ready > 0 => RouteError::NoResumeWorker { role, ready },
             _ => RouteError::NoWorker { role, known, ready },
+        }
+    }
+
+    /// `ready`: candidates of prefill and decode.
+    fn no_pair_error(&self, ready: [usize; 2], wanted: &SelectionRequest<'_>) -> RouteError {
+        match ready {
+            [0, _] => self.no_worker_error(Role::Prefill, wanted),
+            [_, 0] => self.no_worker_error(Role::Decode, wanted),
+            [prefill, decode] => RouteError::NoPair { prefill, decode },
         }
     }
 

@@ -2,8 +2,9 @@
 
 use prometheus::GaugeVec;
 
+use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
-use crate::workers::registry::WorkerRegistry;
+use crate::workers::registry::{ROLES, WorkerRegistry};
 
 /// Set the gauges of workers; of those that are gone nothing stays.
 pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
@@ -44,7 +45,8 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
             (c.id, c)
         })
         .collect();
-    for (role, stats) in registry.policy_stats() {
+    for role in ROLES {
+        let stats = registry.policy(role).stats(now_ms());
         let role = role.into_str();
         for (family, value) in [
             (&metrics.tree_bytes, stats.index_bytes as f64),

@@ -30,11 +30,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, PolicyStats, Role,
-    WorkerId,
+    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, RequestOutcome,
+    Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
-use tokio::task::AbortHandle;
 
 use self::startup_gate::{PendingProbe, StartupGate};
 use crate::clock::now_ms;
@@ -46,7 +45,7 @@ use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::kv_events::status::{EventSubscription, SubscriptionStatus};
-use crate::workers::load_guard::{Candidate, reported};
+use crate::workers::load_guard::Candidate;
 use crate::workers::load_report::{self, LoadReport};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
@@ -183,15 +182,11 @@ impl WorkerRegistry {
         Ok(worker)
     }
 
-    pub fn set_health_task(&self, worker: &Worker, task: AbortHandle) {
-        *worker.health_task.lock() = Some(task);
-    }
-
     /// No new requests for this worker. False: it leaves already, or was removed.
     pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
         let is_news = self.set_state(worker, WorkerState::Leaving, None);
-        if is_news && let Some(task) = worker.health_task.lock().take() {
-            task.abort();
+        if is_news {
+            worker.stop_probes();
         }
         is_news
     }
@@ -201,9 +196,7 @@ impl WorkerRegistry {
         let mut workers = self.workers.write();
         let at = workers.iter().position(|w| w.id == id)?;
         let worker = workers.remove(at);
-        if let Some(task) = worker.health_task.lock().take() {
-            task.abort();
-        }
+        worker.stop_probes();
         self.replace_candidates(&worker, Vec::new());
         self.note_event("removed", &worker, None);
         Some(worker)
@@ -250,20 +243,14 @@ impl WorkerRegistry {
     }
 
     pub fn candidates(&self) -> Vec<Arc<Candidate>> {
-        let tables = self.tables.iter();
-        tables.flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>()).collect()
+        self.tables.iter().flat_map(|table| table.list().to_vec()).collect()
     }
 
     /// Status of the cache events of a worker's ranks, in their order.
     pub fn feeds_of(&self, worker: u64) -> Vec<SubscriptionStatus> {
-        let candidates = self.candidates().into_iter();
-        let its = candidates.filter(|c| c.worker.id == worker);
+        let candidates = self.candidates();
+        let its = candidates.iter().filter(|c| c.worker.id == worker);
         its.map(|c| c.feed.status()).collect()
-    }
-
-    pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
-        let now_ms = now_ms();
-        ROLES.map(|role| (role, self.policy(role).stats(now_ms))).to_vec()
     }
 
     /// Receiver of changes to the candidates from here on.
@@ -352,9 +339,9 @@ impl WorkerRegistry {
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let ranks: Vec<Option<u32>> =
             if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
-        let description = worker.description();
-        let (ranks, make) = (ranks.into_iter(), description.make());
+        let make = worker.description().make();
         ranks
+            .into_iter()
             .map(|rank| {
                 Arc::new(Candidate {
                     id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
@@ -380,9 +367,8 @@ impl WorkerRegistry {
     fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
         self.swap_candidates(worker, new);
         let _one = self.changing.lock();
-        let [regular, prefill, decode] = &self.tables;
-        let (p_list, d_list) = (prefill.list(), decode.list());
-        if !regular.list().is_empty() || self.has_pair() {
+        let [regular, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
+        if !regular.is_empty() || self.has_pair() {
             self.has_served.store(true, Ordering::Relaxed);
         }
         let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
@@ -394,16 +380,13 @@ impl WorkerRegistry {
         let table = self.table(worker.role());
         let _turn = table.turn.lock();
         let mut shared = table.candidates.write();
-        let mut list: Vec<_> = shared.iter().cloned().collect();
-        list.retain(|c| {
-            let stays = c.worker.id != worker.id;
-            if !stays {
-                c.feed.stop();
-                let gone = PolicyEvent::WorkerGone { worker: c.id };
-                self.deciders.observe(worker.role(), &gone);
-            }
-            stays
-        });
+        let (gone, mut list): (Vec<_>, Vec<_>) =
+            shared.iter().cloned().partition(|c| c.worker.id == worker.id);
+        for candidate in gone {
+            candidate.feed.stop();
+            let event = PolicyEvent::WorkerGone { worker: candidate.id };
+            self.deciders.observe(worker.role(), &event);
+        }
         let facts = worker.facts();
         for candidate in &new {
             let (role, name) = (worker.role(), &candidate.name);
@@ -417,18 +400,16 @@ impl WorkerRegistry {
 
     /// Take in a worker's load reports, one per rank; returns whether that was about any of its candidates.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
-        let table = self.table(worker.role());
-        let candidates = table.candidates.read().clone();
         let mut is_used = false;
-        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+        for candidate in
+            self.table(worker.role()).list().iter().filter(|c| c.worker.id == worker.id)
+        {
             let report = match candidate.rank {
                 Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
                 None => load_report::sum(reports),
             };
             if let Some(report) = report {
-                candidate.activity.lock().reported(report, now_ms());
-                let event = reported(candidate.id, report);
-                self.deciders.observe(worker.role(), &event);
+                candidate.take_report(report, &self.deciders);
                 is_used = true;
             }
         }
@@ -494,8 +475,7 @@ impl WorkerRegistry {
 
     /// True if some prefill and some decode worker can work together.
     pub fn has_pair(&self) -> bool {
-        let [_, prefill, decode] = &self.tables;
-        let (p_list, d_list) = (prefill.list(), decode.list());
+        let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
         p_list.iter().any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
     }
 
@@ -508,15 +488,10 @@ impl WorkerRegistry {
         &self.tables[role.index()]
     }
 
-    fn candidate(&self, role: Role, id: WorkerId) -> Option<Arc<Candidate>> {
-        let candidates = self.table(role).list();
-        candidates.iter().find(|c| c.id == id).cloned()
-    }
-
     /// A failure of this worker was not the request's fault: another worker answered it.
     pub fn count_failure(&self, role: Role, id: WorkerId) {
-        if let Some(candidate) = self.candidate(role, id) {
-            candidate.count_failure();
+        if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
+            candidate.count(RequestOutcome::Failure);
         }
     }
 

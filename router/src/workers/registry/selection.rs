@@ -60,24 +60,17 @@ pub struct Selection {
 /// Workers that failed a request before: taken again only when there is no other.
 #[derive(Debug, Clone, Default)]
 pub struct ExcludedWorkers {
-    pub(super) prefill: Vec<WorkerId>,
-    /// Decode or regular workers.
-    pub(super) worker: Vec<WorkerId>,
+    /// By [`Role::index`].
+    by_role: [Vec<WorkerId>; 3],
 }
 
 impl ExcludedWorkers {
     pub fn add(&mut self, role: Role, worker: WorkerId) {
-        match role {
-            Role::Prefill => self.prefill.push(worker),
-            Role::Decode | Role::Regular => self.worker.push(worker),
-        }
+        self.by_role[role.index()].push(worker);
     }
 
     pub(super) fn of(&self, role: Role) -> &[WorkerId] {
-        match role {
-            Role::Prefill => &self.prefill,
-            Role::Decode | Role::Regular => &self.worker,
-        }
+        &self.by_role[role.index()]
     }
 }
 
