@@ -31,7 +31,7 @@ use tokio::task::{JoinHandle, JoinSet};
 pub use self::client::{Answering, Client, Reply};
 
 /// Far above what any test needs: reached only when something hangs.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 
 pub async fn timed<T>(test: impl Future<Output = T>) -> T {
     tokio::time::timeout(LIMIT, test).await.expect("the test hangs")
