@@ -52,6 +52,7 @@ from baton.server.observability.metrics import EngineMetrics
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.messages import ReplyMessage
 
 log = logging.getLogger("baton.front")
 
@@ -96,7 +97,7 @@ class HttpServer:
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator.refuse_oversized, self.validator.tenancy, self.tracer,
+            self.validator, self.tracer,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -328,11 +329,16 @@ class HttpServer:
         if not any(r.ready for r in self.ranks.ranks):
             raise NotReady("no rank is ready", retry_after_secs=2)
 
-        async def ask(rank: RankClient) -> tuple[bool, dict[str, Any]]:
-            reply = await self.ranks.control(rank, op, CONTROL_SECS, **args)
-            return reply.ok, {"dp_rank": rank.dp_rank, **reply.result}
+        replies = await self._ask(op, {r.dp_rank: args for r in self.ranks.ranks if r.dead is None})
+        return [(reply.ok, {"dp_rank": dp_rank, **reply.result}) for dp_rank, reply in replies.items()]
 
-        return list(await asyncio.gather(*(ask(r) for r in self.ranks.ranks if r.dead is None)))
+    async def _ask(self, op: str, args_by_rank: dict[int, dict[str, Any]]) -> dict[int, ReplyMessage]:
+        """Replies of these ranks, each asked with its arguments."""
+        ranks = self.ranks.ranks
+        replies = await asyncio.gather(
+            *(self.ranks.control(ranks[dp_rank], op, CONTROL_SECS, **args) for dp_rank, args in args_by_rank.items())
+        )
+        return dict(zip(args_by_rank, replies, strict=True))
 
     async def abort_request(self, request: web.Request) -> web.Response:
         asked = fields.read(AbortRequest, await read_object(request))
@@ -350,40 +356,32 @@ class HttpServer:
     async def suspend_request(self, request: web.Request) -> web.Response:
         """All items of the request, or none: what one rank suspended is resumed when another one cannot."""
         rid, items = self._items_of(request)
-        replies = await self._ask_items("suspend", items)
-        refused = [r["message"] for ok, r in replies.values() if not ok]
+        replies = await self._ask("suspend", items)
+        refused = [reply.result["message"] for reply in replies.values() if not reply.ok]
         if refused:
-            await self._ask_items("resume", {dp_rank: items[dp_rank] for dp_rank, (ok, _) in replies.items() if ok})
+            await self._ask("resume", {dp_rank: items[dp_rank] for dp_rank, reply in replies.items() if reply.ok})
             raise WrongState(refused[0])
         return self._changed(rid, "suspended", replies)
 
     async def resume_request(self, request: web.Request) -> web.Response:
         rid, items = self._items_of(request)
-        return self._changed(rid, "resumed", await self._ask_items("resume", items))
+        return self._changed(rid, "resumed", await self._ask("resume", items))
 
-    def _items_of(self, request: web.Request) -> tuple[str, dict[int, list[int]]]:
-        """The request's rid, and the handles of its unfinished items by rank."""
+    def _items_of(self, request: web.Request) -> tuple[str, dict[int, dict[str, list[int]]]]:
+        """The request's rid, and by rank the argument `handles` of its unfinished items."""
         rid = request.match_info["rid"]
-        items: dict[int, list[int]] = {}
+        items: dict[int, dict[str, list[int]]] = {}
         for generation in self.answering.live(rid):
             for track in generation.tracks:
                 if track.rank is not None and not track.done:
-                    items.setdefault(track.rank.dp_rank, []).append(track.handle)
+                    items.setdefault(track.rank.dp_rank, {"handles": []})["handles"].append(track.handle)
         if not items:
             raise _no_such_request(rid)
         return rid, items
 
-    async def _ask_items(self, op: str, items: dict[int, list[int]]) -> dict[int, tuple[bool, dict[str, Any]]]:
-        async def ask(dp_rank: int, handles: list[int]) -> tuple[bool, dict[str, Any]]:
-            reply = await self.ranks.control(self.ranks.ranks[dp_rank], op, CONTROL_SECS, handles=handles)
-            return reply.ok, reply.result
-
-        replies = await asyncio.gather(*(ask(dp_rank, handles) for dp_rank, handles in items.items()))
-        return dict(zip(items, replies, strict=True))
-
     @staticmethod
-    def _changed(rid: str, state: str, replies: dict[int, tuple[bool, dict[str, Any]]]) -> web.Response:
-        found = sum(int(r["found"]) for _, r in replies.values())
+    def _changed(rid: str, state: str, replies: dict[int, ReplyMessage]) -> web.Response:
+        found = sum(int(reply.result["found"]) for reply in replies.values())
         if not found:  # it ended while the question was on its way
             raise _no_such_request(rid)
         return json_response({"rid": rid, "state": state, "items": found})
@@ -394,41 +392,36 @@ class HttpServer:
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_common_headers)
         app.on_shutdown.append(self.kv_streams.close)
-        get, post = app.router.add_get, app.router.add_post
-        post("/v1/chat/completions", self.chat)
-        post("/v1/completions", self.completion)
-        post("/generate", self.generate)
-        app.router.add_put("/generate", self.generate)
-        get("/v1/models", self.models)
-        get("/v1/models/{name:.+}", self.model)
-        for path in ("/tokenize", "/v1/tokenize"):
-            post(path, self.tokenize)
-        for path in ("/detokenize", "/v1/detokenize"):
-            post(path, self.detokenize)
-        for path in ("/health", "/readyz", "/ping"):
-            get(path, self.health)
-        get("/livez", self.livez)
-        get("/health_generate", self.health_generate)
-        for path in ("/get_model_info", "/model_info"):
-            get(path, self.model_info)
-        for path in ("/get_server_info", "/server_info"):
-            get(path, self.server_info)
-        for path in ("/v1/loads", "/get_load"):
-            get(path, self.load)
-        get("/drain", self.drain)
-        post("/drain", self.drain)
-        post("/undrain", self.undrain)
-        get("/flush_cache", self.flush_cache)
-        post("/flush_cache", self.flush_cache)
-        post("/abort_request", self.abort_request)
-        post("/v1/requests/{rid:.+}/suspend", self.suspend_request)
-        post("/v1/requests/{rid:.+}/resume", self.resume_request)
-        get("/v1/kv_events", self.kv_streams.serve)
-        get("/metrics", self.metrics_text)
-        get("/debug/ledger", self.ledger)
-        get("/debug/rooms", self.rooms)
-        post("/debug/diagnosis", self.diagnose)
-        get("/v1/scheduler/steps", self.steps)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions", self.completion),
+                web.post("/generate", self.generate),
+                web.put("/generate", self.generate),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{name:.+}", self.model),
+                *(web.post(path, self.tokenize) for path in ("/tokenize", "/v1/tokenize")),
+                *(web.post(path, self.detokenize) for path in ("/detokenize", "/v1/detokenize")),
+                *(web.get(path, self.health) for path in ("/health", "/readyz", "/ping")),
+                web.get("/livez", self.livez),
+                web.get("/health_generate", self.health_generate),
+                *(web.get(path, self.model_info) for path in ("/get_model_info", "/model_info")),
+                *(web.get(path, self.server_info) for path in ("/get_server_info", "/server_info")),
+                *(web.get(path, self.load) for path in ("/v1/loads", "/get_load")),
+                *(method("/drain", self.drain) for method in (web.get, web.post)),
+                web.post("/undrain", self.undrain),
+                *(method("/flush_cache", self.flush_cache) for method in (web.get, web.post)),
+                web.post("/abort_request", self.abort_request),
+                web.post("/v1/requests/{rid:.+}/suspend", self.suspend_request),
+                web.post("/v1/requests/{rid:.+}/resume", self.resume_request),
+                web.get("/v1/kv_events", self.kv_streams.serve),
+                web.get("/metrics", self.metrics_text),
+                web.get("/debug/ledger", self.ledger),
+                web.get("/debug/rooms", self.rooms),
+                web.post("/debug/diagnosis", self.diagnose),
+                web.get("/v1/scheduler/steps", self.steps),
+            ]
+        )
         return app
 
     @web.middleware

@@ -24,10 +24,9 @@ from aiohttp import web
 from baton.errors import Draining, EngineError, RateLimited
 from baton.server.api.openai import ResponseFormat, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
-from baton.server.api.tenancy import Tenancy
-from baton.server.api.validation import AcceptedRequest, with_deadline_headers
+from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.http.generation import Generation
-from baton.server.http.http_utils import REQUEST_ID, Check, json_response, read_object
+from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
 from baton.server.observability.load_report import LOAD_HEADER, STAGES_HEADER, stages_header
 from baton.server.observability.load_report import header as load_header
 from baton.server.observability.metrics import EngineMetrics
@@ -64,20 +63,18 @@ class RequestHandler:
         model_name: str,
         timeout_secs: float,
         admit: Callable[[], None],
-        refuse_oversized: Check,
-        tenancy: Tenancy,
+        validator: RequestValidator,
         tracer: SpanTracer | None,
     ) -> None:
         """`admit` raises when the node does not take requests now (loading, draining, dead)."""
         self._tracer = tracer
-        self._tenancy = tenancy
+        self._validator = validator
         self._ranks = ranks
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._model_name = model_name
         self._timeout_secs = timeout_secs
         self._admit = admit
-        self._refuse_oversized = refuse_oversized
         self._live: set[Generation] = set()
         self._arrivals: dict[object, float] = {}
         """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
@@ -133,7 +130,7 @@ class RequestHandler:
         self._idle.clear()
         try:
             self._admit()
-            body = await read_object(request, self._refuse_oversized)
+            body = await read_object(request, self._validator.refuse_oversized)
             accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
@@ -149,7 +146,7 @@ class RequestHandler:
                 endpoint,
                 arrived,
                 limit,
-                lambda count: self._tenancy.spend(accepted.tenant, count, time.monotonic()),
+                lambda count: self._validator.tenancy.spend(accepted.tenant, count, time.monotonic()),
                 parent,
             )
             self._live.add(generation)
@@ -172,7 +169,7 @@ class RequestHandler:
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
-                self._tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
+                self._validator.tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
             raise
         except (asyncio.CancelledError, ConnectionError):
             status, outcome = None, "client_disconnected"
@@ -195,9 +192,9 @@ class RequestHandler:
 
     def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
         """Set class and tenant, and take the tenant's tokens for its prompt. Raises RateLimited."""
-        placed = self._tenancy.resolve(accepted.asked, accepted.priority, headers)
+        placed = self._validator.tenancy.resolve(accepted.asked, accepted.priority, headers)
         try:
-            self._tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
+            self._validator.tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
         except RateLimited:
             self._metrics.rate_limited.inc()
             raise
@@ -235,19 +232,14 @@ class RequestHandler:
                     data += shape.end() + DONE
                 if data:
                     await send(data)
-        except EngineError as err:
-            if not response.prepared:
+        except Exception as err:
+            if not response.prepared or isinstance(err, ConnectionError):
                 raise
+            if not isinstance(err, EngineError):
+                log.exception("rid=%s failed in mid-stream", generation.rid)
+                err = EngineError("internal error; the engine's log has the details")
             outcome = err.code
             await send(sse(err.body()) + DONE)
-        except ConnectionError:
-            raise
-        except Exception:
-            if not response.prepared:
-                raise
-            log.exception("rid=%s failed in mid-stream", generation.rid)
-            outcome = "internal_error"
-            await send(sse(EngineError("internal error; the engine's log has the details").body()) + DONE)
         await response.write_eof()
         return response, outcome
 

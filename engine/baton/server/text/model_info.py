@@ -118,7 +118,7 @@ def load(config: EngineConfig) -> ModelFacts:
         tokenizer_path=tokenizer_path,
         name=config.served_model_name or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
-        eos_token_ids=_union(_ids(text.get("eos_token_id")), _ids(generation.get("eos_token_id"))),
+        eos_token_ids=tuple(dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))),
         chat_template=chat_template,
         special_tokens=special_tokens,
         tokenizer_fingerprint="" if four_bytes else _fingerprint(tokenizer_path, chat_template, special_tokens),
@@ -144,13 +144,9 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int))
-
-
-def _union(*parts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(i for part in parts for i in part))
+    return [v for v in values if isinstance(v, int)]
 
 
 def _content(token: Any) -> str | None:
