@@ -6,6 +6,7 @@ A format is fed deltas in order: `event(delta)` for a stream, `take(delta)` and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -241,10 +242,7 @@ def chat_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs) -> list[dict[str, A
 def completion_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs, k: int, offset: int) -> tuple[dict[str, Any], int]:
     """OpenAI's completion form: columns. `offset`: characters before the first token; returned: after the last."""
     texts = [tokenizer.token_text(i) for i in rows.ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    *offsets, end = accumulate(map(len, texts), initial=offset)
     columns = {
         "tokens": texts,
         "token_logprobs": [finite_logprob(p) for p in rows.chosen],
@@ -253,4 +251,4 @@ def completion_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs, k: int, offse
         else None,
         "text_offset": offsets,
     }
-    return columns, offset
+    return columns, end

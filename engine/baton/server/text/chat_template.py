@@ -70,14 +70,12 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         self._special_tokens = special_tokens
         self._template: jinja2.Template | None = None
-        self._broken = ""
-        if source is not None:
-            try:
+        self._broken = "the model has no chat template"
+        try:
+            if source is not None:
                 self._template = _environment().from_string(source)
-            except jinja2.TemplateError as err:  # completions still work: the error belongs to chat requests
-                self._broken = f"the model's chat template does not compile ({err})"
-        else:
-            self._broken = "the model has no chat template"
+        except jinja2.TemplateError as err:  # completions still work: the error belongs to chat requests
+            self._broken = f"the model's chat template does not compile ({err})"
 
     def render(
         self,
@@ -94,13 +92,10 @@ class ChatTemplate:
             )
         if continue_final_message:
             messages = _mark_end(messages)
-        variables = {**self._special_tokens, **(kwargs or {})}
-        variables.setdefault("tools", None)
-        variables.setdefault("documents", None)
+        variables = {"tools": None, "documents": None, **self._special_tokens, **(kwargs or {})}
+        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
-            )
+            text = self._template.render(variables)
         except jinja2.TemplateError as err:
             raise BadRequest(f"the chat template refuses these messages: {err}", param="messages") from err
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as err:

@@ -109,7 +109,7 @@ class StopMatcher:
             self._tail = ""
             return buffer
         if (found := self._first_match(buffer)) is not None:
-            begin, stop = found
+            _, begin, stop = found
             self.matched, self._tail = stop, ""
             return buffer[: begin + len(stop)] if self._include else buffer[:begin]
         held = self._held(buffer)
@@ -120,13 +120,10 @@ class StopMatcher:
         tail, self._tail = self._tail, ""
         return tail
 
-    def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        """Earliest end wins, then the longest: what a character-by-character reader would meet first."""
+    def _first_match(self, buffer: str) -> tuple[int, int, str] | None:
+        """End, begin and stop string. Earliest end wins, then the longest: what a reader of characters meets first."""
         hits = [(at + len(s), at, s) for s in self._stops if (at := buffer.find(s)) >= 0]
-        if not hits:
-            return None
-        _, begin, stop = min(hits)
-        return begin, stop
+        return min(hits, default=None)
 
     def _held(self, buffer: str) -> int:
         """Length of the longest tail of `buffer` that is a proper beginning of a stop string."""
