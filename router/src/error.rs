@@ -1,7 +1,8 @@
 //! Every error the router answers with: one variant, one stable code, one HTTP status.
 //!
-//! The body is OpenAI's nested object `{"error":{"message","type","param","code"}}`; codes are the engine's where both
-//! sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists them.
+//! The body is OpenAI's nested object `{"error":{"message","type","param","code"}}`; codes are the
+//! engine's where both sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists
+//! them.
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};

@@ -1,14 +1,17 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
 //!
-//! Life of a request: `server::api` (routes, key, request id) → `server::api::generate` (`request`: body, admission, tokens) →
-//! `dispatch` (`workers` chooses P and D, attempts go out over `transport::upstream`, retries) → `dispatch::proxy_body`;
-//! `response::keepalive` keeps a stream's connection open while dispatch works. `workers::kv_events` follows what workers
-//! have cached, `workers::health` probes them, `observability::access_log` turns each request into one log line and its metrics.
+//! Life of a request: `server::api` (routes, key, request id) → `server::api::generate` (`request`:
+//! body, admission, tokens) → `dispatch` (`workers` chooses P and D, attempts go out over
+//! `transport::upstream`, retries) → `dispatch::proxy_body`; `response::keepalive` keeps a stream's
+//! connection open while dispatch works. `workers::kv_events` follows what workers have cached,
+//! `workers::health` probes them, `observability::access_log` turns each request into one log line
+//! and its metrics.
 //!
-//! Modules, lowest first; each uses only those before it: clock, error, config, observability, transport, request, response,
-//! workers, dispatch, server.
+//! Modules, lowest first; each uses only those before it: clock, error, config, observability,
+//! transport, request, response, workers, dispatch, server.
 //!
-//! This crate decides nothing: policies, breakers, backoff and health verdicts are those of `router-core`.
+//! This crate decides nothing: policies, breakers, backoff and health verdicts are those of
+//! `router-core`.
 
 mod clock;
 mod config;

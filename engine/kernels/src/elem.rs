@@ -1,8 +1,9 @@
 //! Stored number types and how a product step reads them.
 //!
-//! Matrices are held in 32-bit *units* along the reduction: one f32, or two consecutive bf16. So transposing, packing and
-//! tiling are the same code for both. The left operand's unit may take more words (`X_WORDS`), so that work which does
-//! not depend on the right one is done once, when it is packed.
+//! Matrices are held in 32-bit *units* along the reduction: one f32, or two consecutive bf16. So
+//! transposing, packing and tiling are the same code for both. The left operand's unit may take
+//! more words (`X_WORDS`), so that work which does not depend on the right one is done once, when
+//! it is packed.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers are valid for what is read or written"
@@ -52,7 +53,8 @@ pub trait ElementType: Copy + Send + Sync + 'static {
     const PER_UNIT: usize;
     /// Words of one packed left-hand unit: one per phase.
     const X_WORDS: usize;
-    /// Multiply-adds that one unit takes, done for all accumulators before the next: half the registers for `W`.
+    /// Multiply-adds that one unit takes, done for all accumulators before the next: half the
+    /// registers for `W`.
     const PHASES: usize;
     /// True if its steps need the bf16 dot product: see [`crate::simd::SimdKernel::DOT`].
     const DOT: bool = false;
@@ -70,7 +72,8 @@ pub trait ElementType: Copy + Send + Sync + 'static {
     unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: Self::W<S>, phase: usize) -> S::F;
     /// Pack `n` elements into left-hand units, ceil(n / PER_UNIT) * X_WORDS words.
     unsafe fn pack_x<S: Simd>(src: *const Self::T, n: usize, dst: *mut u32);
-    /// Store LANES probabilities, already rounded by `round`, as left-hand units starting at element `at` of `row`.
+    /// Store LANES probabilities, already rounded by `round`, as left-hand units starting at
+    /// element `at` of `row`.
     unsafe fn store_x<S: Simd>(row: *mut u32, at: usize, v: S::F);
     /// LANES right-hand units of element d of rows `a` (and `b`, where a unit spans two rows).
     unsafe fn pair_rows<S: Simd>(a: *const Self::T, b: *const Self::T) -> S::I;
@@ -160,7 +163,8 @@ macro_rules! bf16_storage {
             let odd = S::and(S::shr16(bits), S::splat_u32(1));
             let up = S::add_u32(bits, S::add_u32(odd, S::splat_u32(0x7fff)));
             let rounded = S::from_bits(S::and(up, S::splat_u32(0xffff_0000)));
-            // Infinity and NaN take the second value: rounding up would carry a NaN's bits into the sign.
+            // Infinity and NaN take the second value: rounding up would carry a NaN's bits into the
+            // sign.
             let kept = S::from_bits(S::and(bits, S::splat_u32(0xffff_0000)));
             S::select_lt(v, S::splat(f32::INFINITY), rounded, kept)
         }
@@ -175,7 +179,8 @@ macro_rules! bf16_storage {
     };
 }
 
-/// bf16 widened to f32 and multiplied there: the left operand when it is packed, the right one once per tile step.
+/// bf16 widened to f32 and multiplied there: the left operand when it is packed, the right one once
+/// per tile step.
 #[derive(Clone, Copy)]
 pub struct Bf16;
 

@@ -1,7 +1,9 @@
-//! The small layers between the products: RMS norm, rotary embedding, gated SiLU. Memory-bound, so one pass each.
+//! The small layers between the products: RMS norm, rotary embedding, gated SiLU. Memory-bound, so
+//! one pass each.
 //!
-//! Rounding follows transformers: a bf16 norm rounds the quotient before the weight, a bf16 gate rounds silu before the
-//! product. Rows are independent; a row's sum of squares is taken in 16 lanes and one fixed tree.
+//! Rounding follows transformers: a bf16 norm rounds the quotient before the weight, a bf16 gate
+//! rounds silu before the product. Rows are independent; a row's sum of squares is taken in 16
+//! lanes and one fixed tree.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, the pointers of each record cover its shapes"
@@ -48,7 +50,8 @@ unsafe fn for_rows<K: RowKernel>(isa: Isa, dtype: Dtype, rows: usize, row_len: u
     });
 }
 
-/// Vectors `[outer, inner, len]`: the last dimension contiguous, the others any number of elements apart.
+/// Vectors `[outer, inner, len]`: the last dimension contiguous, the others any number of elements
+/// apart.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadVectors {
     pub data: *mut u8,
@@ -69,7 +72,8 @@ impl HeadVectors {
     }
 }
 
-/// out = x / rms(x) * weight. With `residual`, first residual += x (rounded), and the norm is of that sum.
+/// out = x / rms(x) * weight. With `residual`, first residual += x (rounded), and the norm is of
+/// that sum.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     pub dtype: Dtype,
@@ -87,7 +91,8 @@ pub struct RmsNorm {
 unsafe impl Sync for RmsNorm {}
 
 /// # Safety
-/// Pointers cover the shapes; no other thread accesses `residual` or `out`, or writes the rest, meanwhile.
+/// Pointers cover the shapes; no other thread accesses `residual` or `out`, or writes the rest,
+/// meanwhile.
 pub unsafe fn rms_norm(norm: &RmsNorm) {
     // SAFETY: passed on.
     unsafe { rms_norm_on(isa::current(), norm) }
@@ -175,7 +180,8 @@ unsafe fn store_sums<S: Simd>(sums: &[S::F; 2], lanes: &mut [f32; SUM_LANES]) {
     }
 }
 
-/// Rotate the first half of each head against its second, in place ("neox" layout, as in Hugging Face checkpoints).
+/// Rotate the first half of each head against its second, in place ("neox" layout, as in Hugging
+/// Face checkpoints).
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryEmbedding<'a> {
     pub dtype: Dtype,
@@ -221,7 +227,8 @@ impl RowKernel for RotaryEmbedding<'_> {
                 );
                 let (a, b) =
                     (load_part::<S, E>(low.add(i), left), load_part::<S, E>(high.add(i), left));
-                // Products rounded one by one, as torch does: float32 results are equal to its bits.
+                // Products rounded one by one, as torch does: float32 results are equal to its
+                // bits.
                 store_part::<S, E>(low.add(i), S::sub(S::mul(a, c), S::mul(b, s)), left);
                 store_part::<S, E>(high.add(i), S::add(S::mul(b, c), S::mul(a, s)), left);
                 i += S::LANES;
@@ -270,7 +277,8 @@ impl RowKernel for SiluMul {
             let mut i = 0;
             while i < n {
                 let g = load_part::<S, E>(gate.add(i), n - i);
-                // e^-g as 2^(-g log2 e), held below 2^126: the quotient is 0 to working precision long before.
+                // e^-g as 2^(-g log2 e), held below 2^126: the quotient is 0 to working precision
+                // long before.
                 let power = S::max(S::splat(-126.0), S::mul(g, S::splat(LOG2_E)));
                 let e = exp2::<S>(S::sub(S::splat(0.0), power));
                 let silu = E::round::<S>(S::div(g, S::add(S::splat(1.0), e)));

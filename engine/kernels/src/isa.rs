@@ -17,8 +17,9 @@ pub enum Isa {
     Avx2,
     /// x86-64-v4: AVX-512 F, BW, DQ and VL; bf16 is widened to f32.
     Avx512,
-    /// Also the bf16 dot product. On Intel parts without AMX in use it has a quarter of the FMA's issue rate (measured
-    /// on Emerald Rapids: 1.6 against 7.0 G/s), so it is the default on AMD only, where it doubles the bf16 rate.
+    /// Also the bf16 dot product. On Intel parts without AMX in use it has a quarter of the FMA's
+    /// issue rate (measured on Emerald Rapids: 1.6 against 7.0 G/s), so it is the default on AMD
+    /// only, where it doubles the bf16 rate.
     Avx512Bf16,
 }
 
@@ -53,7 +54,8 @@ impl Isa {
         [Isa::Avx512, Isa::Avx2].into_iter().find(|isa| isa.runs_here()).unwrap_or(Isa::Scalar)
     }
 
-    /// `best()` lowered to the level called `cap`; "avx512_bf16" also raises an Intel CPU that has it.
+    /// `best()` lowered to the level called `cap`; "avx512_bf16" also raises an Intel CPU that has
+    /// it.
     pub fn capped(cap: Option<&str>) -> Result<Isa, UnknownIsa> {
         let Some(cap) = cap.filter(|s| !s.is_empty()) else {
             return Ok(Isa::best());
@@ -111,7 +113,8 @@ pub fn try_current() -> Result<Isa, &'static UnknownIsa> {
         .copied()
 }
 
-/// Like [`try_current`], and the best level when the variable is wrong, which baton.layers.ops_cpu refuses at import.
+/// Like [`try_current`], and the best level when the variable is wrong, which baton.layers.ops_cpu
+/// refuses at import.
 pub fn current() -> Isa {
     try_current().unwrap_or_else(|_| Isa::best())
 }

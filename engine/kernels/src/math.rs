@@ -5,17 +5,20 @@ use crate::simd::Simd;
 
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// 2^x for x <= 0 (and up to 127), relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126 and at -inf.
+/// 2^x for x <= 0 (and up to 127), relative error below 2e-7; exactly 1 at 0 and exactly 0 below
+/// -126 and at -inf.
 ///
 /// # Safety
 /// The CPU supports `S`.
 #[inline(always)]
 pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
-    // NaN survives: select_lt keeps y when the comparison fails, max(NaN, c) below is avoided by clamping last.
+    // NaN survives: select_lt keeps y when the comparison fails, max(NaN, c) below is avoided by
+    // clamping last.
     let clamped = S::select_lt(x, S::splat(-126.0), S::splat(-126.0), x);
     let n = S::round(clamped);
     let f = S::sub(clamped, n);
-    // Minimax polynomial of 2^f on [-0.5, 0.5] with a constant of exactly 1 (coefficients as in Cephes' exp2f).
+    // Minimax polynomial of 2^f on [-0.5, 0.5] with a constant of exactly 1 (coefficients as in
+    // Cephes' exp2f).
     let mut p = S::splat(1.535_336_2e-4);
     for c in
         [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, std::f32::consts::LN_2, 1.0]

@@ -8,10 +8,11 @@
 //! A worker that wakes late finds the job closed and parks again: on a busy machine a job is never
 //! held up by a thread that has not started, which costs fork-join runtimes whole scheduler ticks.
 //!
-//! After a job a worker looks for the next for at most `SPIN` before it parks, so that the many short kernels of one step
-//! do not pay a wake-up each. Idle processes use no CPU.
+//! After a job a worker looks for the next for at most `SPIN` before it parks, so that the many
+//! short kernels of one step do not pay a wake-up each. Idle processes use no CPU.
 //!
-//! Items must be independent of each other: which thread runs an item is open, what it computes is not.
+//! Items must be independent of each other: which thread runs an item is open, what it computes is
+//! not.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
@@ -45,8 +46,9 @@ struct Shared {
     sleeping: Vec<AtomicBool>,
 }
 
-// SAFETY: `job` and `caller` are written by the one caller (it holds POOL's lock) while the job is closed and no worker is
-// inside, and read by workers only between joining and leaving; `state` orders the two. `work` is Sync by its type.
+// SAFETY: `job` and `caller` are written by the one caller (it holds POOL's lock) while the job is
+// closed and no worker is inside, and read by workers only between joining and leaving; `state`
+// orders the two. `work` is Sync by its type.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; nothing in it is bound to a thread.
 unsafe impl Send for Shared {}
@@ -78,9 +80,11 @@ pub fn set_threads(n: usize) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Call `work` once for every item below `items`, on this thread and the workers; returns when all are done.
+/// Call `work` once for every item below `items`, on this thread and the workers; returns when all
+/// are done.
 ///
-/// Panics when an item did. A second caller at the same time, or an item that calls back, works alone.
+/// Panics when an item did. A second caller at the same time, or an item that calls back, works
+/// alone.
 pub fn for_each(items: usize, work: &(dyn Fn(usize) + Sync)) {
     if items > 1
         && threads() > 1
@@ -115,9 +119,10 @@ impl Pool {
 
     fn run(&self, items: usize, work: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
-        // SAFETY: the job is closed and no worker is inside (the former run waited for that), so no other thread reads
-        // the cells. The lifetime of `work` is cut short only for the compiler: this function does not return, nor
-        // unwind (items run inside catch_unwind), before every worker has left.
+        // SAFETY: the job is closed and no worker is inside (the former run waited for that), so no
+        // other thread reads the cells. The lifetime of `work` is cut short only for the compiler:
+        // this function does not return, nor unwind (items run inside catch_unwind), before every
+        // worker has left.
         let job = unsafe {
             let work: Work = std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Work>(work);
             *shared.job.get() = Some(Job { work, items });
@@ -201,7 +206,8 @@ impl Shared {
                 std::hint::spin_loop();
                 continue;
             }
-            // Announce first, then look again: either this worker sees the new job, or its caller sees it sleeping.
+            // Announce first, then look again: either this worker sees the new job, or its caller
+            // sees it sleeping.
             self.sleeping[index].store(true, SeqCst);
             if self.state.load(SeqCst) == state && !self.stop.load(SeqCst) {
                 thread::park();

@@ -32,7 +32,8 @@ pub enum RowsError {
 }
 
 impl SequenceRows<'_> {
-    /// Every index leads into a pool of `num_pages` pages of `page_size` slots. Lengths of the vectors are the caller's.
+    /// Every index leads into a pool of `num_pages` pages of `page_size` slots. Lengths of the
+    /// vectors are the caller's.
     pub fn check(&self, num_pages: usize, page_size: usize) -> Result<(), RowsError> {
         let tokens = self.slot_mapping.len();
         let pages = self.page_indices.len();

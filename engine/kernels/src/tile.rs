@@ -4,9 +4,10 @@
 //! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k units
 //! ```
 //!
-//! Every element of `out` is one chain of fused multiply-adds in the order of k, started from zero or from its value in
-//! memory. So its bits depend on its row of x and its column of w alone: not on the number of rows, the tile's shape, the
-//! vector width, or where a long reduction was cut. All exactness claims of this crate rest on this.
+//! Every element of `out` is one chain of fused multiply-adds in the order of k, started from zero
+//! or from its value in memory. So its bits depend on its row of x and its column of w alone: not
+//! on the number of rows, the tile's shape, the vector width, or where a long reduction was cut.
+//! All exactness claims of this crate rest on this.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers cover the shapes given"
@@ -36,7 +37,8 @@ pub struct TileOperands {
     pub stream: bool,
 }
 
-/// Words of `w` between use and prefetch: 4 KiB, what arrives in the 100 ns a line takes at 40 GB/s.
+/// Words of `w` between use and prefetch: 4 KiB, what arrives in the 100 ns a line takes at 40
+/// GB/s.
 const AHEAD: usize = 1024;
 
 struct Tile<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const STREAM: bool>(
@@ -97,8 +99,9 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
     vecs: usize,
     o: TileOperands,
 ) {
-    // Few rows: wide tiles, which read w in order. Many: tall ones, which prepare each vector of w for twice the rows;
-    // with two phases they win from 5 rows on (measured on Emerald Rapids, 6 rows: 268 against 342 us).
+    // Few rows: wide tiles, which read w in order. Many: tall ones, which prepare each vector of w
+    // for twice the rows; with two phases they win from 5 rows on (measured on Emerald Rapids, 6
+    // rows: 268 against 342 us).
     let wide_rows = if E::PHASES == 1 { S::TILE_ROWS } else { S::TILE_ROWS.min(4) };
     let (tile_rows, tile_vecs) =
         if rows <= wide_rows { (S::TILE_ROWS, S::TILE_VECS) } else { (S::TALL_ROWS, S::TALL_VECS) };

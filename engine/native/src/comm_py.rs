@@ -1,9 +1,12 @@
-//! Communicators of the staged transports, made by Python objects: torch's gloo, or libnccl. Called from the communicators' own
-//! threads; each call takes the GIL, which the Python side releases while it waits.
+//! Communicators of the staged transports, made by Python objects: torch's gloo, or libnccl. Called
+//! from the communicators' own threads; each call takes the GIL, which the Python side releases
+//! while it waits.
 //!
-//! A backend has `name: str`, `works_on_device: bool`, `unique_id() -> bytes` and `open(unique_id: bytes, rank: int, slabs: list[memoryview],
-//! open_timeout_secs: float, op_timeout_secs: float)` (or tensors, where the pages are on a device and the backend works there), which gives an object with `send(slab: int, nbytes: int)`,
-//! `recv(slab: int, nbytes: int)` and `abort()`. An exception ends the communicator; its text is the reason.
+//! A backend has `name: str`, `works_on_device: bool`, `unique_id() -> bytes` and
+//! `open(unique_id: bytes, rank: int, slabs: list[memoryview], open_timeout_secs: float, op_timeout_secs: float)`
+//! (or tensors, where the pages are on a device and the backend works there), which gives an object
+//! with `send(slab: int, nbytes: int)`, `recv(slab: int, nbytes: int)` and `abort()`. An exception
+//! ends the communicator; its text is the reason.
 
 use std::sync::Arc;
 

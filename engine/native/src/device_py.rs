@@ -1,5 +1,6 @@
-//! A pool's pages on a device, moved by a Python object (`baton.layers.cuda.device_pages.DevicePages`). Called from the transfer's own
-//! threads; each call takes the GIL, which the Python side releases while it waits for the device.
+//! A pool's pages on a device, moved by a Python object
+//! (`baton.layers.cuda.device_pages.DevicePages`). Called from the transfer's own threads; each
+//! call takes the GIL, which the Python side releases while it waits for the device.
 //!
 //! Page ids are int32, little endian. An exception is the reason why something failed.
 

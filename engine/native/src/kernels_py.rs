@@ -1,7 +1,8 @@
 //! Python face of the `kernels` crate: pointers as integers (`Tensor.data_ptr()`), sizes, flags.
 //!
-//! Nothing is checked here: `baton.layers.attention.cpu` and `baton.layers.ops_cpu` are the only callers, check shapes,
-//! types and layout, and keep the tensors alive. Every function that computes releases the GIL.
+//! Nothing is checked here: `baton.layers.attention.cpu` and `baton.layers.ops_cpu` are the only
+//! callers, check shapes, types and layout, and keep the tensors alive. Every function that
+//! computes releases the GIL.
 
 use kernels::attention::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::{PagedAttention, paged_attention};
@@ -28,13 +29,15 @@ unsafe fn slice<'a, T>(at: usize, len: usize) -> &'a [T] {
     unsafe { std::slice::from_raw_parts(at as *const T, len) }
 }
 
-/// scalar, avx2, avx512 or avx512_bf16: the CPU's best level under the cap BATON_CPU_ISA. Raises ValueError for an unknown name there.
+/// scalar, avx2, avx512 or avx512_bf16: the CPU's best level under the cap BATON_CPU_ISA. Raises
+/// ValueError for an unknown name there.
 #[pyfunction]
 fn cpu_isa() -> PyResult<&'static str> {
     isa::try_current().map(|isa| isa.name()).map_err(|err| PyValueError::new_err(err.to_string()))
 }
 
-/// Use `n` threads in every kernel from now on, the caller's included; workers park when there is nothing to do.
+/// Use `n` threads in every kernel from now on, the caller's included; workers park when there is
+/// nothing to do.
 #[pyfunction]
 fn set_threads(py: Python<'_>, n: usize) -> PyResult<()> {
     py.detach(|| pool::set_threads(n))
@@ -78,14 +81,16 @@ impl KvLayer {
     }
 }
 
-/// The rows of one step: its index tensors, checked. The tensors must outlive it and stay as they are.
+/// The rows of one step: its index tensors, checked. The tensors must outlive it and stay as they
+/// are.
 #[pyclass(frozen, module = "baton._native")]
 struct KvRows(SequenceRows<'static>);
 
 #[pymethods]
 impl KvRows {
-    /// Addresses of int32 qo_indptr [rows + 1], kv_lens [rows], page_indptr [rows + 1], page_indices [pages] and int64
-    /// slot_mapping [tokens]. Raises ValueError when an index leads out of a pool of num_pages pages of page_size slots.
+    /// Addresses of int32 qo_indptr [rows + 1], kv_lens [rows], page_indptr [rows + 1],
+    /// page_indices [pages] and int64 slot_mapping [tokens]. Raises ValueError when an index leads
+    /// out of a pool of num_pages pages of page_size slots.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a flat record")]
     fn new(
@@ -115,7 +120,8 @@ impl KvRows {
     }
 }
 
-/// Write the step's k and v [tokens, kv_heads, head_dim] into the layer. Strides are elements from token to token.
+/// Write the step's k and v [tokens, kv_heads, head_dim] into the layer. Strides are elements from
+/// token to token.
 #[pyfunction]
 fn append(
     py: Python<'_>,
@@ -135,7 +141,8 @@ fn append(
     });
 }
 
-/// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees everything before.
+/// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees
+/// everything before.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
 fn attend(
@@ -166,14 +173,16 @@ fn attend(
     });
 }
 
-/// Vectors [outer, inner, len] at an address: (address, outer, inner, outer_stride, inner_stride, len), in elements.
+/// Vectors [outer, inner, len] at an address: (address, outer, inner, outer_stride, inner_stride,
+/// len), in elements.
 type Strided = (usize, usize, usize, usize, usize, usize);
 
 fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> HeadVectors {
     HeadVectors { data: data as *mut u8, outer, inner, outer_stride, inner_stride, len }
 }
 
-/// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out may be x.
+/// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out
+/// may be x.
 #[pyfunction]
 fn rms_norm(
     py: Python<'_>,
@@ -197,8 +206,8 @@ fn rms_norm(
     py.detach(|| unsafe { elementwise::rms_norm(norm.get()) });
 }
 
-/// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin: float32 [table, dim / 2].
-/// Raises ValueError when a position has no row in the tables.
+/// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin:
+/// float32 [table, dim / 2]. Raises ValueError when a position has no row in the tables.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
 fn rope(
@@ -274,7 +283,8 @@ impl PackedWeight {
         )
     }
 
-    /// y [rows, outputs] = x [rows, inputs] * W^T + bias [outputs] (0: none); rows of x are `x_stride` elements apart.
+    /// y [rows, outputs] = x [rows, inputs] * W^T + bias [outputs] (0: none); rows of x are
+    /// `x_stride` elements apart.
     fn multiply(
         &self,
         py: Python<'_>,
@@ -296,7 +306,8 @@ impl PackedWeight {
         py.detach(|| unsafe { linear::linear(call.get()) });
     }
 
-    /// Copy the original rows named by the `count` int64 at `ids` to `out`. Raises ValueError for an id out of range.
+    /// Copy the original rows named by the `count` int64 at `ids` to `out`. Raises ValueError for
+    /// an id out of range.
     fn rows(&self, py: Python<'_>, ids: usize, count: usize, out: usize) -> PyResult<()> {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
         let ids = unsafe { slice::<i64>(ids, count) };
@@ -321,7 +332,8 @@ impl<T> Shared<T> {
     }
 }
 
-// SAFETY: what the pointers lead to is vouched for where the record is made; the closure runs on the same thread.
+// SAFETY: what the pointers lead to is vouched for where the record is made; the closure runs on
+// the same thread.
 unsafe impl<T> Sync for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T> Send for Shared<T> {}

@@ -1,5 +1,5 @@
-//! Python face of the router: `baton router …` passes argv through, so no flag is written twice, and engines refuse the
-//! same prompts.
+//! Python face of the router: `baton router …` passes argv through, so no flag is written twice,
+//! and engines refuse the same prompts.
 
 use baton_router::PromptLimit;
 use pyo3::exceptions::PyValueError;
@@ -11,8 +11,8 @@ fn router_main(py: Python<'_>, argv: Vec<String>) -> i32 {
     py.detach(|| baton_router::run(argv))
 }
 
-/// Refusal of a JSON `body` that exceeds the limits, as code, message and member; None: it does not. Raises ValueError for
-/// a body that is no JSON object. Releases the GIL.
+/// Refusal of a JSON `body` that exceeds the limits, as code, message and member; None: it does
+/// not. Raises ValueError for a body that is no JSON object. Releases the GIL.
 #[pyfunction]
 fn oversized_body(
     py: Python<'_>,

@@ -69,8 +69,8 @@ impl From<PySpan> for Span {
     }
 }
 
-/// Sends spans to an OTLP collector from a thread of its own: `put` never waits, and what does not fit into its queue,
-/// or cannot be delivered, is dropped and counted.
+/// Sends spans to an OTLP collector from a thread of its own: `put` never waits, and what does not
+/// fit into its queue, or cannot be delivered, is dropped and counted.
 #[pyclass(module = "baton._native", frozen)]
 struct SpanExporter {
     inner: BackgroundExporter,
@@ -78,8 +78,8 @@ struct SpanExporter {
 
 #[pymethods]
 impl SpanExporter {
-    /// `endpoint` as --otlp-traces-endpoint has it; ValueError says what is wrong with it. `attributes` of the resource,
-    /// beside service.name and service.version.
+    /// `endpoint` as --otlp-traces-endpoint has it; ValueError says what is wrong with it.
+    /// `attributes` of the resource, beside service.name and service.version.
     #[new]
     fn new(endpoint: &str, service: String, attributes: Vec<(String, String)>) -> PyResult<Self> {
         log_to_stderr();

@@ -1,4 +1,5 @@
-//! Python bindings of the `kv_transfer` crate: converts arguments, releases the GIL, calls the crate.
+//! Python bindings of the `kv_transfer` crate: converts arguments, releases the GIL, calls the
+//! crate.
 
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -32,10 +33,12 @@ fn pool_error(err: PoolError) -> PyErr {
 
 /// Memory of one rank's KV pages: page `p` is the bytes `[p * page_bytes, (p + 1) * page_bytes)`.
 ///
-/// A sealed memfd: this process is the only one that can ever write it. `torch.frombuffer(pool.buffer(),
-/// dtype=torch.uint8)` is zero-copy and writable, and the tensor keeps the pool alive. (The buffer protocol itself is not
-/// part of the stable ABI of Python 3.10, hence `buffer()`; it returns a memoryview over a ctypes array over this memory.)
-/// With `device`, an object that moves pages (baton.layers.cuda.device_pages), the pages are there, and this is their generations.
+/// A sealed memfd: this process is the only one that can ever write it.
+/// `torch.frombuffer(pool.buffer(), dtype=torch.uint8)` is zero-copy and writable, and the tensor
+/// keeps the pool alive. (The buffer protocol itself is not part of the stable ABI of Python 3.10,
+/// hence `buffer()`; it returns a memoryview over a ctypes array over this memory.) With `device`,
+/// an object that moves pages (baton.layers.cuda.device_pages), the pages are there, and this is
+/// their generations.
 #[pyclass(frozen, name = "KvPool", module = "baton._native")]
 pub struct PyKvPool {
     pool: Arc<KvPool>,
@@ -43,7 +46,8 @@ pub struct PyKvPool {
 
 #[pymethods]
 impl PyKvPool {
-    /// `page_bytes` is a multiple of 8, at least 64. Raises ValueError for the shape, OSError when the kernel refuses.
+    /// `page_bytes` is a multiple of 8, at least 64. Raises ValueError for the shape, OSError when
+    /// the kernel refuses.
     #[new]
     #[pyo3(signature = (num_pages, page_bytes, device=None))]
     fn new(
@@ -94,8 +98,9 @@ impl PyKvPool {
         self.pool.page_bytes()
     }
 
-    /// Writable memoryview of `nbytes` bytes, for torch.frombuffer or numpy.frombuffer (its format is ctypes' `<B`, which memoryview itself
-    /// does not index). It, and everything made from it, keeps the pool alive.
+    /// Writable memoryview of `nbytes` bytes, for torch.frombuffer or numpy.frombuffer (its format
+    /// is ctypes' `<B`, which memoryview itself does not index). It, and everything made from it,
+    /// keeps the pool alive.
     fn buffer<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let pool = &slf.get().pool;
@@ -105,7 +110,8 @@ impl PyKvPool {
         py.import("builtins")?.getattr("memoryview")?.call1((array,))
     }
 
-    /// The pages (int32 little endian ids) get a new owner: their generation becomes the next odd number.
+    /// The pages (int32 little endian ids) get a new owner: their generation becomes the next odd
+    /// number.
     fn begin_write(&self, pages: &[u8]) -> PyResult<()> {
         let pages = self.pool.check_pages(pages).map_err(pool_error)?;
         self.pool.begin_write(&pages);
@@ -143,7 +149,8 @@ fn node_error(err: NodeError) -> PyErr {
     }
 }
 
-/// The log of the native threads goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters it (default: info).
+/// The log of the native threads goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters
+/// it (default: info).
 pub(crate) fn log_to_stderr() {
     static START: Once = Once::new();
     START.call_once(|| {
@@ -179,12 +186,16 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 }
 
 /// Transfer node of one rank, prefill (P) or decode (D). No call waits for the network, except
-/// `register` and `close`; ends of rooms are reported by `poll`, and `event_fd` is readable while there are any.
+/// `register` and `close`; ends of rooms are reported by `poll`, and `event_fd` is readable while
+/// there are any.
 ///
-/// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"),
-/// "cluster_key"?, "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
-/// "max_rooms", "park_ttl_ms", "data_idle_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms",
-/// "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of them. Raises ValueError for the configuration, OSError if it cannot start.
+/// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free),
+/// "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"), "cluster_key"?,
+/// "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size",
+/// "lease_ms", "heartbeat_ms", "copy_threads", "max_rooms", "park_ttl_ms", "data_idle_ms", "slabs",
+/// "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms", "fault"?
+/// (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of
+/// them. Raises ValueError for the configuration, OSError if it cannot start.
 #[pyclass(frozen, name = "TransferNode", module = "baton._native")]
 pub struct PyTransferNode {
     node: TransferNode,
@@ -229,7 +240,8 @@ impl PyTransferNode {
         self.node.incarnation()
     }
 
-    /// eventfd, readable while `poll` has events. Owned by the node: wait on it, do not read or close it.
+    /// eventfd, readable while `poll` has events. Owned by the node: wait on it, do not read or
+    /// close it.
     #[getter]
     fn event_fd(&self) -> i32 {
         self.node.event_fd()
@@ -240,7 +252,8 @@ impl PyTransferNode {
         self.node.is_healthy()
     }
 
-    /// P: PUT /route for this rank until it succeeds (then it is repeated in the background). OSError after `timeout_ms`.
+    /// P: PUT /route for this rank until it succeeds (then it is repeated in the background).
+    /// OSError after `timeout_ms`.
     fn register(
         &self,
         py: Python<'_>,
@@ -254,7 +267,8 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// P: a request was accepted; `deadline_ms` from now it is given up unless finished. Raises DuplicateRoom (a ValueError).
+    /// P: a request was accepted; `deadline_ms` from now it is given up unless finished. Raises
+    /// DuplicateRoom (a ValueError).
     fn offer(
         &self,
         py: Python<'_>,
@@ -266,12 +280,14 @@ impl PyTransferNode {
         py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms)).map_err(node_error)
     }
 
-    /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are final. Seals them.
+    /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are
+    /// final. Seals them.
     fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
         py.detach(|| self.node.publish(room, first_page, pages)).map_err(node_error)
     }
 
-    /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must be published. The lease starts.
+    /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must
+    /// be published. The lease starts.
     fn finish(
         &self,
         py: Python<'_>,
@@ -284,8 +300,9 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
-    /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server. `prefill_dp_rank` < 0: room modulo its dp size.
-    /// `deadline_ms` counts from now. Raises DuplicateRoom (a ValueError).
+    /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server.
+    /// `prefill_dp_rank` < 0: room modulo its dp size. `deadline_ms` counts from now. Raises
+    /// DuplicateRoom (a ValueError).
     #[allow(clippy::too_many_arguments, reason = "called with names")]
     fn open(
         &self,
@@ -312,33 +329,35 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32 little endian), all of them. They are
-    /// written until the room ends, and not after.
+    /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32
+    /// little endian), all of them. They are written until the room ends, and not after.
     fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
         py.detach(|| self.node.grant(room, start_page, dst_pages)).map_err(node_error)
     }
 
-    /// D: revoke the grant. `poll` answers "revoked" (the pages are not written any more) or "announced" (too late: they stay
-    /// granted, and P finishes the room by itself), unless the room ends before.
+    /// D: revoke the grant. `poll` answers "revoked" (the pages are not written any more) or
+    /// "announced" (too late: they stay granted, and P finishes the room by itself), unless the
+    /// room ends before.
     fn revoke(&self, py: Python<'_>, room: u64) -> PyResult<()> {
         py.detach(|| self.node.revoke(room)).map_err(node_error)
     }
 
-    /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a room that was never offered: a D that
-    /// waits for it is refused at once.
+    /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a
+    /// room that was never offered: a D that waits for it is refused at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
         py.detach(|| self.node.abort(room, code)).map_err(node_error)
     }
 
-    /// Up to `max` events. Exactly one of these ends each room:
-    /// D: ("committed", room, payload, total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable), ("aborted", room);
-    /// P: ("released", room, "DONE" or code).
-    /// Before it on D: ("announced", room) when P holds pages for a room without a grant, and the answers to `revoke`.
+    /// Up to `max` events. Exactly one of these ends each room: D: ("committed", room, payload,
+    /// total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable),
+    /// ("aborted", room); P: ("released", room, "DONE" or code). Before it on D: ("announced",
+    /// room) when P holds pages for a room without a grant, and the answers to `revoke`.
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         self.node.poll(max).into_iter().map(|event| event_tuple(py, event)).collect()
     }
 
-    /// {"gauges", "counters": by metric name with labels; "detail": more, for people; "healthy", "unhealthy_reason"}
+    /// {"gauges", "counters": by metric name with labels; "detail": more, for people; "healthy",
+    /// "unhealthy_reason"}
     fn stats_json(&self, py: Python<'_>) -> String {
         py.detach(|| self.node.stats_json())
     }
@@ -354,13 +373,15 @@ impl PyTransferNode {
         self.node.drain();
     }
 
-    /// End all connections and threads; afterwards nothing writes the pool. Rooms still alive get no event. Idempotent.
+    /// End all connections and threads; afterwards nothing writes the pool. Rooms still alive get
+    /// no event. Idempotent.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.node.close());
     }
 }
 
-/// SGLang-compatible bootstrap server: PUT, GET, DELETE /route and GET /health, on a thread of its own. `port` 0 = any free one.
+/// SGLang-compatible bootstrap server: PUT, GET, DELETE /route and GET /health, on a thread of its
+/// own. `port` 0 = any free one.
 #[pyclass(frozen, name = "BootstrapServer", module = "baton._native")]
 pub struct PyBootstrapServer {
     server: Mutex<BootstrapServer>,

@@ -179,7 +179,8 @@ impl Drop for Folder {
 }
 
 impl Folder {
-    /// One process; kept-alive connections to the workers; bodies in memory; answers passed on as they come.
+    /// One process; kept-alive connections to the workers; bodies in memory; answers passed on as
+    /// they come.
     fn with_config(port: u16, workers: &[SocketAddr]) -> Folder {
         let path =
             std::env::temp_dir().join(format!("baton-bench-nginx-{}-{port}", std::process::id()));

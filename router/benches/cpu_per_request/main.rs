@@ -1,4 +1,5 @@
-//! CPU that a router's process spends per request and per streamed event, in microseconds of user + system time.
+//! CPU that a router's process spends per request and per streamed event, in microseconds of user +
+//! system time.
 //!
 //! ```text
 //! cargo bench -p baton-router --bench cpu_per_request
@@ -6,10 +7,11 @@
 //! cargo bench -p baton-router --bench cpu_per_request -- --memory
 //! ```
 //!
-//! The built router, peers and nginx stand in front of 8 mock workers that answer at once, and are driven in a closed
-//! loop from this process. Only the front's own CPU is counted, so that the client and the mocks on the same cores do not
-//! enter the number (their cache misses do). Fronts are interleaved and repeated; tables show the median and the spread.
-//! Compare numbers of one run only. With --memory: resident memory after so many distinct prompts of 8 KB.
+//! The built router, peers and nginx stand in front of 8 mock workers that answer at once, and are
+//! driven in a closed loop from this process. Only the front's own CPU is counted, so that the
+//! client and the mocks on the same cores do not enter the number (their cache misses do). Fronts
+//! are interleaved and repeated; tables show the median and the spread. Compare numbers of one run
+//! only. With --memory: resident memory after so many distinct prompts of 8 KB.
 
 mod front;
 mod mock;
@@ -285,7 +287,8 @@ async fn drive(addr: SocketAddr, part: usize, requests: usize, bytes: usize, ans
     }
 }
 
-/// Median time to the first event on a kept-alive connection through `front`, less that of `worker`; one at a time, in turn.
+/// Median time to the first event on a kept-alive connection through `front`, less that of
+/// `worker`; one at a time, in turn.
 async fn first_event_ms(front: SocketAddr, worker: SocketAddr) -> f64 {
     let mut through = try_connect(front).await.expect("a connection");
     let mut direct = try_connect(worker).await.expect("a connection");

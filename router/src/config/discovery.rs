@@ -30,7 +30,8 @@ pub struct DiscoveryFlags {
     /// Labels of the pods that are decode workers, with --pd-disaggregation
     #[arg(long, value_name = "KEY=VALUE", num_args = 1.., value_delimiter = ',')]
     pub decode_selector: Vec<String>,
-    /// How to reach Kubernetes from outside [default: KUBECONFIG, ~/.kube/config, the pod's service account]
+    /// How to reach Kubernetes from outside [default: KUBECONFIG, ~/.kube/config, the pod's service
+    /// account]
     #[arg(long, value_name = "PATH")]
     pub kubeconfig: Option<String>,
 }

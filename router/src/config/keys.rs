@@ -1,4 +1,5 @@
-//! Keys of those who may change the router: `id:name:role:key`, as SGLang's router and smg spell them.
+//! Keys of those who may change the router: `id:name:role:key`, as SGLang's router and smg spell
+//! them.
 
 use std::fmt;
 use std::str::FromStr;

@@ -6,9 +6,11 @@ use clap::{Args, ValueEnum};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum KvEventsMode {
-    /// Read what workers announce, if prompts are tokenized here (--model-path or --tokenizer-path).
+    /// Read what workers announce, if prompts are tokenized here (--model-path or
+    /// --tokenizer-path).
     Auto,
-    /// Read it in any case: without a tokenizer only prompts given as token ids are matched with it.
+    /// Read it in any case: without a tokenizer only prompts given as token ids are matched with
+    /// it.
     On,
     Off,
 }

@@ -13,7 +13,8 @@ pub struct LimitFlags {
     /// Longest request body accepted [bytes]
     #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
     pub max_payload_size: usize,
-    /// Most memory of all request bodies together; beyond it a request with a body is answered 503 [bytes]
+    /// Most memory of all request bodies together; beyond it a request with a body is answered 503
+    /// [bytes]
     #[arg(long, default_value_t = 2_147_483_648, value_name = "BYTES")]
     pub max_total_body_bytes: usize,
     /// Longest head of a request accepted; a longer one is answered 431 [bytes]
@@ -36,21 +37,23 @@ pub struct LimitFlags {
     /// freed [s]
     #[arg(long, default_value_t = 300, value_name = "SECS")]
     pub stream_body_stall_timeout_secs: u64,
-    /// Most requests at once on one HTTP/2 connection (h2 over TLS, prior knowledge without); 0 turns HTTP/2 off
+    /// Most requests at once on one HTTP/2 connection (h2 over TLS, prior knowledge without); 0
+    /// turns HTTP/2 off
     #[arg(long, default_value_t = 256, value_name = "N")]
     pub http2_max_streams: u32,
     /// A worker silent for this long fails the request [s]
     #[arg(long, default_value_t = 1800, value_name = "SECS")]
     pub request_timeout_secs: u64,
-    /// A stream that has not begun after this long gets a comment, again and again, so that proxies keep it; 0: never
-    /// [s]
+    /// A stream that has not begun after this long gets a comment, again and again, so that proxies
+    /// keep it; 0: never [s]
     #[arg(long, default_value_t = 15, value_name = "SECS")]
     pub sse_keepalive_secs: u64,
     /// Most generation requests running at once; -1: no limit
     #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
     pub max_concurrent_requests: i64,
-    /// Let so many requests per second through beyond --max-concurrent-requests, which becomes the size of a token bucket:
-    /// a request takes a token, its end gives it back, and so many more come every second (as in SGLang's router)
+    /// Let so many requests per second through beyond --max-concurrent-requests, which becomes the
+    /// size of a token bucket: a request takes a token, its end gives it back, and so many more
+    /// come every second (as in SGLang's router)
     #[arg(long, value_name = "N")]
     pub rate_limit_tokens_per_second: Option<u32>,
     /// Most requests waiting for one of --max-concurrent-requests; more are answered 429
@@ -59,8 +62,9 @@ pub struct LimitFlags {
     /// Longest wait in that queue [s]
     #[arg(long, default_value_t = 60, value_name = "SECS")]
     pub queue_timeout_secs: u64,
-    /// Refuse a request (503, Retry-After) when no worker is predicted to begin its answer within this time or the
-    /// deadline the request names itself, and all have work; needs the policy cost [ms]
+    /// Refuse a request (503, Retry-After) when no worker is predicted to begin its answer within
+    /// this time or the deadline the request names itself, and all have work; needs the policy cost
+    /// [ms]
     #[arg(long, value_name = "MS")]
     pub max_ttft_ms: Option<u64>,
 }

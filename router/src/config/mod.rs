@@ -1,11 +1,13 @@
-//! Router configuration: one clap struct; flags, help, defaults and docs/flags.md all come from its fields.
+//! Router configuration: one clap struct; flags, help, defaults and docs/flags.md all come from its
+//! fields.
 //!
 //! 1. `parse` refuses known flags of other routers with a sentence, then lets clap read the rest;
 //! 2. `check` finds every mistake between fields and reports them all at once;
 //! 3. the result is frozen. No I/O happens here.
 //!
-//! Every flag can also come from the environment as `BATON_ROUTER_FLAG_<NAME>`. The prefix is odd on purpose: in
-//! Kubernetes a Service called `baton-router` sets `BATON_ROUTER_PORT=tcp://…` in every pod.
+//! Every flag can also come from the environment as `BATON_ROUTER_FLAG_<NAME>`. The prefix is odd
+//! on purpose: in Kubernetes a Service called `baton-router` sets `BATON_ROUTER_PORT=tcp://…` in
+//! every pod.
 
 mod discovery;
 mod docs;
@@ -89,12 +91,14 @@ pub struct ListenFlags {
     /// Port the router listens on; 0 picks a free one, which the log names
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// Require 'Authorization: Bearer KEY' on all but health paths and /metrics; also sent to workers by health checks
+    /// Require 'Authorization: Bearer KEY' on all but health paths and /metrics; also sent to
+    /// workers by health checks
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
-    /// Keys that alone open the paths which show or change the fleet (/workers and its older names, /flush_cache,
-    /// /get_loads, /engine_metrics, /health_generate, /ui/feed, profiles) or others' requests (/v1/requests, /abort_request), each
-    /// ID:NAME:ROLE:KEY with role admin; user is answered 403
+    /// Keys that alone open the paths which show or change the fleet (/workers and its older names,
+    /// /flush_cache, /get_loads, /engine_metrics, /health_generate, /ui/feed, profiles) or others'
+    /// requests (/v1/requests, /abort_request), each ID:NAME:ROLE:KEY with role admin; user is
+    /// answered 403
     #[arg(long, value_name = "ID:NAME:ROLE:KEY", num_args = 1.., hide_env_values = true)]
     pub control_plane_api_keys: Vec<ControlKey>,
     /// Origins a browser page may call from; '*' allows all
@@ -104,7 +108,8 @@ pub struct ListenFlags {
     /// x-correlation-id x-trace-id request-id]
     #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
     pub request_id_headers: Vec<HeaderName>,
-    /// On SIGTERM keep accepting this long after /readyz says 503, so that load balancers notice [ms]
+    /// On SIGTERM keep accepting this long after /readyz says 503, so that load balancers notice
+    /// [ms]
     #[arg(long, default_value_t = 500, value_name = "MS")]
     pub shutdown_delay_ms: u64,
     /// On SIGTERM wait this long for running requests [s]
@@ -115,7 +120,8 @@ pub struct ListenFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Routing")]
 pub struct RoutingFlags {
-    /// How a worker is chosen: random, round_robin, power_of_two, cache_aware, manual, cost (SGLang's router: cache_aware)
+    /// How a worker is chosen: random, round_robin, power_of_two, cache_aware, manual, cost
+    /// (SGLang's router: cache_aware)
     #[arg(long, default_value_t = PolicyKind::Cost)]
     pub policy: PolicyKind,
     /// Policy for prefill workers [default: --policy]
@@ -127,10 +133,12 @@ pub struct RoutingFlags {
     /// cache_aware: least matched fraction of the prompt for which affinity wins over spreading
     #[arg(long, default_value_t = 0.3, value_name = "FRACTION")]
     pub cache_threshold: f32,
-    /// cache_aware: loads count as unbalanced when max - min exceeds this and the ratio does too [requests]
+    /// cache_aware: loads count as unbalanced when max - min exceeds this and the ratio does too
+    /// [requests]
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub balance_abs_threshold: usize,
-    /// cache_aware: loads count as unbalanced when max > this * min and the difference is exceeded too
+    /// cache_aware: loads count as unbalanced when max > this * min and the difference is exceeded
+    /// too
     #[arg(long, default_value_t = 1.5, value_name = "RATIO")]
     pub balance_rel_threshold: f32,
     /// cache_aware: worker for a prompt without a match: smallest_tree (SGLang's router),
@@ -143,14 +151,16 @@ pub struct RoutingFlags {
     /// cache_aware: characters remembered per worker
     #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
     pub max_tree_size: usize,
-    /// cost, cache_aware: most memory of a role's prefix index; what was sent longest ago is forgotten [bytes]
+    /// cost, cache_aware: most memory of a role's prefix index; what was sent longest ago is
+    /// forgotten [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub max_index_bytes: usize,
-    /// cost: tokens that a worker's KV cache is taken to hold if the worker does not report it (vLLM's do not)
+    /// cost: tokens that a worker's KV cache is taken to hold if the worker does not report it
+    /// (vLLM's do not)
     #[arg(long, default_value_t = 1 << 20, value_name = "TOKENS")]
     pub default_capacity_tokens: u64,
-    /// cost: time a decode worker takes to fetch the KV of 1000 tokens from another machine; from its own it is taken to be
-    /// three tenths of that [ms]
+    /// cost: time a decode worker takes to fetch the KV of 1000 tokens from another machine; from
+    /// its own it is taken to be three tenths of that [ms]
     #[arg(long, default_value_t = 43.0, value_name = "MS")]
     pub kv_pull_ms_per_kilotoken: f64,
     /// cost: the same from another topology domain (docs/routing.md) [ms]
@@ -171,7 +181,8 @@ pub struct RoutingFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Retries")]
 pub struct RetryFlags {
-    /// Most attempts per request, the first included; the loss of a worker that had the request for 5 s counts as a quarter
+    /// Most attempts per request, the first included; the loss of a worker that had the request for
+    /// 5 s counts as a quarter
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub retry_max_retries: u32,
     /// Pause before the second attempt [ms]
@@ -189,26 +200,27 @@ pub struct RetryFlags {
     /// Make one attempt per request
     #[arg(long)]
     pub disable_retries: bool,
-    /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves --retry-budget-floor. Interrupted streams
-    /// need none: --failover-concurrency paces them
+    /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves
+    /// --retry-budget-floor. Interrupted streams need none: --failover-concurrency paces them
     #[arg(long, default_value_t = 0.1, value_name = "RATIO")]
     pub retry_budget_ratio: f64,
-    /// Retries in 30 s that are allowed however few requests there are: as many as one worker has in flight
+    /// Retries in 30 s that are allowed however few requests there are: as many as one worker has
+    /// in flight
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub retry_budget_floor: u32,
     /// End a stream with an error event when its worker breaks off, instead of resuming it on
     /// another worker
     #[arg(long)]
     pub disable_failover: bool,
-    /// Most memory for the requests of running streams and the tokens they have; streams beyond it pass, but end when
-    /// their worker breaks off [bytes]
+    /// Most memory for the requests of running streams and the tokens they have; streams beyond it
+    /// pass, but end when their worker breaks off [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub failover_max_bytes: usize,
     /// Interrupted streams that are resumed at once, per ready worker; the others wait
     #[arg(long, default_value_t = 16, value_name = "N")]
     pub failover_concurrency: usize,
-    /// Longest wait of an interrupted stream, or of a request in the queue, for a worker while none is ready; 0: fail at
-    /// once [s]
+    /// Longest wait of an interrupted stream, or of a request in the queue, for a worker while none
+    /// is ready; 0: fail at once [s]
     #[arg(long, default_value_t = 30, value_name = "SECS")]
     pub worker_wait_timeout_secs: u64,
 }
@@ -245,11 +257,13 @@ pub struct HealthFlags {
     /// A probe without an answer for this long has failed [s]
     #[arg(long, default_value_t = 5, value_name = "SECS")]
     pub health_check_timeout_secs: u64,
-    /// Pause between two probes (SGLang's router: 60; shorter here because a probe is cheap and a dead worker is not) [s]
+    /// Pause between two probes (SGLang's router: 60; shorter here because a probe is cheap and a
+    /// dead worker is not) [s]
     #[arg(long, default_value_t = 5, value_name = "SECS")]
     pub health_check_interval_secs: u64,
-    /// A worker whose request has had no answer for this long is probed at once, and is unhealthy if nothing comes from it
-    /// for 0.5 s x --health-failure-threshold (4 times its slowest recent probe, if that is more); 0: never [s]
+    /// A worker whose request has had no answer for this long is probed at once, and is unhealthy
+    /// if nothing comes from it for 0.5 s x --health-failure-threshold (4 times its slowest recent
+    /// probe, if that is more); 0: never [s]
     #[arg(long, default_value_t = 2, value_name = "SECS")]
     pub silent_request_probe_secs: u64,
     /// Path that is probed
@@ -294,7 +308,8 @@ fn spelled_out(argv: &[String]) -> Vec<String> {
     argv.iter().flat_map(spelled).collect()
 }
 
-/// The flags under Routing, and the one that says how old a report may be, with the values they have.
+/// The flags under Routing, and the one that says how old a report may be, with the values they
+/// have.
 fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
     let command = RouterConfig::command();
     let is_decisive = |arg: &&clap::Arg| {
@@ -488,7 +503,8 @@ impl RouterConfig {
         }
         let mut prefill = self.workers.prefill.iter().peekable();
         while let Some(url) = prefill.next() {
-            // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks like a port.
+            // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks
+            // like a port.
             let port = prefill.next_if(|next| workers::is_port_or_none(next));
             keep(WorkerSpec::new(url, Role::Prefill, port.map(String::as_str)));
         }

@@ -6,8 +6,8 @@ use tracing_subscriber::filter::LevelFilter;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Logs and metrics")]
 pub struct ObservabilityFlags {
-    /// Least severe log line shown: trace, debug, info, warn (or warning), error (or critical), or a filter like
-    /// 'info,baton_router=debug'
+    /// Least severe log line shown: trace, debug, info, warn (or warning), error (or critical), or
+    /// a filter like 'info,baton_router=debug'
     #[arg(long, default_value = "info", value_name = "LEVEL")]
     pub log_level: String,
     /// How log lines look
@@ -22,7 +22,8 @@ pub struct ObservabilityFlags {
     /// Ended requests that GET /v1/requests/{id} still knows, 16 MiB of them at most; 0: none
     #[arg(long, default_value_t = 4096, value_name = "N")]
     pub request_history: usize,
-    /// Write every decision, and all it was made from, to this file as JSON lines; 'baton replay' decides them again
+    /// Write every decision, and all it was made from, to this file as JSON lines; 'baton replay'
+    /// decides them again
     #[arg(long, value_name = "PATH")]
     pub decision_log: Option<std::path::PathBuf>,
     /// A decision log of this size becomes PATH.1, and a new file begins [bytes]

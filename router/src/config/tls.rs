@@ -1,4 +1,5 @@
-//! Flags that say where encryption begins and ends. Paths are read at the start, in crate::transport::tls.
+//! Flags that say where encryption begins and ends. Paths are read at the start, in
+//! crate::transport::tls.
 
 use clap::Args;
 use rustls::pki_types::ServerName;
@@ -16,7 +17,8 @@ pub struct TlsFlags {
     /// workers
     #[arg(long, alias = "ca-cert-path", value_name = "PATH", num_args = 1.., value_delimiter = ',')]
     pub ca_cert_paths: Vec<String>,
-    /// Name that certificates of https:// workers must have, instead of the host of their URL; for pods, whose addresses change
+    /// Name that certificates of https:// workers must have, instead of the host of their URL; for
+    /// pods, whose addresses change
     #[arg(long, value_name = "NAME")]
     pub worker_tls_name: Option<String>,
     /// Client certificate of the router for https:// workers (PEM)

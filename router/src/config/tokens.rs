@@ -5,21 +5,23 @@ use clap::{ArgAction, Args};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Tokenizer")]
 pub struct TokenizerFlags {
-    /// The model's directory: with its tokenizer.json and chat template prompts are counted and matched in tokens, as the
-    /// engines do; without, in characters
+    /// The model's directory: with its tokenizer.json and chat template prompts are counted and
+    /// matched in tokens, as the engines do; without, in characters
     #[arg(long, value_name = "DIR")]
     pub model_path: Option<String>,
     /// Directory of the tokenizer, if it is another [default: --model-path]
     #[arg(long, value_name = "DIR")]
     pub tokenizer_path: Option<String>,
-    /// File with the Jinja chat template, if the engines have it from a file [default: the tokenizer's]
+    /// File with the Jinja chat template, if the engines have it from a file [default: the
+    /// tokenizer's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<String>,
-    /// Send the token ids beside the body to workers of ours with the same tokenizer and template: they tokenize nothing
-    /// again
+    /// Send the token ids beside the body to workers of ours with the same tokenizer and template:
+    /// they tokenize nothing again
     #[arg(long)]
     pub forward_input_ids: bool,
-    /// Tokens in a block, the unit in which prompts given as token ids, or tokenized here, are matched (smg: 16)
+    /// Tokens in a block, the unit in which prompts given as token ids, or tokenized here, are
+    /// matched (smg: 16)
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]
     pub block_size: usize,
     /// Remember whole texts with their ids: pays where the very same prompts come again

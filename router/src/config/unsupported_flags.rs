@@ -1,4 +1,5 @@
-//! Flags of other routers that this one does not have: refused with what to do instead, never swallowed.
+//! Flags of other routers that this one does not have: refused with what to do instead, never
+//! swallowed.
 
 /// Flags (without dashes) of a line, and the sentence printed for each of them.
 const FLAGS: &str = "\

@@ -1,5 +1,6 @@
-//! A generation request, read and checked, and what of it goes to a worker: the same for each attempt, but for the time
-//! that is left and, when its answer broke off, the part that the client has.
+//! A generation request, read and checked, and what of it goes to a worker: the same for each
+//! attempt, but for the time that is left and, when its answer broke off, the part that the client
+//! has.
 
 use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -70,7 +71,8 @@ pub struct RequestContext {
     pub place: Option<QueuePlace>,
     /// Deadlines of its headers; the body's are in `scan`.
     pub header_deadlines: RequestDeadlines,
-    /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
+    /// Members that this attempt adds to the body or puts in the place of the client's, without
+    /// braces.
     pub again: String,
     pub record: AccessLogEntry,
     pub permit: Option<OwnedSemaphorePermit>,
@@ -103,7 +105,8 @@ impl RequestContext {
         }
     }
 
-    /// The body for a worker: the client's without its own members of the groups in `replaced`, with `ids` and `fields`.
+    /// The body for a worker: the client's without its own members of the groups in `replaced`,
+    /// with `ids` and `fields`.
     pub fn body_for(
         &self,
         replaced: &[ManagedField],
@@ -143,7 +146,8 @@ impl RequestContext {
         self.place.is_some()
     }
 
-    /// A worker broke under it, without a token since the last one did. True: it is not to be tried again.
+    /// A worker broke under it, without a token since the last one did. True: it is not to be tried
+    /// again.
     pub fn add_break(&mut self, app: &AppState, worker: WorkerId, is_alone: bool) -> bool {
         let is_over = self.breaks.add(is_alone);
         match (is_alone, is_over) {
@@ -201,7 +205,8 @@ impl RequestContext {
         self.record.started.checked_add(Duration::from_millis(ms))
     }
 
-    /// Get ready for another attempt, or a late first one: it has what is left of the client's time, and goes on with what was begun.
+    /// Get ready for another attempt, or a late first one: it has what is left of the client's
+    /// time, and goes on with what was begun.
     pub fn prepare_again(&mut self) -> Result<(), RouteError> {
         let waited_ms = ms_since(self.record.started);
         if self.ends_at().is_some_and(|end| end <= Instant::now()) {

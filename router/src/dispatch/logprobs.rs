@@ -1,8 +1,10 @@
-//! Input logprobs of a pair's answer: the prefill leg has them, the client is given the decode leg's words.
+//! Input logprobs of a pair's answer: the prefill leg has them, the client is given the decode
+//! leg's words.
 //!
-//! `/generate` with `return_logprob` only. A whole answer is merged item by item. In a stream, the prefill leg's go in
-//! front of those in the first event; streams of several answers pass as they are. Held for it: the prefill leg's words
-//! (`attempt` bounds them) and one event. What is no JSON, or no such JSON, passes as it is.
+//! `/generate` with `return_logprob` only. A whole answer is merged item by item. In a stream, the
+//! prefill leg's go in front of those in the first event; streams of several answers pass as they
+//! are. Held for it: the prefill leg's words (`attempt` bounds them) and one event. What is no
+//! JSON, or no such JSON, passes as it is.
 
 use std::time::Duration;
 
@@ -15,7 +17,8 @@ use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::response::sse::comments_len;
 
 const FIELD: &str = "input_token_logprobs";
-/// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits this long for it.
+/// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits
+/// this long for it.
 const STREAM_WAIT: Duration = Duration::from_secs(2);
 
 /// `opened` with the prefill leg's input logprobs, if it says them within `limit`.

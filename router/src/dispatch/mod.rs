@@ -1,14 +1,15 @@
-//! From a parsed request to an answer that can be committed to: choose, send, and try again where that can help.
+//! From a parsed request to an answer that can be committed to: choose, send, and try again where
+//! that can help.
 //!
 //! The life of a request:
 //!
 //! 1. one attempt: a leg to one worker (`single`), or to a pair (disaggregated);
-//! 2. it fails: by the failure's class (router-core's `retry`), the attempts and the fleet's budget another is made, after a
-//!    pause if there is no untried worker or the worker asked for less;
+//! 2. it fails: by the failure's class (router-core's `retry`), the attempts and the fleet's budget
+//!    another is made, after a pause if there is no untried worker or the worker asked for less;
 //! 3. the leg opens: its answer is relayed, a pair's prefill leg goes along until the answer ends.
 //!
-//! Invariants: nothing has reached the client before step 3, so every retry is invisible; a dropped future (the client
-//! left) drops all legs.
+//! Invariants: nothing has reached the client before step 3, so every retry is invisible; a dropped
+//! future (the client left) drops all legs.
 
 /// State of the whole router.
 pub(crate) mod app;

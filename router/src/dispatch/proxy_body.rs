@@ -1,12 +1,17 @@
-//! The body of an answer to a client: a worker's pieces pass through, and everything the request holds hangs on it.
+//! The body of an answer to a client: a worker's pieces pass through, and everything the request
+//! holds hangs on it.
 //!
 //! 1. `ProxyBody::new` with the request and what the leg already read, and the rest of the answer;
-//! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
-//! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
-//! 4. or, where the worker reports the tokens behind the text (failover.rs), another one is asked to go on: the client sees a
-//!    pause, with comments that keep its connection alive. It waits for its turn and for a worker (pacing.rs), and is given
-//!    up only after --retry-max-retries attempts without a token of progress;
-//! 5. dropped before that (the client left): the guards close both legs' connections and free the load.
+//! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing
+//!    piles up here;
+//! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one
+//!    error event and [DONE];
+//! 4. or, where the worker reports the tokens behind the text (failover.rs), another one is asked
+//!    to go on: the client sees a pause, with comments that keep its connection alive. It waits for
+//!    its turn and for a worker (pacing.rs), and is given up only after --retry-max-retries
+//!    attempts without a token of progress;
+//! 5. dropped before that (the client left): the guards close both legs' connections and free the
+//!    load.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -41,11 +46,12 @@ use crate::workers::registry::selection::ExcludedWorkers;
 use crate::workers::worker::WorkerState;
 
 const DONE: &[u8] = b"\ndata: [DONE]\n\n";
-/// A silent worker of a stream that another could resume is looked up, and probed, this often: its health checks may
-/// have failed.
+/// A silent worker of a stream that another could resume is looked up, and probed, this often: its
+/// health checks may have failed.
 const LOOK_UP: Duration = Duration::from_secs(2);
 
-/// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
+/// The answer broke and cannot be mended by an event: the connection to the client is cut, so that
+/// it sees the break.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct TruncatedResponse(RouteError);
@@ -324,7 +330,8 @@ impl ProxyBody {
         self.fail(StreamFailure::Theirs(broken), code);
     }
 
-    /// Nothing more comes from this worker. Returns the error if only a cut connection can tell the client.
+    /// Nothing more comes from this worker. Returns the error if only a cut connection can tell the
+    /// client.
     fn fail(
         &mut self,
         mut words: StreamFailure,

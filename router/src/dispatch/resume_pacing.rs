@@ -1,7 +1,9 @@
-//! Waits of an attempt: for its turn among the interrupted streams, and for a worker while none can be chosen.
+//! Waits of an attempt: for its turn among the interrupted streams, and for a worker while none can
+//! be chosen.
 //!
-//! An accepted stream (its answer has opened) is never refused a turn, and no retry budget applies to it. A request without an
-//! answer holds a place of --queue-size while it waits. Dropping the future (the client left) gives turn and place back.
+//! An accepted stream (its answer has opened) is never refused a turn, and no retry budget applies
+//! to it. A request without an answer holds a place of --queue-size while it waits. Dropping the
+//! future (the client left) gives turn and place back.
 
 use std::time::Duration;
 
@@ -13,7 +15,8 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::context::RequestContext;
 use crate::error::RouteError;
 
-/// A circuit closes, and a refused connection is accepted again, without a change of the fleet: look again after this.
+/// A circuit closes, and a refused connection is accepted again, without a change of the fleet:
+/// look again after this.
 const RECHECK: Duration = Duration::from_secs(1);
 
 /// A turn to attempt an answer; the next stream gets it when this is dropped.
@@ -64,7 +67,8 @@ pub struct WorkerWait {
 }
 
 impl WorkerWait {
-    /// Wait for a change of the fleet. False: there is nothing to wait for, or --worker-wait-timeout-secs have passed.
+    /// Wait for a change of the fleet. False: there is nothing to wait for, or
+    /// --worker-wait-timeout-secs have passed.
     pub async fn for_change(
         wait: &mut Option<Self>,
         app: &AppState,

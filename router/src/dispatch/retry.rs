@@ -1,4 +1,5 @@
-//! Attempts until an answer opens: which failures are tried again, how often, and after which pause.
+//! Attempts until an answer opens: which failures are tried again, how often, and after which
+//! pause.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -146,7 +147,8 @@ fn model_not_found(
     is_missing.then_some(RouteError::ModelNotFound { model, role })
 }
 
-/// True if another attempt may help. A failure that may be the request's own fault gets one second opinion.
+/// True if another attempt may help. A failure that may be the request's own fault gets one second
+/// opinion.
 fn may_retry(
     app: &AppState,
     failure: &AttemptError,
@@ -161,7 +163,8 @@ fn may_retry(
         }
         RetryClass::Unexplained => !std::mem::replace(had_second_opinion, true),
         RetryClass::Broken | RetryClass::Leaving => true,
-        // No other worker is left to ask, and this one asks for more time than a client is kept waiting for.
+        // No other worker is left to ask, and this one asks for more time than a client is kept
+        // waiting for.
         RetryClass::Overloaded => {
             has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
         }
@@ -181,8 +184,9 @@ pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
     has_tries
 }
 
-/// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is paced, if there is a place in
-/// the queue: to the budget, the end of a busy worker looks like a storm of retries.
+/// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is
+/// paced, if there is a place in the queue: to the budget, the end of a busy worker looks like a
+/// storm of retries.
 fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptError) -> bool {
     if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;

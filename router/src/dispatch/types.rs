@@ -18,7 +18,8 @@ use crate::workers::registry::selection::Selection;
 /// Attempt failed: at a worker, or because no worker could be chosen.
 pub enum AttemptFailure {
     Failed(AttemptError),
-    /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided for that.
+    /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided
+    /// for that.
     Stale(AttemptError),
     Error(RouteError),
 }

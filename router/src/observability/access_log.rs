@@ -1,4 +1,5 @@
-//! Record of one request: becomes one log line and its metrics when the answer's body ends, however it ends.
+//! Record of one request: becomes one log line and its metrics when the answer's body ends, however
+//! it ends.
 
 use std::sync::Arc;
 

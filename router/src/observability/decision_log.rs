@@ -1,10 +1,12 @@
 //! `--decision-log`: the journal's lines on disk, written by a thread of their own.
 //!
-//! 1. a decision puts its line into a queue, under the lock that gives it its number. The queue is bounded in lines and
-//!    bytes; a full one drops the line and counts it: a request never waits for a disk, and the gap in the numbers shows;
+//! 1. a decision puts its line into a queue, under the lock that gives it its number. The queue is
+//!    bounded in lines and bytes; a full one drops the line and counts it: a request never waits
+//!    for a disk, and the gap in the numbers shows;
 //! 2. the thread writes, and flushes whenever the queue is empty;
-//! 3. a file that has reached --decision-log-max-bytes becomes PATH.1, that one PATH.2, up to --decision-log-files; each
-//!    begins with the header of the run. Replay takes them all, oldest first.
+//! 3. a file that has reached --decision-log-max-bytes becomes PATH.1, that one PATH.2, up to
+//!    --decision-log-files; each begins with the header of the run. Replay takes them all, oldest
+//!    first.
 
 use std::fs::{File, OpenOptions, rename};
 use std::io::{self, BufWriter, Write};
@@ -52,7 +54,8 @@ pub struct LogWriter {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Open the first file, start the thread. `counts` is by result: written, dropped (the queue was full), failed (the disk).
+/// Open the first file, start the thread. `counts` is by result: written, dropped (the queue was
+/// full), failed (the disk).
 pub fn start(
     place: LogLocation,
     flags: Vec<String>,
@@ -235,7 +238,8 @@ fn create(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).open(path)
 }
 
-/// PATH becomes PATH.1, PATH.1 becomes PATH.2, and so on; `files` in all, the last one is overwritten.
+/// PATH becomes PATH.1, PATH.1 becomes PATH.2, and so on; `files` in all, the last one is
+/// overwritten.
 fn shift(path: &Path, files: u32) -> io::Result<()> {
     for number in (1..files).rev() {
         let (from, to) = (numbered(path, number - 1), numbered(path, number));

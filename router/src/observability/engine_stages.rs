@@ -1,6 +1,8 @@
-//! Times an engine reports of a request's way to its first token: the header `x-baton-stages` of its answers.
+//! Times an engine reports of a request's way to its first token: the header `x-baton-stages` of
+//! its answers.
 //!
-//! 1. `dispatch::attempt` takes the header off a worker's answer: it is meant for routers, not for clients;
+//! 1. `dispatch::attempt` takes the header off a worker's answer: it is meant for routers, not for
+//!    clients;
 //! 2. the leg in the request's timeline keeps it (request_timeline.rs);
 //! 3. a decode worker's pull is added to its pair's traffic (pair_traffic.rs).
 

@@ -1,11 +1,13 @@
-//! Explanations for people: worker names in the place of ids, and what a client may ask for with `x-baton-explain`.
+//! Explanations for people: worker names in the place of ids, and what a client may ask for with
+//! `x-baton-explain`.
 //!
-//! * `x-baton-explain: 1`: the request is served as always; the answer has the decision in a header of the same name, and
-//!   GET /v1/requests/{id} has every candidate with its terms;
-//! * `x-baton-explain: dry-run`: the request is read and decided, nothing is sent; the answer is the explanation.
+//! * `x-baton-explain: 1`: the request is served as always; the answer has the decision in a header
+//!   of the same name, and GET /v1/requests/{id} has every candidate with its terms;
+//! * `x-baton-explain: dry-run`: the request is read and decided, nothing is sent; the answer is
+//!   the explanation.
 //!
-//! Both show the fleet. With --control-plane-api-keys a dry run therefore needs such a key, and the header is not sent:
-//! GET /v1/requests/{id}, which needs one too, has the rest.
+//! Both show the fleet. With --control-plane-api-keys a dry run therefore needs such a key, and the
+//! header is not sent: GET /v1/requests/{id}, which needs one too, has the rest.
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderName, HeaderValue};

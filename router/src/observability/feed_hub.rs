@@ -1,9 +1,12 @@
-//! Feed of the fleet's state to web pages (`GET /ui/feed`): server-sent events, one shared snapshot per second.
+//! Feed of the fleet's state to web pages (`GET /ui/feed`): server-sent events, one shared snapshot
+//! per second.
 //!
 //! 1. a page joins: it gets the latest snapshot at once; the first page starts the ticker;
-//! 2. the ticker renders a snapshot each `PERIOD`, once for all pages. A page that reads slowly skips snapshots: only the
-//!    latest one waits for it. The events keep the connection alive: there is one each second;
-//! 3. a page leaves: its place is free. The ticker ends with the last page, and nothing is computed for none;
+//! 2. the ticker renders a snapshot each `PERIOD`, once for all pages. A page that reads slowly
+//!    skips snapshots: only the latest one waits for it. The events keep the connection alive:
+//!    there is one each second;
+//! 3. a page leaves: its place is free. The ticker ends with the last page, and nothing is computed
+//!    for none;
 //! 4. the router drains: each page gets a last snapshot, and its stream ends.
 
 use std::convert::Infallible;
@@ -21,7 +24,8 @@ use crate::error::RouteError;
 
 /// Pause between two snapshots.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Most pages that listen at once: each costs a connection and a copy of the snapshot to the socket per second.
+/// Most pages that listen at once: each costs a connection and a copy of the snapshot to the socket
+/// per second.
 pub const MAX_CLIENTS: usize = 64;
 
 /// Event of the feed, rendered once.
@@ -74,8 +78,8 @@ impl FeedHub {
         }
     }
 
-    /// Take a place, and start the ticker if it does not run. `render` returns a snapshot as JSON and whether it is the
-    /// last one, or `None` to end at once.
+    /// Take a place, and start the ticker if it does not run. `render` returns a snapshot as JSON
+    /// and whether it is the last one, or `None` to end at once.
     pub fn join(
         self: &Arc<Self>,
         render: impl FnMut() -> Option<(Vec<u8>, bool)> + Send + 'static,

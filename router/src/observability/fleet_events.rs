@@ -1,4 +1,5 @@
-//! Recent events of the fleet for the web page: workers that come, go or change state, and answers that were resumed.
+//! Recent events of the fleet for the web page: workers that come, go or change state, and answers
+//! that were resumed.
 //!
 //! Bounded: the last `KEPT` events; each detail is cut at `MAX_DETAIL` bytes.
 

@@ -1,7 +1,7 @@
 //! Every metric: one table with name, kind, labels and help; docs/metrics.md is printed from it.
 //!
-//! Counters and histograms are written where things happen; gauges about workers are read from the registry when
-//! /metrics is scraped, so they cannot drift.
+//! Counters and histograms are written where things happen; gauges about workers are read from the
+//! registry when /metrics is scraped, so they cannot drift.
 
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
@@ -11,8 +11,8 @@ use router_core::{PrefillForecast, Role};
 
 use crate::observability::request_timeline::StageTimes;
 
-/// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
-/// since alerts name them.
+/// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds
+/// have four digits, since alerts name them.
 fn seconds_buckets() -> Vec<f64> {
     (0..35)
         .map(|i| {

@@ -1,4 +1,5 @@
-//! KV traffic of each pair of prefill and decode worker, as decode workers report it: for the web page.
+//! KV traffic of each pair of prefill and decode worker, as decode workers report it: for the web
+//! page.
 //!
 //! 1. a decode leg opens: its pull is added to the pair's sums (disaggregated);
 //! 2. an attempt fails for a reason that is the transfer's or P's: it is counted with its reason;

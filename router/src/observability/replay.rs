@@ -1,7 +1,8 @@
-//! `baton replay LOG…`: a decision log decided again (router-core's `replay`), with other flags if any are given.
+//! `baton replay LOG…`: a decision log decided again (router-core's `replay`), with other flags if
+//! any are given.
 //!
-//! The flags of the log's header come first, those of the command line after them: of a flag given twice the last counts,
-//! so everything that is not given is as it was.
+//! The flags of the log's header come first, those of the command line after them: of a flag given
+//! twice the last counts, so everything that is not given is as it was.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, stdin};
@@ -25,7 +26,8 @@ struct Opened {
     lines: Box<dyn BufRead>,
 }
 
-/// `args` behind the word replay. Returns text for standard output and the exit code, or a complaint.
+/// `args` behind the word replay. Returns text for standard output and the exit code, or a
+/// complaint.
 pub fn run(args: &[String]) -> Result<(String, i32), String> {
     let is_flag = |arg: &&String| arg.starts_with("--");
     let files = args.iter().take_while(|arg| !is_flag(arg));

@@ -1,8 +1,9 @@
 //! --max-concurrent-requests: places for running requests, and a bounded queue in front of them.
 //!
-//! With --rate-limit-tokens-per-second the places are tokens of a bucket, as in SGLang's router: taken by a request, given
-//! back at its end, and added at that rate while the bucket is not full. So --max-concurrent-requests bounds a burst, and
-//! a flow of that many per second passes however long its answers take.
+//! With --rate-limit-tokens-per-second the places are tokens of a bucket, as in SGLang's router:
+//! taken by a request, given back at its end, and added at that rate while the bucket is not full.
+//! So --max-concurrent-requests bounds a burst, and a flow of that many per second passes however
+//! long its answers take.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,7 +66,8 @@ impl AdmissionController {
         }
     }
 
-    /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are taken.
+    /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are
+    /// taken.
     pub fn queue_place(&self, metrics: &RouterMetrics) -> Option<QueuePlace> {
         let place = self.queue.clone().try_acquire_owned().ok()?;
         Some(QueuePlace { _place: place, _shown: Shown::new(&metrics.queued) })
@@ -112,8 +114,9 @@ impl AdmissionController {
     }
 }
 
-/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have come in the meantime.
-/// Ended requests give theirs back to a bucket that may have been filled: it never keeps more than its size.
+/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have
+/// come in the meantime. Ended requests give theirs back to a bucket that may have been filled: it
+/// never keeps more than its size.
 fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
     let whole = owed.floor();
     *owed -= whole;

@@ -1,10 +1,10 @@
-//! Memory of request bodies (--max-total-body-bytes): a body takes its bytes as they arrive and gives them back when the
-//! last slice of it is dropped.
+//! Memory of request bodies (--max-total-body-bytes): a body takes its bytes as they arrive and
+//! gives them back when the last slice of it is dropped.
 //!
-//! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken as they arrive and not
-//! as announced: a client that announces a long body and sends nothing takes no memory from others. Bodies that
-//! grow past the limit together are refused one by one, and each refusal frees what the others need, so some of them
-//! always complete.
+//! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken
+//! as they arrive and not as announced: a client that announces a long body and sends nothing takes
+//! no memory from others. Bodies that grow past the limit together are refused one by one, and each
+//! refusal frees what the others need, so some of them always complete.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,5 +1,5 @@
-//! Threads for work on large bodies: parsing, hashing and reading token ids of 20 MB take up to 50 ms, and while one of
-//! the event loop's threads does it, streams that it serves stand still.
+//! Threads for work on large bodies: parsing, hashing and reading token ids of 20 MB take up to 50
+//! ms, and while one of the event loop's threads does it, streams that it serves stand still.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -10,12 +10,13 @@ use tokio::task::spawn_blocking;
 
 use crate::error::RouteError;
 
-/// Bodies up to this size are worked on where they are: at 0.3 (plain text) to 2 ns (escapes, token ids) a byte that takes
-/// half a millisecond at most, about as long as a hop to another thread may take on a busy machine [bytes].
+/// Bodies up to this size are worked on where they are: at 0.3 (plain text) to 2 ns (escapes, token
+/// ids) a byte that takes half a millisecond at most, about as long as a hop to another thread may
+/// take on a busy machine [bytes].
 const INLINE_BYTES: usize = 256 << 10;
 
-/// Half of the machine's cores, at least one, work on large bodies at a time; the other requests' work waits in the order
-/// in which it came. Its memory is bounded by --max-total-body-bytes.
+/// Half of the machine's cores, at least one, work on large bodies at a time; the other requests'
+/// work waits in the order in which it came. Its memory is bounded by --max-total-body-bytes.
 pub struct BodyThreads {
     places: Arc<Semaphore>,
 }
@@ -28,8 +29,8 @@ impl Default for BodyThreads {
 }
 
 impl BodyThreads {
-    /// Returns what `work` returns, which reads `bytes` bytes of a body. If the future is dropped while it runs, it runs to
-    /// its end for nothing.
+    /// Returns what `work` returns, which reads `bytes` bytes of a body. If the future is dropped
+    /// while it runs, it runs to its end for nothing.
     pub async fn run<T: Send + 'static>(
         &self,
         bytes: usize,

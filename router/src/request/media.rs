@@ -1,6 +1,8 @@
-//! Images, sound and files inside a prompt: base64, a megabyte of which is a few hundred tokens to a worker.
+//! Images, sound and files inside a prompt: base64, a megabyte of which is a few hundred tokens to
+//! a worker.
 //!
-//! Routing counts each as `MEDIA_BYTES` of text, made from a hash of it, so that equal images still share a prefix.
+//! Routing counts each as `MEDIA_BYTES` of text, made from a hash of it, so that equal images still
+//! share a prefix.
 
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -8,13 +10,15 @@ use std::sync::LazyLock;
 use memchr::memmem::Finder;
 use router_core::PromptBlocks;
 
-/// Text that stands for one image [bytes]: 512 tokens at the usual ratio, between the 256 and 1500 of today's models.
+/// Text that stands for one image [bytes]: 512 tokens at the usual ratio, between the 256 and 1500
+/// of today's models.
 const MEDIA_BYTES: usize = 2048;
 /// Shorter data of a `data:` URL counts as text [bytes].
 const MIN_DATA_URL: usize = 1 << 10;
 /// Shorter base64 outside of a `data:` URL counts as text [bytes].
 const MIN_BASE64: usize = 16 << 10;
-/// Base64 of this length has nearly all of its 64 characters; a long word, a number or a genome has not.
+/// Base64 of this length has nearly all of its 64 characters; a long word, a number or a genome has
+/// not.
 const MIN_CHARACTERS: usize = 48;
 
 /// Begins the data of a `data:` URL.

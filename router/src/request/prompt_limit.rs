@@ -1,7 +1,9 @@
-//! The longest prompt that workers take. A request whose prompt is longer is refused before any worker receives it.
+//! The longest prompt that workers take. A request whose prompt is longer is refused before any
+//! worker receives it.
 //!
-//! Our engines announce the limit in /get_server_info (docs/protocol.md §2) and apply the same rule, through
-//! `baton._native`, to requests that reach them directly. Workers that announce nothing limit nothing.
+//! Our engines announce the limit in /get_server_info (docs/protocol.md §2) and apply the same
+//! rule, through `baton._native`, to requests that reach them directly. Workers that announce
+//! nothing limit nothing.
 
 use std::num::NonZeroU64;
 
@@ -15,8 +17,9 @@ use crate::request::body::{ApiKind, BodyIndex};
 /// Most bytes of JSON for one character: an escaped surrogate pair, `\ud83d\ude00`.
 const JSON_BYTES_PER_CHAR: u64 = 12;
 
-/// Most JSON beside the prompt, and the part of that for each token of the context, since an answer that is resumed
-/// comes with its ids: 4 MiB of tools or options take an engine up to 50 ms to read, and all its streams wait [bytes].
+/// Most JSON beside the prompt, and the part of that for each token of the context, since an answer
+/// that is resumed comes with its ids: 4 MiB of tools or options take an engine up to 50 ms to
+/// read, and all its streams wait [bytes].
 const REST_BYTES: u64 = 4 << 20;
 const REST_BYTES_PER_TOKEN: u64 = 8;
 
@@ -47,8 +50,8 @@ impl PromptLimit {
         Self { tokens: self.tokens.min(other.tokens), chars: self.chars.min(other.chars) }
     }
 
-    /// Most JSON of a conversation. Templates may drop text, so its characters are not compared with `chars`, which
-    /// would fill the context several times over [bytes].
+    /// Most JSON of a conversation. Templates may drop text, so its characters are not compared
+    /// with `chars`, which would fill the context several times over [bytes].
     fn message_bytes(self) -> u64 {
         self.chars.saturating_mul(JSON_BYTES_PER_CHAR)
     }
@@ -73,8 +76,8 @@ pub enum OversizedBody {
 }
 
 impl OversizedBody {
-    /// The first part of `body` that exceeds `limit`. Cost: one pass over the prompt's JSON where that is longer than
-    /// the limit; else nothing.
+    /// The first part of `body` that exceeds `limit`. Cost: one pass over the prompt's JSON where
+    /// that is longer than the limit; else nothing.
     pub fn find(scan: &BodyIndex, body: &[u8], api: ApiKind, limit: PromptLimit) -> Option<Self> {
         let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
         let size = match api {

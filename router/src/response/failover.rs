@@ -1,15 +1,20 @@
-//! A stream that goes on when its worker dies: what the client has of it, and what is asked of another to say the rest.
+//! A stream that goes on when its worker dies: what the client has of it, and what is asked of
+//! another to say the rest.
 //!
-//! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event of each write: the
-//!    tokens that are out with the events so far (docs/protocol.md §2);
-//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of what passed;
-//! 3. the worker breaks off: the same body with `baton_resume` goes to another one (`dispatch::proxy_body`), whose stream passes here too.
+//! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event
+//!    of each write: the tokens that are out with the events so far (docs/protocol.md §2);
+//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of what
+//!    passed;
+//! 3. the worker breaks off: the same body with `baton_resume` goes to another one
+//!    (`dispatch::proxy_body`), whose stream passes here too.
 //!
-//! Invariant: a token is remembered if and only if its event went to the client whole. Events whose tokens are not known
-//! yet (those before the comment of their write, and a last write without [DONE]) wait here.
+//! Invariant: a token is remembered if and only if its event went to the client whole. Events whose
+//! tokens are not known yet (those before the comment of their write, and a last write without
+//! [DONE]) wait here.
 //!
-//! Memory: the request's body and 4 bytes per token and stream, of all streams together at most --failover-max-bytes; what
-//! does not fit passes, and cannot be resumed. Cost of an event, the usual case: about 0.2 µs, no allocation.
+//! Memory: the request's body and 4 bytes per token and stream, of all streams together at most
+//! --failover-max-bytes; what does not fit passes, and cannot be resumed. Cost of an event, the
+//! usual case: about 0.2 µs, no allocation.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -37,7 +42,8 @@ const MAX_WAITING: usize = MAX_EVENT;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
-    /// More than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event of more than `MAX_EVENT`.
+    /// More than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event of more than
+    /// `MAX_EVENT`.
     TooLong,
     /// --failover-max-bytes.
     Memory,

@@ -1,8 +1,10 @@
-//! An answer to a stream request that takes its time: the head and comments now, the answer when it opens.
+//! An answer to a stream request that takes its time: the head and comments now, the answer when it
+//! opens.
 //!
-//! A prompt may wait in a queue longer than a proxy keeps a silent connection. After --sse-keepalive-secs the client gets
-//! its 200 and a comment, again every so often, while dispatch still works on the request and may still retry: comments
-//! are no answer. What then comes as an error with a status becomes an error event.
+//! A prompt may wait in a queue longer than a proxy keeps a silent connection. After
+//! --sse-keepalive-secs the client gets its 200 and a comment, again every so often, while dispatch
+//! still works on the request and may still retry: comments are no answer. What then comes as an
+//! error with a status becomes an error event.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -136,7 +138,8 @@ impl Body for KeepAliveBody {
     }
 }
 
-/// A JSON body as one event; its line ends, which JSON allows between values only, would end the event's line.
+/// A JSON body as one event; its line ends, which JSON allows between values only, would end the
+/// event's line.
 fn event_of(json: &[u8]) -> Bytes {
     let line = json.iter().map(|b| match b {
         b'\n' | b'\r' => b' ',

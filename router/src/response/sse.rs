@@ -1,11 +1,12 @@
 //! Streams of server-sent events, from a worker's pieces to what the client gets.
 //!
-//! 1. [`EventSplitter`] cuts what arrives into runs of whole events, so that a break never leaves half an event with the
-//!    client. Nearly every piece is such a run and passes as it is;
+//! 1. [`EventSplitter`] cuts what arrives into runs of whole events, so that a break never leaves
+//!    half an event with the client. Nearly every piece is such a run and passes as it is;
 //! 2. a leg looks for an error in the first run, or in all of them ([`from_error`]);
 //! 3. failover.rs takes the comments for the router out;
-//! 4. [`StreamTail`] remembers the last few pieces (they are reference counted, not copied) and looks at them when the
-//!    stream ends, to know whether it had been finished. Nothing is parsed while it runs.
+//! 4. [`StreamTail`] remembers the last few pieces (they are reference counted, not copied) and
+//!    looks at them when the stream ends, to know whether it had been finished. Nothing is parsed
+//!    while it runs.
 
 use std::collections::VecDeque;
 
@@ -32,7 +33,8 @@ pub struct EventSplitter {
 }
 
 impl EventSplitter {
-    /// Take a piece; returns the events that are whole with it. An event longer than `MAX_EVENT` comes in parts.
+    /// Take a piece; returns the events that are whole with it. An event longer than `MAX_EVENT`
+    /// comes in parts.
     pub fn push(&mut self, piece: Bytes) -> Option<Bytes> {
         if self.part.is_empty() {
             let end = run_len(&piece, 0);
@@ -53,7 +55,8 @@ impl EventSplitter {
         std::mem::take(&mut self.part)
     }
 
-    /// The worker ended the stream properly: its last event, if only the blank line behind it is missing.
+    /// The worker ended the stream properly: its last event, if only the blank line behind it is
+    /// missing.
     pub fn finish(&mut self) -> Option<Bytes> {
         match self.part.ends_with(b"\n") {
             true => self.push(Bytes::from_static(b"\n")),
@@ -62,8 +65,8 @@ impl EventSplitter {
     }
 }
 
-/// Length of the whole events in front, or of all if it is too long to wait. A search that saw the first `seen` bytes
-/// found none there.
+/// Length of the whole events in front, or of all if it is too long to wait. A search that saw the
+/// first `seen` bytes found none there.
 fn run_len(text: &[u8], seen: usize) -> usize {
     let is_blank = |at: &usize| {
         let before = text[..*at].strip_suffix(b"\r").unwrap_or(&text[..*at]);

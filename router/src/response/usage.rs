@@ -1,17 +1,18 @@
 //! Usage that a worker counted, read from the end of its answer without parsing it.
 //!
-//! Engines write `"prompt_tokens":12` and the like near the end: in OpenAI's `usage`, or in /generate's `meta_info`. The
-//! names are looked for as bytes, last one first. Text that the model wrote cannot be mistaken for them: inside a JSON
-//! string the quotes are escaped.
+//! Engines write `"prompt_tokens":12` and the like near the end: in OpenAI's `usage`, or in
+//! /generate's `meta_info`. The names are looked for as bytes, last one first. Text that the model
+//! wrote cannot be mistaken for them: inside a JSON string the quotes are escaped.
 
 use bytes::Bytes;
 use router_core::TokenUsage;
 
-/// How much of an answer's end is looked at [bytes]: a usage object is about 200, an event of /generate about 400 and its
-/// text.
+/// How much of an answer's end is looked at [bytes]: a usage object is about 200, an event of
+/// /generate about 400 and its text.
 const LOOKED_AT: usize = 4096;
 
-/// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most `LOOKED_AT` bytes.
+/// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most
+/// `LOOKED_AT` bytes.
 pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<TokenUsage> {
     let (mut last, mut len) = (Vec::new(), 0);
     for piece in pieces.rev() {

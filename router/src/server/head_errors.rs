@@ -1,8 +1,10 @@
-//! JSON for the errors that hyper answers itself: requests that are no HTTP, and heads beyond a limit.
+//! JSON for the errors that hyper answers itself: requests that are no HTTP, and heads beyond a
+//! limit.
 //!
-//! hyper has no hook for these answers. Each is one write of a head with the status 400, 414 or 431, without a body and,
-//! unlike every answer of the routes, without `x-request-id`. Here such a write gets both. An answer that hyper appends to
-//! one that is not yet written (pipelined requests) stays as it is.
+//! hyper has no hook for these answers. Each is one write of a head with the status 400, 414 or
+//! 431, without a body and, unlike every answer of the routes, without `x-request-id`. Here such a
+//! write gets both. An answer that hyper appends to one that is not yet written (pipelined
+//! requests) stays as it is.
 
 use std::io;
 use std::pin::Pin;
@@ -23,7 +25,8 @@ pub const MAX_HEADERS: usize = 100;
 const MAX_TARGET_BYTES: usize = 65_534;
 const NO_BODY: &str = "content-length: 0\r\n";
 
-/// A client's HTTP/1 connection: bare errors get bodies, and the timer of heads learns of what is read.
+/// A client's HTTP/1 connection: bare errors get bodies, and the timer of heads learns of what is
+/// read.
 pub struct HeadErrors<S> {
     stream: S,
     /// Rest of an answer that is written in the place of a bare one.

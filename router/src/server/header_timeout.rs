@@ -1,5 +1,6 @@
-//! How long an HTTP/1 client may take over a request's head: hyper has one timer for that, which begins when the
-//! connection begins to wait. Here a connection may lie idle for one time and take another, shorter one from the first byte.
+//! How long an HTTP/1 client may take over a request's head: hyper has one timer for that, which
+//! begins when the connection begins to wait. Here a connection may lie idle for one time and take
+//! another, shorter one from the first byte.
 
 use std::pin::Pin;
 use std::sync::Arc;

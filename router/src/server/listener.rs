@@ -2,10 +2,14 @@
 //!
 //! The life of a connection:
 //!
-//! 1. accepted when there is a place (--max-connections); until then it waits in the kernel's queue;
-//! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say (prior knowledge);
-//! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes nothing of its answer;
-//! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while the connection is well;
+//! 1. accepted when there is a place (--max-connections); until then it waits in the kernel's
+//!    queue;
+//! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say
+//!    (prior knowledge);
+//! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes
+//!    nothing of its answer;
+//! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while
+//!    the connection is well;
 //! 5. the router stops: idle connections close, others after their requests.
 
 use std::convert::Infallible;
@@ -41,15 +45,18 @@ use crate::transport::socket::tune_client;
 use crate::transport::tls::HTTP_2;
 use crate::transport::tls_reload::ClientTls;
 
-/// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its 431 [bytes].
+/// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its
+/// 431 [bytes].
 const HEAD_SLACK: usize = 8 << 10;
 /// How long a client may take over its TLS handshake (nginx: 60 s, which no client needs).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Out of file descriptors: wait for some to be closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Pause between two warnings that connections cannot be accepted, which is tried 20 times a second.
+/// Pause between two warnings that connections cannot be accepted, which is tried 20 times a
+/// second.
 const ACCEPT_WARNING_PAUSE: Duration = Duration::from_secs(1);
-/// Pause between two warnings that all places are taken: a full router takes a new client whenever one leaves.
+/// Pause between two warnings that all places are taken: a full router takes a new client whenever
+/// one leaves.
 const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
 const PREFACE: &[u8] = b"PRI ";
@@ -213,7 +220,8 @@ async fn run(
     }
 }
 
-/// Peek at the first bytes; they stay in the socket. `None`: the client left, or is cut for its silence.
+/// Peek at the first bytes; they stay in the socket. `None`: the client left, or is cut for its
+/// silence.
 async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool> {
     let mut first = [0; PREFACE.len()];
     let idle = terms.limits.idle_timeout();
@@ -335,7 +343,8 @@ impl Streams {
     fn open(&self) -> Arc<Stream> {
         let stream = Arc::new(Stream::default());
         let mut open = self.0.lock();
-        // At most as many live at once as --http2-max-streams; the dead ones go here and every round.
+        // At most as many live at once as --http2-max-streams; the dead ones go here and every
+        // round.
         if open.len() == open.capacity() {
             open.retain(|stream| stream.strong_count() > 0);
         }

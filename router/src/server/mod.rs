@@ -2,9 +2,11 @@
 //!
 //! Shutdown (SIGTERM, SIGINT):
 //!
-//! 1. /readyz says 503; for --shutdown-delay-ms new connections are still taken, so that load balancers can notice;
+//! 1. /readyz says 503; for --shutdown-delay-ms new connections are still taken, so that load
+//!    balancers can notice;
 //! 2. the listener closes; idle connections close; requests in flight go on;
-//! 3. after --shutdown-grace-period-secs the workers' connections are cut: streams get an error event and [DONE];
+//! 3. after --shutdown-grace-period-secs the workers' connections are cut: streams get an error
+//!    event and [DONE];
 //! 4. exit 0. A second signal exits at once with 1.
 
 /// HTTP routes and handlers.
@@ -54,8 +56,8 @@ const AFTER_CUT: Duration = Duration::from_secs(2);
 /// A collector gets this long to take the spans of the last requests.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
-/// Parse `argv` (program name first), run the router until a signal stops it, return the exit code. `replay` as the first
-/// argument decides a log again instead.
+/// Parse `argv` (program name first), run the router until a signal stops it, return the exit code.
+/// `replay` as the first argument decides a log again instead.
 pub fn run(argv: Vec<String>) -> i32 {
     if argv.get(1).is_some_and(|word| word == "replay") {
         return match replay::run(&argv[2..]) {

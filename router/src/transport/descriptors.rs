@@ -1,7 +1,7 @@
 //! File descriptors: the limit of this process, and how many of them clients may take.
 //!
-//! A request needs a connection to its client and one to each of its workers. If clients could take all descriptors, every
-//! connection to a worker would fail, which says nothing about the worker.
+//! A request needs a connection to its client and one to each of its workers. If clients could take
+//! all descriptors, every connection to a worker would fail, which says nothing about the worker.
 
 use std::io;
 
@@ -27,7 +27,8 @@ pub fn raise_limit() -> Option<u64> {
     }
 }
 
-/// Connections that clients may hold at once: each leaves room for one connection to each of `legs` workers.
+/// Connections that clients may hold at once: each leaves room for one connection to each of `legs`
+/// workers.
 pub fn client_connections(limit: Option<u64>, wanted: usize, legs: u64) -> usize {
     let most = limit.map_or(u64::MAX, |limit| limit.saturating_sub(RESERVE) / (1 + legs));
     wanted.min(usize::try_from(most.max(1)).unwrap_or(usize::MAX))

@@ -15,7 +15,8 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     header::UPGRADE,
 ];
 
-/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110, 7.6.1).
+/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110,
+/// 7.6.1).
 pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
     let nominated: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)

@@ -1,9 +1,10 @@
-//! HTTPS for clients, and HTTPS with a certificate of our own to workers, from the files of the flags. `tls_reload` keeps them current.
+//! HTTPS for clients, and HTTPS with a certificate of our own to workers, from the files of the
+//! flags. `tls_reload` keeps them current.
 //!
 //! TLS 1.2 and 1.3 by rustls with ring. Clients choose HTTP/1.1 or HTTP/2 inside, workers are
-//! spoken to in HTTP/1.1. A worker's certificate must name the
-//! host of its URL, be it an address, and descend from --ca-cert-paths; the system's roots are not asked, since workers
-//! are no public sites.
+//! spoken to in HTTP/1.1. A worker's certificate must name the host of its URL, be it an address,
+//! and descend from --ca-cert-paths; the system's roots are not asked, since workers are no public
+//! sites.
 
 use std::sync::Arc;
 
@@ -73,7 +74,8 @@ pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String>
     Ok(Some(Arc::new(config)))
 }
 
-/// Unix seconds at which the certificates of the flags expire, by metric label; of a chain the earliest.
+/// Unix seconds at which the certificates of the flags expire, by metric label; of a chain the
+/// earliest.
 pub fn expiries(flags: &TlsFlags) -> Result<Vec<(&'static str, i64)>, String> {
     let chains = [
         ("server", "--tls-cert-path", &flags.tls_cert_path),

@@ -2,9 +2,11 @@
 //!
 //! 1. [`TlsFiles::open`] reads all files of the TLS flags; a mistake ends the start.
 //! 2. [`follow`] compares their content every [`POLL`] and, when it changed, rebuilds both sides.
-//! 3. New connections, from clients and to workers, use the newest that could be built; existing ones keep theirs.
+//! 3. New connections, from clients and to workers, use the newest that could be built; existing
+//!    ones keep theirs.
 //!
-//! Files that do not fit together, such as a new certificate beside the old key, change nothing: they are tried again at each poll.
+//! Files that do not fit together, such as a new certificate beside the old key, change nothing:
+//! they are tried again at each poll.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,7 +36,8 @@ pub struct WorkerTls {
 }
 
 impl WorkerTls {
-    /// Connector with the newest certificates, and the name that the certificate of `host` must have.
+    /// Connector with the newest certificates, and the name that the certificate of `host` must
+    /// have.
     pub fn connector(
         &self,
         host: &str,

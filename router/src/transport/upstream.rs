@@ -1,14 +1,18 @@
-//! HTTP/1.1 connections to one worker: connect, send, reuse, and close at once when the answer is no longer wanted.
+//! HTTP/1.1 connections to one worker: connect, send, reuse, and close at once when the answer is
+//! no longer wanted.
 //!
 //! The life of a connection:
 //!
-//! 1. `ConnectionPool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://) and spawns the task that drives it;
+//! 1. `ConnectionPool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://)
+//!    and spawns the task that drives it;
 //! 2. the request goes out; a [`Lease`] ties the connection to the answer;
-//! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task, which closes the socket.
+//! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task,
+//!    which closes the socket.
 //!
-//! Invariants: a connection carries one request at a time; an idle one older than `IDLE` is not used (it is below the
-//! engines' keep-alive, 5 s for uvicorn); a request is resent, once and on a new connection, only when a *reused*
-//! connection broke before any byte of the answer: the worker had closed it while it was idle.
+//! Invariants: a connection carries one request at a time; an idle one older than `IDLE` is not
+//! used (it is below the engines' keep-alive, 5 s for uvicorn); a request is resent, once and on a
+//! new connection, only when a *reused* connection broke before any byte of the answer: the worker
+//! had closed it while it was idle.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -36,7 +40,8 @@ use crate::transport::request_body::{BodySegments, SegmentBody};
 use crate::transport::socket::tune_upstream;
 use crate::transport::tls_reload::WorkerTls;
 
-/// How long a connection may lie idle and still be used; the field's value (smg: upstream-pool-idle-timeout-secs).
+/// How long a connection may lie idle and still be used; the field's value (smg:
+/// upstream-pool-idle-timeout-secs).
 const IDLE: Duration = Duration::from_secs(3);
 /// Idle connections kept per worker; more are closed.
 const MAX_IDLE: usize = 512;
@@ -115,8 +120,9 @@ impl ConnectionPool {
         self.heard.load(Ordering::Relaxed)
     }
 
-    /// Send one request and wait for the head of the answer. No timeout: the caller bounds it and may drop the future.
-    /// `on_sent` is called when a connection is there, and again if the request is sent once more on another.
+    /// Send one request and wait for the head of the answer. No timeout: the caller bounds it and
+    /// may drop the future. `on_sent` is called when a connection is there, and again if the
+    /// request is sent once more on another.
     pub async fn send(
         self: &Arc<Self>,
         head: &RequestHead,
@@ -137,7 +143,8 @@ impl ConnectionPool {
         self.exchange(connection, Keep::Yes, head, body).await
     }
 
-    /// Like `send`, on a new connection that is not kept: a health probe must see whether the worker still accepts.
+    /// Like `send`, on a new connection that is not kept: a health probe must see whether the
+    /// worker still accepts.
     pub async fn send_alone(
         self: &Arc<Self>,
         head: &RequestHead,
@@ -197,7 +204,8 @@ impl ConnectionPool {
             .map_err(|err| SendError::Connect(err.to_string()))?;
         let mut cut = self.cut.clone();
         let task = tokio::spawn(async move {
-            // An error of the driver also reaches the request that is on the connection, which reports it.
+            // An error of the driver also reaches the request that is on the connection, which
+            // reports it.
             tokio::select! {
                 _ = driver => {}
                 _ = cut.wait_for(|is_cut| *is_cut) => {}
@@ -242,8 +250,8 @@ impl ConnectionPool {
             if connection.sender.is_ready() {
                 return Some(connection);
             }
-            // Its answer was just read and its task has not taken note yet, or the worker is still reading a request it
-            // answered early. Only the first is worth the wait.
+            // Its answer was just read and its task has not taken note yet, or the worker is still
+            // reading a request it answered early. Only the first is worth the wait.
             match timeout(SETTLE, connection.sender.ready()).await {
                 Ok(Ok(())) => return Some(connection),
                 Ok(Err(_closed)) => {}
@@ -273,7 +281,8 @@ pub fn with_source(err: &dyn std::error::Error) -> String {
     }
 }
 
-/// Holds the connection while an answer is read. Dropped with the connection still in it, it closes the socket.
+/// Holds the connection while an answer is read. Dropped with the connection still in it, it closes
+/// the socket.
 struct Lease {
     connection: Option<Connection>,
     keep: Keep,

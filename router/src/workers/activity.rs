@@ -2,7 +2,8 @@
 
 use crate::workers::load_report::{LoadReport, TokenTotals};
 
-/// Shortest time between two reports from which a rate is computed: totals are a second old at most [ms].
+/// Shortest time between two reports from which a rate is computed: totals are a second old at most
+/// [ms].
 const MIN_SPAN_MS: u64 = 2_000;
 
 /// Tokens per second between two reports.

@@ -1,4 +1,5 @@
-//! The workers with what their tasks need: probes, discovery and cache events hold this, not the whole router.
+//! The workers with what their tasks need: probes, discovery and cache events hold this, not the
+//! whole router.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -2,14 +2,19 @@
 //!
 //! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
-//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
-//!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
-//!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
-//!    the probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs: `Unhealthy` now;
-//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may report it; vLLM's
-//!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
-//! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if shorter) until it is good: back to 2;
-//! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
+//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or
+//!    broken connection. Refused: `Unhealthy` now, since nothing listens there; other failures
+//!    count up to --health-failure-threshold; a request without an answer for
+//!    --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither the
+//!    probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs:
+//!    `Unhealthy` now;
+//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no
+//!    answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
+//!    adapters are added while they run;
+//! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if
+//!    shorter) until it is good: back to 2;
+//! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold
+//!    good ones, back to 2.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +41,8 @@ const MAX_DESCRIPTION: usize = 1 << 20;
 const SILENCE_PAUSE: Duration = Duration::from_secs(1);
 /// A silent worker has this long to answer a probe, for each failure of --health-failure-threshold.
 const SILENCE_STEP: Duration = Duration::from_millis(500);
-/// ... or this many times its slowest recent probe, if that is more: SGLang's /health takes a second when all is well.
+/// ... or this many times its slowest recent probe, if that is more: SGLang's /health takes a
+/// second when all is well.
 const SILENCE_FACTOR: u32 = 4;
 
 /// Outcome of a probe; a metric label.
@@ -46,7 +52,8 @@ enum Probe {
     Good,
     /// The worker answers that it drains.
     Draining,
-    /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none for long before.
+    /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none
+    /// for long before.
     Silent {
         reason: String,
         is_certain: bool,
@@ -109,7 +116,8 @@ async fn watch(
             return;
         };
         if fleet.config.health.disable_health_check {
-            // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
+            // Whatever is registered counts as healthy; what it tells about itself is still asked
+            // for, until it tells.
             let description = describe(&fleet, &worker).await;
             let is_described = description.is_some();
             fleet.registry.set_state(&worker, WorkerState::Ready, description);
@@ -136,7 +144,8 @@ async fn watch(
             }
         }
         drop(fleet);
-        // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
+        // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal
+        // aborts this task anyway.
         is_silent = tokio::select! {
             () = sleep(seen.pause) => false,
             () = worker.suspect.notified() => false,
@@ -173,7 +182,8 @@ impl Watch {
             Probe::Draining => {
                 fleet.registry.set_state(worker, WorkerState::Draining, None);
             }
-            // A rejected one may have been restarted with other flags, a draining one was undrained.
+            // A rejected one may have been restarted with other flags, a draining one was
+            // undrained.
             Probe::Good if change.is_some() || worker.state().awaits_admission() => {
                 admit(fleet, worker).await;
             }
@@ -225,7 +235,8 @@ fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
     seen.record(false)
 }
 
-/// `silence_limit`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
+/// `silence_limit`: the limit when requests are silent, be that at once (`is_silent`) or from some
+/// time on.
 async fn probe(
     fleet: &WorkerFleet,
     worker: &Worker,
@@ -319,7 +330,8 @@ async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescript
             }
         }
     }
-    // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
+    // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this
+    // path.
     let answer: Version = ask(fleet, worker, "/version").await?;
     Some(WorkerDescription {
         engine: Some("vllm".to_owned()),

@@ -1,6 +1,8 @@
-//! Load reports of engines: the header `x-baton-load` of answers, and `GET /v1/loads` (docs/protocol.md §2).
+//! Load reports of engines: the header `x-baton-load` of answers, and `GET /v1/loads`
+//! (docs/protocol.md §2).
 //!
-//! 1. `dispatch::attempt` takes the header off every answer of a worker: it is meant for routers, not for clients;
+//! 1. `dispatch::attempt` takes the header off every answer of a worker: it is meant for routers,
+//!    not for clients;
 //! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
 //! 3. the policy of the worker's role observes it (`Event::Reported`).
 
@@ -63,7 +65,8 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
     headers.remove(HEADER)
 }
 
-/// Read the header; `None` when the rank has not reported anything yet. Cost: one pass, nothing allocated.
+/// Read the header; `None` when the rank has not reported anything yet. Cost: one pass, nothing
+/// allocated.
 pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedReport> {
     let text = value.to_str().map_err(|_| MalformedReport)?;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);

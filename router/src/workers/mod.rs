@@ -1,7 +1,8 @@
 //! Workers: who they are, what they report, and which of them a request goes to.
 //!
-//! `registry` holds them and decides; `fleet` is the registry with what its tasks need: `discovery` finds workers,
-//! `registration` enters them, `health` probes them, `kv_events` follows their caches. `load_guard` counts requests in flight.
+//! `registry` holds them and decides; `fleet` is the registry with what its tasks need: `discovery`
+//! finds workers, `registration` enters them, `health` probes them, `kv_events` follows their
+//! caches. `load_guard` counts requests in flight.
 
 /// Token rates of a worker.
 pub(crate) mod activity;

@@ -40,7 +40,8 @@ pub enum WorkerState {
     },
     /// The worker reports that it drains: no new requests until it reports that it is ready again.
     Draining,
-    /// This router drains it: no new requests, removed when those in flight have ended. There is no way back.
+    /// This router drains it: no new requests, removed when those in flight have ended. There is no
+    /// way back.
     #[strum(serialize = "draining")]
     Leaving,
 }
@@ -78,11 +79,13 @@ impl WorkerState {
     }
 }
 
-/// Description of a worker from /get_server_info. All of it is optional: SGLang and mocks report less.
+/// Description of a worker from /get_server_info. All of it is optional: SGLang and mocks report
+/// less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(default)]
 pub struct WorkerDescription {
-    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded (health.rs).
+    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded
+    /// (health.rs).
     pub engine: Option<String>,
     pub dp_size: Option<u32>,
     pub disaggregation_mode: Option<String>,
@@ -124,8 +127,8 @@ impl WorkerDescription {
         WorkerFingerprint::of(|aspect| self.aspect(aspect))
     }
 
-    /// True if it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
-    /// LoRA adapter of the model NAME.
+    /// True if it takes requests that ask for `model`; one that names no model takes any.
+    /// `NAME:ADAPTER` asks SGLang for a LoRA adapter of the model NAME.
     pub fn serves(&self, model: &str) -> bool {
         let single = [&self.served_model_name, &self.model_path].into_iter();
         let mut names = self.served_model_names.iter().chain(single.flatten()).peekable();
@@ -141,7 +144,8 @@ impl WorkerDescription {
         PromptLimit::of(self.context_length, self.max_prompt_chars)
     }
 
-    /// Value that it reports under `aspect`. SGLang's workers report their page size, if nothing else.
+    /// Value that it reports under `aspect`. SGLang's workers report their page size, if nothing
+    /// else.
     pub fn aspect(&self, aspect: &str) -> Option<String> {
         let size = || self.page_size.map(|size| size.to_string());
         let reported = self.fingerprint.get(aspect).cloned();
@@ -156,11 +160,12 @@ pub struct Worker {
     pub pool: Arc<ConnectionPool>,
     /// Notified when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
-    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
-    /// resumed has paused (`dispatch::proxy_body`): probe soon.
+    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a
+    /// stream that could be resumed has paused (`dispatch::proxy_body`): probe soon.
     pub silent: Notify,
     pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
-    /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
+    /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when
+    /// it returns.
     pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
     /// Notified when the load of a rank falls to 0.
     pub(super) idle: Notify,
@@ -190,7 +195,8 @@ impl Worker {
         self.state.borrow().0 == WorkerState::Ready
     }
 
-    /// Waits until health checks find the worker hung; returns what they found. Forever for a worker that is well.
+    /// Waits until health checks find the worker hung; returns what they found. Forever for a
+    /// worker that is well.
     async fn until_hung(&self) -> String {
         let mut state = self.state.subscribe();
         let is_hung = |state: &(WorkerState, _)| {
@@ -204,8 +210,9 @@ impl Worker {
         }
     }
 
-    /// `answering`, or the finding of the health checks if they find the worker hung before. While it takes long, a probe
-    /// is asked for once in `probe_after`: a worker that is only slow answers it.
+    /// `answering`, or the finding of the health checks if they find the worker hung before. While
+    /// it takes long, a probe is asked for once in `probe_after`: a worker that is only slow
+    /// answers it.
     pub async fn unless_hung<T>(
         &self,
         answering: impl Future<Output = T>,
@@ -243,7 +250,8 @@ impl Worker {
         loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
     }
 
-    /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment before.
+    /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment
+    /// before.
     pub fn note_break(&self, now_ms: u64) -> bool {
         let before_ms = self.last_break_ms.swap(now_ms, Ordering::Relaxed);
         let is_first = before_ms == 0 || now_ms >= before_ms + SAME_BREAK_MS;
@@ -302,7 +310,8 @@ impl Worker {
         number_of(&self.spec.url.host)
     }
 
-    /// True if it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
+    /// True if it serves GET /v1/loads in our form: a worker of another make that has the path
+    /// means something else by it.
     pub fn tells_loads(&self) -> bool {
         self.description().engine.as_deref() == Some("baton")
     }

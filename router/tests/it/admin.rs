@@ -124,7 +124,8 @@ async fn a_drained_worker_finishes_its_request_and_goes() {
             1.0
         );
 
-        // Its address may be registered again meanwhile, for example with a new role after a restart.
+        // Its address may be registered again meanwhile, for example with a new role after a
+        // restart.
         router.post("/workers", &json!({"url": other.url()})).await;
         router.post("/workers", &json!({"url": busy.url()})).await;
         eventually("both new ones are ready", || async {

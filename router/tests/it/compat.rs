@@ -1,4 +1,5 @@
-//! In front of workers of other makes the router is not there: the same words come back, the same words arrive.
+//! In front of workers of other makes the router is not there: the same words come back, the same
+//! words arrive.
 
 use http::Method;
 use serde_json::{Value, json};

@@ -1,4 +1,5 @@
-//! Workers found in a file and among pods, the latter through a Kubernetes API server made of a list and an event log.
+//! Workers found in a file and among pods, the latter through a Kubernetes API server made of a
+//! list and an event log.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,4 +1,5 @@
-//! Explanations of one request for operators: `x-baton-explain`, GET /v1/requests/{id}, the decision log.
+//! Explanations of one request for operators: `x-baton-explain`, GET /v1/requests/{id}, the
+//! decision log.
 
 use http::Method;
 use serde_json::{Value, json};

@@ -1,4 +1,5 @@
-//! A stream whose worker breaks off is resumed by another: the client sees a pause and nothing else.
+//! A stream whose worker breaks off is resumed by another: the client sees a pause and nothing
+//! else.
 
 use http::Method;
 use serde_json::{Value, json};

@@ -1,7 +1,8 @@
-//! The fault table: what clients and workers see when something breaks. docs/operations.md shows it beside the peers;
-//! `cargo test -p baton-router faults::table -- --nocapture` prints it.
+//! The fault table: what clients and workers see when something breaks. docs/operations.md shows it
+//! beside the peers; `cargo test -p baton-router faults::table -- --nocapture` prints it.
 //!
-//! One prefill and one decode worker, two attempts: a row counts two attempts where the peers make five.
+//! One prefill and one decode worker, two attempts: a row counts two attempts where the peers make
+//! five.
 
 use std::time::Duration;
 
@@ -102,7 +103,8 @@ fn rows() -> Vec<Row> {
     ]
 }
 
-/// Exactly one end: an error object, an answer, or a stream with one [DONE] and at most one error before it.
+/// Exactly one end: an error object, an answer, or a stream with one [DONE] and at most one error
+/// before it.
 fn code_of(reply: &Reply, stream: bool) -> String {
     if reply.status != 200 {
         return reply.code();
@@ -270,7 +272,8 @@ async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
     .await;
 }
 
-/// SGLang issue 9726 and its like: workers close idle connections (uvicorn after 5 s), and the next pair met dead ones.
+/// SGLang issue 9726 and its like: workers close idle connections (uvicorn after 5 s), and the next
+/// pair met dead ones.
 #[tokio::test]
 async fn connections_that_workers_closed_meanwhile_cost_no_request() {
     timed(async {

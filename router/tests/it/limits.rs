@@ -364,7 +364,8 @@ async fn a_request_may_have_less_time_than_all() {
     .await;
 }
 
-/// The answer to what is sent as it is; the router closes, or the answer is complete with its JSON body.
+/// The answer to what is sent as it is; the router closes, or the answer is complete with its JSON
+/// body.
 async fn raw(router: &Router, bytes: &str) -> String {
     let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
     stream.write_all(bytes.as_bytes()).await.unwrap();

@@ -34,7 +34,8 @@ async fn mocks<const N: usize>(load: &'static str) -> [Mock; N] {
     mocks.try_into().ok().expect("N of them")
 }
 
-/// How three requests with one prompt are spread over two workers that answer with this header, most first.
+/// How three requests with one prompt are spread over two workers that answer with this header,
+/// most first.
 async fn spread(load: &'static str, result: &str) -> [usize; 2] {
     let [a, b] = mocks(load).await;
     let router = Router::regular(&[&a, &b], &["--policy", "cost"]).await;

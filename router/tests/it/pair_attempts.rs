@@ -61,7 +61,8 @@ async fn pages_that_are_gone_are_computed_again_by_the_same_worker() {
             assert_eq!(router.chat().await.status, 200);
             answered += 1;
         }
-        // The failed transfer named no culprit, and cache_aware stays with the holder of the prompt.
+        // The failed transfer named no culprit, and cache_aware stays with the holder of the
+        // prompt.
         assert_eq!(p.count().min(other_p.count()), 0);
         assert!(p.count().max(other_p.count()) <= answered + 1);
         router.no_load().await;

@@ -322,7 +322,8 @@ async fn a_finished_stream_is_ok_whatever_prefill_does_later() {
         let p = Mock::start(&[Act::Stream(vec![TOKEN], End::Break)]).await;
         let d = Mock::start(&[Act::Stream(vec![TOKEN, FINISH, DONE], End::Clean)]).await;
         let router = Router::pd(&[&p], &[&d], &["--disable-retries"]).await;
-        // prefill breaks at about the moment decode opens: either both are retried or the answer is whole, never half
+        // prefill breaks at about the moment decode opens: either both are retried or the answer is
+        // whole, never half
         let reply = router.chat_stream().await;
         assert!(
             reply.status == 502 || reply.events().last().unwrap() == "[DONE]",

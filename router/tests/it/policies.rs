@@ -1,4 +1,5 @@
-//! Policies in the running router: what reaches them, and what they show. How they decide is tested in router-core.
+//! Policies in the running router: what reaches them, and what they show. How they decide is tested
+//! in router-core.
 
 use http::Method;
 use serde_json::{Value, json};

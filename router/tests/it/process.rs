@@ -227,7 +227,8 @@ async fn a_decision_log_is_decided_again_as_it_was() {
         for load in ["rank=0;queued_tokens=50;started_tokens=0;age_ms=4", "none"] {
             for act in [Act::Answer, Act::Json(usage.clone()), Act::Drop] {
                 let act = match act {
-                    // One mock only: a request that breaks two connections is not tried any further.
+                    // One mock only: a request that breaks two connections is not tried any
+                    // further.
                     Act::Drop if load == "none" => vec![Act::Drop, Act::Answer],
                     Act::Drop => vec![Act::Answer],
                     act => vec![act],
@@ -319,9 +320,10 @@ async fn a_decision_log_is_decided_again_as_it_was() {
     .await;
 }
 
-/// Logs written once with `RECORD_DECISIONS=tests/golden/decisions cargo test … a_decision_log_is_decided`. A change
-/// that only moves or renames code decides all of them again as they were; one that is meant to choose differently
-/// records them again.
+/// Logs written once with
+/// `RECORD_DECISIONS=tests/golden/decisions cargo test … a_decision_log_is_decided`. A change that
+/// only moves or renames code decides all of them again as they were; one that is meant to choose
+/// differently records them again.
 #[test]
 fn recorded_decisions_are_made_again() {
     for policy in ["cost", "cache_aware", "manual"] {

@@ -284,7 +284,8 @@ async fn an_idle_connection_that_the_worker_closed_is_no_failure() {
         )
         .await;
         assert_eq!(router.chat().await.status, 200);
-        // restart on the same port: the kept connection is dead, and the router may or may not know it yet
+        // restart on the same port: the kept connection is dead, and the router may or may not know
+        // it yet
         let addr = mock.stop().await;
         let mock = Mock::at(addr, &[]).await;
         assert_eq!(router.chat().await.status, 200);
@@ -335,7 +336,8 @@ async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
         let router = Router::regular(&[&mock], &[]).await;
         let mut client = Client::connect(router.running.addr).await;
         let _unread = client.chat(true).await;
-        // Socket buffers fill, then writing stops: the count stands still, far below what an unbounded buffer takes.
+        // Socket buffers fill, then writing stops: the count stands still, far below what an
+        // unbounded buffer takes.
         let before = std::sync::atomic::AtomicUsize::new(usize::MAX);
         eventually("the flood stands still", || async {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;

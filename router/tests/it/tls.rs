@@ -1,4 +1,5 @@
-//! HTTPS to clients, and to workers that ask for the router's certificate. Certificates are made here, for this run.
+//! HTTPS to clients, and to workers that ask for the router's certificate. Certificates are made
+//! here, for this run.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -76,7 +77,8 @@ impl Authority {
     }
 }
 
-/// TLS in front of a plain server; with `clients`, only for clients with a certificate of theirs. Returns its URL.
+/// TLS in front of a plain server; with `clients`, only for clients with a certificate of theirs.
+/// Returns its URL.
 pub async fn encrypted(behind: SocketAddr, own: &Identity, clients: Option<&Authority>) -> String {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone())

@@ -1,4 +1,5 @@
-//! A router with a tokenizer: what it sends, and what it counts. What it makes of a prompt is tested in src/tokens.
+//! A router with a tokenizer: what it sends, and what it counts. What it makes of a prompt is
+//! tested in src/tokens.
 
 use std::path::PathBuf;
 
@@ -122,7 +123,8 @@ async fn prompts_that_cannot_be_tokenized_are_sent_all_the_same() {
             assert_eq!(router.post("/v1/chat/completions", body).await.status, 200);
             assert_eq!(&worker.seen().last().unwrap().body, body);
         }
-        // More prompts than an engine takes: it complains about what the client sent, not about ids that we add.
+        // More prompts than an engine takes: it complains about what the client sent, not about ids
+        // that we add.
         let many = json!({"prompt": vec!["a"; 1025]});
         assert_eq!(router.post("/v1/completions", &many).await.status, 200);
         assert_eq!(worker.seen().last().unwrap().body, many);

@@ -1,4 +1,5 @@
-//! `--enable-trace`: spans a collector gets, headers workers get, and no request waits for a collector.
+//! `--enable-trace`: spans a collector gets, headers workers get, and no request waits for a
+//! collector.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -18,7 +19,8 @@ use crate::support::*;
 
 const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Field numbers and contents of a protobuf message: varints and 64 bits as 8 bytes, the rest as it is.
+/// Field numbers and contents of a protobuf message: varints and 64 bits as 8 bytes, the rest as it
+/// is.
 fn fields(mut message: &[u8]) -> Vec<(u64, Vec<u8>)> {
     fn varint(message: &mut &[u8]) -> u64 {
         let mut number = 0;

@@ -32,7 +32,8 @@ impl LayerPages {
     }
 }
 
-/// New K or V: `[tokens, kv_heads, head_dim]`, heads contiguous, tokens `stride` elements apart, in the pages' type.
+/// New K or V: `[tokens, kv_heads, head_dim]`, heads contiguous, tokens `stride` elements apart, in
+/// the pages' type.
 #[derive(Clone, Copy, Debug)]
 pub struct NewTokens {
     pub data: *const u8,
@@ -44,7 +45,8 @@ pub struct NewTokens {
 /// Cost: reads and writes 2 * tokens * slot_len elements once; one thread.
 ///
 /// # Safety
-/// `k`, `v` cover `slots.len()` tokens; every slot lies in the pages; no other thread reads or writes those slots meanwhile.
+/// `k`, `v` cover `slots.len()` tokens; every slot lies in the pages; no other thread reads or
+/// writes those slots meanwhile.
 pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &[i64]) {
     let size = pages.dtype.bytes();
     let bytes = pages.slot_len() * size;
@@ -53,7 +55,8 @@ pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &
             continue;
         };
         let at = pages.slot_offset(slot) * size;
-        // SAFETY: the caller vouches for both ends; a token and a slot are `bytes` long and do not overlap.
+        // SAFETY: the caller vouches for both ends; a token and a slot are `bytes` long and do not
+        // overlap.
         unsafe {
             let to = pages.base.add(at);
             std::ptr::copy_nonoverlapping(k.data.add(t * k.stride * size), to, bytes);

@@ -1,11 +1,13 @@
-//! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in FlashAttention,
-//! arXiv 2205.14135), grouped queries, optional sliding window.
+//! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in
+//! FlashAttention, arXiv 2205.14135), grouped queries, optional sliding window.
 //!
-//! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a query row is one head of
-//! one token). A prompt's items have one head, which packs each block for as many tokens as possible; a decode row's have
-//! as many heads as leave work for every thread, because heads are neighbours in memory and are read in its order. An item (1) packs its queries; (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block
-//! it packs K transposed and V in units, once for all heads of the group;
-//! (3) per tile of query rows: scores, running maximum, probabilities, weighted V; (4) divides by the sums.
+//! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a
+//! query row is one head of one token). A prompt's items have one head, which packs each block for
+//! as many tokens as possible; a decode row's have as many heads as leave work for every thread,
+//! because heads are neighbours in memory and are read in its order. An item (1) packs its queries;
+//! (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block it packs K
+//! transposed and V in units, once for all heads of the group; (3) per tile of query rows: scores,
+//! running maximum, probabilities, weighted V; (4) divides by the sums.
 //!
 //! ```text
 //! position      0 ........ 64 ....... 128 ...... 192
@@ -13,9 +15,10 @@
 //! token at 130  |##########|##########|###       |       columns past the token get probability exactly 0
 //! ```
 //!
-//! Exact: a token's result is a function of its q and of K, V at positions it sees, bit for bit; see the crate's doc.
-//! Columns a tile does not need are left out, those it computes in vain for one of its rows add 0 to a sum and 0 * v to an
-//! accumulator; a -0 that could become +0 that way is always +0 in the output.
+//! Exact: a token's result is a function of its q and of K, V at positions it sees, bit for bit;
+//! see the crate's doc. Columns a tile does not need are left out, those it computes in vain for
+//! one of its rows add 0 to a sum and 0 * v to an accumulator; a -0 that could become +0 that way
+//! is always +0 in the output.
 //!
 //! Trust: K and V that a token of the call sees must be finite; all other slots may hold anything.
 #![allow(
@@ -42,9 +45,11 @@ use crate::tile::{TileOperands, product};
 pub const BLOCK: usize = 64;
 /// Largest head: Q's packed rows are that long.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Query rows per item: packing a block costs about as much as 4 of them (measured on Emerald Rapids).
+/// Query rows per item: packing a block costs about as much as 4 of them (measured on Emerald
+/// Rapids).
 const ITEM_ROWS: usize = 96;
-/// Words from one packed query row to the next: no multiple of a page, so that rows fall into different cache sets.
+/// Words from one packed query row to the next: no multiple of a page, so that rows fall into
+/// different cache sets.
 const X_STRIDE: usize = MAX_HEAD_DIM + 16;
 const P_STRIDE: usize = BLOCK + 16;
 /// Rows of a tile at any level.
@@ -68,17 +73,18 @@ pub struct PagedAttention<'a> {
     pub window: usize,
 }
 
-// SAFETY: items write disjoint parts of `out` and only read the rest; the caller of `paged_attention` vouches for it.
+// SAFETY: items write disjoint parts of `out` and only read the rest; the caller of
+// `paged_attention` vouches for it.
 unsafe impl Sync for PagedAttention<'_> {}
 
 /// Attend at the process's instruction level.
 ///
-/// Cost: every item reads its KV once; 4 * head_dim flops per query head and visible position. Allocates nothing once
-/// each thread's scratch has grown.
+/// Cost: every item reads its KV once; 4 * head_dim flops per query head and visible position.
+/// Allocates nothing once each thread's scratch has grown.
 ///
 /// # Safety
-/// Pointers cover the shapes; head_dim is even for bf16; `rows.check` holds for the pool; no other thread writes q, K or V or accesses
-/// `out` meanwhile.
+/// Pointers cover the shapes; head_dim is even for bf16; `rows.check` holds for the pool; no other
+/// thread writes q, K or V or accesses `out` meanwhile.
 pub unsafe fn paged_attention(a: &PagedAttention) {
     // SAFETY: passed on.
     unsafe { paged_attention_on(isa::current(), a) }
@@ -126,7 +132,8 @@ pub unsafe fn paged_attention_on(isa: Isa, a: &PagedAttention) {
             }));
         }
     }
-    // The last items of a prompt see most and are dearest; starting with them evens out the threads' ends.
+    // The last items of a prompt see most and are dearest; starting with them evens out the
+    // threads' ends.
     items.reverse();
     // SAFETY: passed on; `isa` runs here.
     pool::for_each(items.len(), &|i| unsafe { run_item(isa, a, items[i]) });
@@ -308,7 +315,8 @@ impl State {
     }
 }
 
-/// Where the K and V of a block's positions are, for one KV head; positions without one point at zeros.
+/// Where the K and V of a block's positions are, for one KV head; positions without one point at
+/// zeros.
 struct BlockRows {
     keys: [*const u32; BLOCK],
     values: [*const u32; BLOCK],
@@ -348,7 +356,8 @@ impl BlockRows {
     }
 }
 
-/// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page within [at, at + n).
+/// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page
+/// within [at, at + n).
 #[inline(always)]
 fn each_run(a: &PagedAttention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
     let size = a.pages.page_size;
@@ -498,7 +507,8 @@ unsafe fn attend_tile<S: Simd, E: ElementType>(
     product::<S, E, P_STRIDE, false>(rows, plan.padded_dim / S::LANES, weighted);
 }
 
-/// Scores of one row become probabilities relative to the running maximum; what was summed before is rescaled.
+/// Scores of one row become probabilities relative to the running maximum; what was summed before
+/// is rescaled.
 #[inline(always)]
 unsafe fn softmax_row<S: Simd, E: ElementType>(
     a: &PagedAttention,

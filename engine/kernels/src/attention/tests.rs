@@ -129,7 +129,8 @@ impl World {
         out
     }
 
-    /// Compute the sequence in chunks of the given sizes, each call together with rows of other sequences.
+    /// Compute the sequence in chunks of the given sizes, each call together with rows of other
+    /// sequences.
     fn run(&self, isa: Isa, chunks: &[usize], company: &[&World]) -> Vec<u8> {
         let s = &self.shape;
         let everyone: Vec<&World> = std::iter::once(self).chain(company.iter().copied()).collect();
@@ -158,7 +159,8 @@ impl World {
             let (mut q, mut k, mut v, mut slots) = (vec![], vec![], vec![], vec![]);
             let (mut qo, mut kv_lens, mut indptr, mut indices) = (vec![0], vec![], vec![0], vec![]);
             for (w, world) in everyone.iter().enumerate().rev() {
-                // Company is always computed whole, after this sequence's chunk or before, as its place falls.
+                // Company is always computed whole, after this sequence's chunk or before, as its
+                // place falls.
                 let (from, to) = if w == 0 { (done, done + n) } else { (0, world.len) };
                 let (qw, kw) = (world.heads() * s.dim, s.kv_heads * s.dim);
                 q.extend(&world.q[from * qw..to * qw]);

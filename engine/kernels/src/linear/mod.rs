@@ -1,20 +1,22 @@
 //! y = x * W^T + bias for weights re-ordered once at load, for any number of rows.
 //!
-//! Packed W: panels of `PANEL` outputs; in a panel, for each unit of the reduction, the panel's units side by side:
+//! Packed W: panels of `PANEL` outputs; in a panel, for each unit of the reduction, the panel's
+//! units side by side:
 //!
 //! ```text
 //! W [N, K]      row n: u0 u1 u2 …            (a unit: one f32, or two bf16 neighbours)
 //! packed        panel 0: u0 of rows 0..64 | u1 of rows 0..64 | …    panel 1: u0 of rows 64..128 | …
 //! ```
 //!
-//! So one row of x streams W exactly in memory order with whole vectors and no sum across lanes, and many rows use the same
-//! panel from cache. Rows past N are zero.
+//! So one row of x streams W exactly in memory order with whole vectors and no sum across lanes,
+//! and many rows use the same panel from cache. Rows past N are zero.
 //!
-//! A call: (1) packs x in blocks of the reduction; (2) cuts the outputs into items of some rows and panels; (3) an item
-//! runs over reduction blocks, panels and row tiles, keeping its sums in f32; (4) adds the bias and rounds once.
+//! A call: (1) packs x in blocks of the reduction; (2) cuts the outputs into items of some rows and
+//! panels; (3) an item runs over reduction blocks, panels and row tiles, keeping its sums in f32;
+//! (4) adds the bias and rounds once.
 //!
-//! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts: rows of a batch, chunks
-//! of a prompt and single tokens get the same bits.
+//! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts:
+//! rows of a batch, chunks of a prompt and single tokens get the same bits.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, Linear's pointers cover its shapes"
@@ -32,9 +34,11 @@ use crate::tile::{TileOperands, product};
 
 /// Outputs side by side: a row of tiles at AVX-512.
 pub const PANEL: usize = 64;
-/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in the second-level cache.
+/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
+/// the second-level cache.
 const BLOCK_WORDS: usize = 256;
-/// Words between rows of a packed block: no power of two, so that rows fall into different cache sets.
+/// Words between rows of a packed block: no power of two, so that rows fall into different cache
+/// sets.
 const X_STRIDE: usize = BLOCK_WORDS + 16;
 /// Rows of an item: enough to pay for reading W from the last-level cache.
 const ITEM_ROWS: usize = 192;
@@ -89,9 +93,11 @@ impl PackedWeight {
         self.shape
     }
 
-    /// Copy rows `ids` back to `out` (`[ids, inputs]`): the embedding, when it is also the output head.
+    /// Copy rows `ids` back to `out` (`[ids, inputs]`): the embedding, when it is also the output
+    /// head.
     ///
-    /// Cost: one cache line per unit, so some 32 times a plain row's; for tokens of a step, not for whole matrices.
+    /// Cost: one cache line per unit, so some 32 times a plain row's; for tokens of a step, not for
+    /// whole matrices.
     ///
     /// # Safety
     /// Each id is in [0, outputs); `out` covers the ids.
@@ -180,7 +186,8 @@ pub struct LinearProduct<'a> {
     pub y: *mut u8,
 }
 
-// SAFETY: items write disjoint parts of `y` and only read the rest; the caller of `linear` vouches for it.
+// SAFETY: items write disjoint parts of `y` and only read the rest; the caller of `linear` vouches
+// for it.
 unsafe impl Sync for LinearProduct<'_> {}
 
 /// Multiply at the process's instruction level.
@@ -307,7 +314,8 @@ impl<E: ElementType> SimdKernel for Item<'_, E> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // Few rows: W is read once, in memory order. Many: a block of x is used for every panel before the next.
+        // Few rows: W is read once, in memory order. Many: a block of x is used for every panel
+        // before the next.
         if self.rows <= S::TALL_ROWS {
             for p in 0..self.count {
                 for block in 0..self.blocks() {

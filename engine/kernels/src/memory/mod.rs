@@ -1,7 +1,7 @@
 //! Memory for weights: aligned, and on large pages where the system gives them.
 //!
-//! Streaming weights from 2 MiB pages reads 36 GB/s where 4 KiB pages gave 28 (two cores of a Zen 4): fewer page walks, and
-//! the hardware's prefetchers do not stop at page ends.
+//! Streaming weights from 2 MiB pages reads 36 GB/s where 4 KiB pages gave 28 (two cores of a Zen
+//! 4): fewer page walks, and the hardware's prefetchers do not stop at page ends.
 
 /// Buffers of a thread or a call that are used again.
 pub(crate) mod scratch;
@@ -54,8 +54,8 @@ impl Drop for AlignedWords {
 
 #[cfg(target_os = "linux")]
 fn prefer_large_pages(at: *mut u8, size: usize) {
-    // SAFETY: whole pages of ours; the advice changes no content. Kernels without large pages refuse it, which only
-    // costs speed.
+    // SAFETY: whole pages of ours; the advice changes no content. Kernels without large pages
+    // refuse it, which only costs speed.
     unsafe { libc::madvise(at.cast(), size, libc::MADV_HUGEPAGE) };
 }
 

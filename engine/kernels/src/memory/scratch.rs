@@ -1,4 +1,5 @@
-//! Per-thread working memory that is allocated once and reused: kernels allocate nothing in steady state.
+//! Per-thread working memory that is allocated once and reused: kernels allocate nothing in steady
+//! state.
 
 use std::cell::RefCell;
 
@@ -41,7 +42,8 @@ pub const fn padded(words: usize) -> usize {
     words.next_multiple_of(LINE / 4)
 }
 
-/// Call `f` with at least `words` words of this thread's buffer for items (the sum of `padded` sizes).
+/// Call `f` with at least `words` words of this thread's buffer for items (the sum of `padded`
+/// sizes).
 pub fn with_scratch<R>(words: usize, f: impl FnOnce(ScratchAllocator) -> R) -> R {
     ITEM.with(|buffer| with_buffer(buffer, words, f))
 }

@@ -11,8 +11,8 @@ pub struct Avx512;
 #[derive(Clone, Copy)]
 pub struct Avx512Bf16;
 
-/// Sixteen rows of sixteen words become columns: 4x4 blocks by shuffles within 128-bit lanes, then whole lanes. The
-/// lanes are gathered by the loads, which run on ports the shuffles do not need.
+/// Sixteen rows of sixteen words become columns: 4x4 blocks by shuffles within 128-bit lanes, then
+/// whole lanes. The lanes are gathered by the loads, which run on ports the shuffles do not need.
 #[inline(always)]
 unsafe fn transpose16(
     rows: *const *const u32,

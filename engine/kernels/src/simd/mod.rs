@@ -1,12 +1,13 @@
 //! Vectors of f32 with one interface over the instruction levels.
 //!
-//! A kernel is written once as a [`SimdKernel`] generic over [`Simd`]; [`dispatch`] enters it through a function compiled for
-//! the level. Everything called from there must be `#[inline(always)]`, or enter again: only then do the intrinsics
-//! inline and the compiler may use the level's registers.
+//! A kernel is written once as a [`SimdKernel`] generic over [`Simd`]; [`dispatch`] enters it
+//! through a function compiled for the level. Everything called from there must be
+//! `#[inline(always)]`, or enter again: only then do the intrinsics inline and the compiler may use
+//! the level's registers.
 //!
-//! Operations of the levels `Avx2` and up give the same bits lane by lane (all are IEEE operations in the same order), so
-//! a kernel that fixes the order of its sums gives the same result on all of them. `Scalar` rounds products separately
-//! on CPUs without FMA.
+//! Operations of the levels `Avx2` and up give the same bits lane by lane (all are IEEE operations
+//! in the same order), so a kernel that fixes the order of its sums gives the same result on all of
+//! them. `Scalar` rounds products separately on CPUs without FMA.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has the level, pointers are valid for LANES elements"
@@ -91,11 +92,13 @@ pub use {
 
 use crate::isa::Isa;
 
-/// Lanes over which every sum is spread before its final fixed tree, whatever the width of the registers.
+/// Lanes over which every sum is spread before its final fixed tree, whatever the width of the
+/// registers.
 pub const SUM_LANES: usize = 16;
 
 /// # Safety
-/// For all functions: the CPU supports the level; pointers are valid for `LANES` elements (no alignment needed).
+/// For all functions: the CPU supports the level; pointers are valid for `LANES` elements (no
+/// alignment needed).
 pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     type I: Copy;
@@ -145,12 +148,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_u16(p: *const u16) -> Self::I;
     /// The low halves of the lanes.
     unsafe fn store_u16(p: *mut u16, v: Self::I);
-    /// acc + x1 * w1 + x0 * w0 of bf16 pairs, high half first; at the level that has the instruction.
+    /// acc + x1 * w1 + x0 * w0 of bf16 pairs, high half first; at the level that has the
+    /// instruction.
     unsafe fn dot2(_acc: Self::F, _x: Self::I, _w: Self::I) -> Self::F {
         unreachable!("a kernel with dot2 says so in DOT")
     }
 
-    /// Write the first `cols` (1..=LANES) words of LANES rows as columns: `dst[c * dst_stride + r] = rows[r][c]`.
+    /// Write the first `cols` (1..=LANES) words of LANES rows as columns:
+    /// `dst[c * dst_stride + r] = rows[r][c]`.
     unsafe fn transpose(
         rows: *const *const u32,
         offset: usize,
@@ -165,7 +170,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
 /// Work that is compiled once per level.
 pub trait SimdKernel {
-    /// True for kernels that use `dot2`: they are compiled only for the level that has it. For all others that level is `Avx512`.
+    /// True for kernels that use `dot2`: they are compiled only for the level that has it. For all
+    /// others that level is `Avx512`.
     const DOT: bool = false;
 
     /// # Safety

@@ -9,7 +9,8 @@ const N: usize = 8;
 type F = [f32; N];
 type I = [u32; N];
 
-/// Fused where the target has it; a call into libm per lane would be fifty times slower than the two roundings.
+/// Fused where the target has it; a call into libm per lane would be fifty times slower than the
+/// two roundings.
 #[inline(always)]
 fn mul_add(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {

@@ -17,12 +17,13 @@ pub enum PdProtocol {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Pairs")]
 pub struct PairFlags {
-    /// Prefill and decode at once with bootstrap fields (sglang: also Baton's), or one after the other with
-    /// kv_transfer_params (vllm; --vllm-pd-disaggregation is --pd-disaggregation with this)
+    /// Prefill and decode at once with bootstrap fields (sglang: also Baton's), or one after the
+    /// other with kv_transfer_params (vllm; --vllm-pd-disaggregation is --pd-disaggregation with
+    /// this)
     #[arg(long, value_enum, default_value_t = PdProtocol::Auto, value_name = "PROTOCOL")]
     pub pd_protocol: PdProtocol,
-    /// Prompts of which a decode worker would compute at most this much are not sent to a prefill worker; 0: all are
-    /// [tokens]
+    /// Prompts of which a decode worker would compute at most this much are not sent to a prefill
+    /// worker; 0: all are [tokens]
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     pub local_prefill_max_tokens: u32,
     /// Answer 503 while no prefill worker is ready, rather than let decode workers compute prompts

@@ -1,9 +1,10 @@
-//! A leg: one request to one worker, from the send until there is something to give to the client, and the classes of
-//! what can go wrong.
+//! A leg: one request to one worker, from the send until there is something to give to the client,
+//! and the classes of what can go wrong.
 //!
-//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are none; keepalive.rs keeps
-//! the client's connection alive), for the rest when it is complete
-//! (or too long to hold). Before that every failure can still be retried elsewhere without the client noticing.
+//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are
+//! none; keepalive.rs keeps the client's connection alive), for the rest when it is complete (or
+//! too long to hold). Before that every failure can still be retried elsewhere without the client
+//! noticing.
 
 use std::time::Duration;
 
@@ -82,7 +83,8 @@ pub enum ErrorReply {
     },
 }
 
-/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is to blame.
+/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
+/// to blame.
 pub const SILENT: &str = "silent";
 
 #[derive(Debug)]
@@ -123,7 +125,8 @@ impl AttemptError {
         is_loss(self.reason)
     }
 
-    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.
+    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never
+    /// seen it.
     pub fn hide_room(&mut self, worker: String) {
         self.reply = ErrorReply::Error(RouteError::Upstream {
             role: self.role,
@@ -207,7 +210,8 @@ impl AttemptError {
         }
     }
 
-    /// The worker would not take the request: it lacks the path, the model or the key. So may the request.
+    /// The worker would not take the request: it lacks the path, the model or the key. So may the
+    /// request.
     pub fn is_denial(&self) -> bool {
         let status = self.status().map(|status| status.as_u16());
         matches!(status, Some(401 | 403..=405))
@@ -221,8 +225,8 @@ impl AttemptError {
         }
     }
 
-    /// Evidence of this failure about the worker. The client's mistakes and overload say nothing; an unexplained error is
-    /// judged when there is a second opinion (dispatch.rs).
+    /// Evidence of this failure about the worker. The client's mistakes and overload say nothing;
+    /// an unexplained error is judged when there is a second opinion (dispatch.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error =
             matches!(&self.reply, ErrorReply::Answer { status, .. } if status.is_client_error());
@@ -285,7 +289,8 @@ pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
 }
 
 impl UpstreamAttempt {
-    /// Send and read until the answer can be committed to. Dropping the future closes the connection.
+    /// Send and read until the answer can be committed to. Dropping the future closes the
+    /// connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
         match self.open_unless_hung().await {
             Ok(mut answer) => {
@@ -312,8 +317,8 @@ impl UpstreamAttempt {
         }
     }
 
-    /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`. For prefill legs, whose
-    /// answer the client does not see.
+    /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
+    /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
         let drained = async {
             let Answered { mut headers, pieces, mut events, mut rest, .. } =
@@ -481,7 +486,8 @@ impl UpstreamAttempt {
         }
     }
 
-    /// A stream whose event is an error. If no other worker does better, the client gets the stream as it came.
+    /// A stream whose event is an error. If no other worker does better, the client gets the stream
+    /// as it came.
     async fn error_in_stream(
         &self,
         headers: HeaderMap,

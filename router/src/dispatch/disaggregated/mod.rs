@@ -1,13 +1,19 @@
-//! Attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a room.
+//! Attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a
+//! room.
 //!
-//! 1. choose P and D, take rooms that are not in use; the body with the bootstrap fields goes to both at once;
-//! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here until it opens;
+//! 1. choose P and D, take rooms that are not in use; the body with the bootstrap fields goes to
+//!    both at once;
+//! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here
+//!    until it opens;
 //! 3. the prefill leg fails first: the decode leg is dropped, which closes its connection;
-//! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader (`reopen`), the prefill is
-//!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too;
-//! 5. no D will fetch what P has computed (the client left, D refused for good): P frees it (prefill_release.rs).
+//! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader
+//!    (`reopen`), the prefill is kept, and the next attempt sends the same rooms to another D. Else
+//!    the prefill leg is dropped, too;
+//! 5. no D will fetch what P has computed (the client left, D refused for good): P frees it
+//!    (prefill_release.rs).
 //!
-//! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it is.
+//! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it
+//! is.
 
 /// Prefill leg and its rooms.
 pub(crate) mod prefill_leg;
@@ -38,7 +44,8 @@ use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::Candidate;
 use crate::workers::registry::selection::Selection;
 
-/// A decode worker may report its prefill worker's death before that shows here; wait this long to know whom to avoid.
+/// A decode worker may report its prefill worker's death before that shows here; wait this long to
+/// know whom to avoid.
 const BLAME_WAIT: Duration = Duration::from_millis(50);
 /// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
 const BYTES_PER_TOKEN: usize = 4;
@@ -49,7 +56,8 @@ pub struct PendingPrefill {
     meeting: BootstrapParams,
 }
 
-/// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next attempt draws another.
+/// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next
+/// attempt draws another.
 pub async fn attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
@@ -71,8 +79,8 @@ pub async fn attempt(
     }
 }
 
-/// Try once. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
-/// same may be tried with another.
+/// Try once. `kept` is the prefill of an attempt before whose decode worker failed; it is left
+/// there again when the same may be tried with another.
 async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
@@ -152,7 +160,8 @@ async fn try_attempt(
     }
 }
 
-/// Decide which worker to avoid after a decode worker reported what is more likely its prefill worker's trouble.
+/// Decide which worker to avoid after a decode worker reported what is more likely its prefill
+/// worker's trouble.
 async fn attribute_failure(
     mut failure: AttemptError,
     prefilled: &mut PendingPrefill,
@@ -160,10 +169,12 @@ async fn attribute_failure(
 ) -> AttemptFailure {
     match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
         Ok(Some(Err(its))) => its.into(),
-        // The pages of the earlier attempt are gone: no worker's fault, and P still has most of them in its cache.
+        // The pages of the earlier attempt are gone: no worker's fault, and P still has most of
+        // them in its cache.
         _ if is_second_reader => AttemptFailure::Stale(failure),
         _ => {
-            // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill worker.
+            // The worker at fault is unknown; the decode worker only reports it, so avoid the
+            // prefill worker.
             failure.role = Role::Prefill;
             failure.worker = prefilled.meeting.prefill.id;
             failure.into()
@@ -185,7 +196,8 @@ fn can_prefill(app: &AppState, decode: &Selection) -> bool {
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
-/// Another decode worker for a prompt that is prefilled; `None` when the one that is next would not understand the pages.
+/// Another decode worker for a prompt that is prefilled; `None` when the one that is next would not
+/// understand the pages.
 fn second_reader(
     app: &AppState,
     request: &RequestContext,

@@ -15,7 +15,8 @@ use crate::dispatch::disaggregated::prefill_release::release;
 use crate::error::RouteError;
 use crate::workers::load_guard::Candidate;
 
-/// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
+/// A prefill leg that is still being read when the answer is complete gets this long; its KV has
+/// arrived.
 const PREFILL_LINGER: Duration = Duration::from_secs(5);
 
 /// Rooms of one request; free again when it is dropped.
@@ -30,7 +31,8 @@ impl RoomLease {
         count: usize,
         prefill: &Candidate,
     ) -> Result<Self, RouteError> {
-        // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
+        // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang
+        // nodes place by it.
         let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
@@ -45,7 +47,8 @@ impl Drop for RoomLease {
     }
 }
 
-/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
+/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker
+/// will fetch.
 pub struct PrefillAttempt {
     pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, AttemptError>>>,
     /// Answer when it has ended well, if it was to be kept.
@@ -93,7 +96,8 @@ impl PrefillAttempt {
         self.words.as_deref()
     }
 
-    /// The answer is complete: read the rest so that the connection can be used again, but not for long.
+    /// The answer is complete: read the rest so that the connection can be used again, but not for
+    /// long.
     pub fn linger(mut self) {
         if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
             let abort = task.abort_handle();
@@ -115,7 +119,8 @@ impl Drop for PrefillAttempt {
             let aborts = &self.app.metrics.leg_aborts;
             aborts.with_label_values(&labels).inc();
         }
-        // An aborted leg, too: the prompt may be computed, and only the answer that says so still on its way.
+        // An aborted leg, too: the prompt may be computed, and only the answer that says so still
+        // on its way.
         if !self.is_fetched && (task.is_some() || self.words.is_some()) {
             release(&self.app, &self.prefill.worker, &self.rooms.rooms);
         }

@@ -1,5 +1,6 @@
-//! Messages to prefill workers about prompts that no decode worker will fetch, so that the pages are free at once and not when
-//! their lease ends. Best effort: at most `MAX_RELEASES` are sent at a time, each within `LIMIT`; the lease ends anyway.
+//! Messages to prefill workers about prompts that no decode worker will fetch, so that the pages
+//! are free at once and not when their lease ends. Best effort: at most `MAX_RELEASES` are sent at
+//! a time, each within `LIMIT`; the lease ends anyway.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,8 @@ use crate::workers::worker::Worker;
 /// Pages of a Baton worker are kept for 3 s without a reader.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the request.
+/// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the
+/// request.
 pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     if !worker.tells_loads() {
         return;

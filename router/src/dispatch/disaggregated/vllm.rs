@@ -1,11 +1,14 @@
-//! Attempt at a request of a pair of vLLM workers: first P, then D with what P says about its blocks.
+//! Attempt at a request of a pair of vLLM workers: first P, then D with what P says about its
+//! blocks.
 //!
-//! 1. P gets the body with one token to generate, no stream, and `kv_transfer_params` that ask it to keep the blocks;
+//! 1. P gets the body with one token to generate, no stream, and `kv_transfer_params` that ask it
+//!    to keep the blocks;
 //! 2. its answer's `kv_transfer_params` go, byte for byte, with the client's own body to D.
 //!
-//! P gives its blocks away when they were read once, and nothing verifies what a second reader would get: a failed decode
-//! leg is never retried with the same parameters. For the same reason a request for several answers, whose children
-//! would all read the blocks of one, goes to D alone: any vLLM worker can prefill.
+//! P gives its blocks away when they were read once, and nothing verifies what a second reader
+//! would get: a failed decode leg is never retried with the same parameters. For the same reason a
+//! request for several answers, whose children would all read the blocks of one, goes to D alone:
+//! any vLLM worker can prefill.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Spans as an OTLP request. Messages and encoding are those of opentelemetry-proto; why without its SDK:
-//! docs/decisions/0008-otlp-without-an-sdk.md.
+//! Spans as an OTLP request. Messages and encoding are those of opentelemetry-proto; why without
+//! its SDK: docs/decisions/0008-otlp-without-an-sdk.md.
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
@@ -73,7 +73,8 @@ mod tests {
 
     use super::*;
 
-    /// Bytes that the protobuf compiler's own code (opentelemetry-proto 1.45.2, Python) makes of the same span.
+    /// Bytes that the protobuf compiler's own code (opentelemetry-proto 1.45.2, Python) makes of
+    /// the same span.
     #[test]
     fn a_span_is_written_as_the_protobuf_library_writes_it() {
         let mut event = span_event(1_700_000_000_000_000_200, "first_token");

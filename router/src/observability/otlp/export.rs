@@ -46,7 +46,8 @@ pub struct SpanExporter {
 }
 
 impl SpanExporter {
-    /// Start the task that sends. `counts` is by result: exported, dropped (the queue was full), failed (the collector).
+    /// Start the task that sends. `counts` is by result: exported, dropped (the queue was full),
+    /// failed (the collector).
     pub fn start(endpoint: TraceEndpoint, service: TraceService, counts: IntCounterVec) -> Self {
         let (queue, jobs) = channel(QUEUE);
         tokio::spawn(send_all(endpoint, service, jobs, counts.clone()));

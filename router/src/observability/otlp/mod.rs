@@ -1,13 +1,17 @@
-//! Traces (`--enable-trace`): one trace from the client through the router to both workers, exported as OTLP.
+//! Traces (`--enable-trace`): one trace from the client through the router to both workers,
+//! exported as OTLP.
 //!
 //! The life of a trace:
 //!
-//! 1. a request comes with a W3C `traceparent`, or gets a new trace; a parent that was not sampled is followed in that;
-//! 2. each leg has a span of its own, which the worker gets as its `traceparent`: what a worker exports hangs below it;
-//! 3. when the request has ended, its timeline (request_timeline.rs) is turned into spans: request, decide and leg by attempt. Nothing is
-//!    done while the request runs but drawing ids, so tracing costs the same whether or not anybody collects;
-//! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot be delivered, is dropped
-//!    and counted. A request never waits for a collector.
+//! 1. a request comes with a W3C `traceparent`, or gets a new trace; a parent that was not sampled
+//!    is followed in that;
+//! 2. each leg has a span of its own, which the worker gets as its `traceparent`: what a worker
+//!    exports hangs below it;
+//! 3. when the request has ended, its timeline (request_timeline.rs) is turned into spans: request,
+//!    decide and leg by attempt. Nothing is done while the request runs but drawing ids, so tracing
+//!    costs the same whether or not anybody collects;
+//! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot
+//!    be delivered, is dropped and counted. A request never waits for a collector.
 
 /// Exporter on a thread of its own.
 mod background;
@@ -76,7 +80,8 @@ pub fn new_id() -> u64 {
     rand::rng().next_u64().max(1)
 }
 
-/// (trace, parent, sampled) of a header as W3C Trace Context has it; later versions may add to the end.
+/// (trace, parent, sampled) of a header as W3C Trace Context has it; later versions may add to the
+/// end.
 fn parse(value: &HeaderValue) -> Option<(u128, u64, bool)> {
     let mut parts = value.to_str().ok()?.trim().split('-');
     let mut hex = |digits: usize| {

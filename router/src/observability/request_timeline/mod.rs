@@ -1,15 +1,17 @@
-//! Timeline of a request, written by those who do the work: GET /v1/requests/{id}, the access log and the stage metrics read it.
+//! Timeline of a request, written by those who do the work: GET /v1/requests/{id}, the access log
+//! and the stage metrics read it.
 //!
 //! The life of a timeline:
 //!
-//! 1. `RequestHistory::begin` when the head of a generation request is read; from then on it can be asked for;
-//! 2. the code that does a step marks it: stages of the request, and a leg for each sending to a worker, with what was
-//!    decided, predicted and observed;
-//! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history ones, oldest out first, also
-//!    when they take more than `MAX_BYTES`.
+//! 1. `RequestHistory::begin` when the head of a generation request is read; from then on it can be
+//!    asked for;
+//! 2. the code that does a step marks it: stages of the request, and a leg for each sending to a
+//!    worker, with what was decided, predicted and observed;
+//! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history
+//!    ones, oldest out first, also when they take more than `MAX_BYTES`.
 //!
-//! No prompt is in it: lengths, and the hash of its last whole block, which names the prefix. Cost: about a microsecond
-//! and half a kilobyte a request.
+//! No prompt is in it: lengths, and the hash of its last whole block, which names the prefix. Cost:
+//! about a microsecond and half a kilobyte a request.
 
 /// Timeline as spans.
 mod spans;
@@ -29,7 +31,8 @@ use tokio::time::Instant;
 use crate::observability::engine_stages::EngineStages;
 use crate::observability::otlp::{self, TraceContext};
 
-/// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
+/// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256
+/// candidates takes 60 KB.
 const MAX_BYTES: usize = 16 << 20;
 
 /// Stages of a request, once each, in this order.
@@ -245,7 +248,8 @@ impl RequestTimeline {
         self.gave_up(role, reason, None);
     }
 
-    /// The answer broke off when the client had so many tokens, and another worker is asked for the rest.
+    /// The answer broke off when the client had so many tokens, and another worker is asked for the
+    /// rest.
     pub fn fails_over(&self, role: Role, reason: &'static str, tokens: usize) {
         self.gave_up(role, reason, Some(tokens));
     }

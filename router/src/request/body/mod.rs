@@ -1,4 +1,5 @@
-//! Request bodies: read once for what routing needs, forwarded byte for byte with fields spliced in.
+//! Request bodies: read once for what routing needs, forwarded byte for byte with fields spliced
+//! in.
 //!
 //! ```text
 //! client:  { "model": "m", "bootstrap_room": 7, "temperature": 1e0 , "weird": {…} }
@@ -6,8 +7,9 @@
 //!          └── slice of the client's bytes ───────────────────────────────────────┘└── new bytes ───────┘
 //! ```
 //!
-//! Unknown fields, number formats and whitespace survive, and the prompt is never copied: both legs of a pair share one
-//! buffer. Invariant: what leaves is valid JSON if and only if what came in was.
+//! Unknown fields, number formats and whitespace survive, and the prompt is never copied: both legs
+//! of a pair share one buffer. Invariant: what leaves is valid JSON if and only if what came in
+//! was.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -25,8 +27,8 @@ use crate::transport::request_body::BodySegments;
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
 
-/// Longest beginning of a prompt that policies compare as text: a million tokens at the usual ratio. They compare it on the
-/// event loop's thread, under the lock of their role [bytes].
+/// Longest beginning of a prompt that policies compare as text: a million tokens at the usual
+/// ratio. They compare it on the event loop's thread, under the lock of their role [bytes].
 const MAX_ROUTING_TEXT: usize = 4 << 20;
 
 /// Members beside the prompt's text that change its KV, or say who may share it.
@@ -64,14 +66,17 @@ impl ApiKind {
 #[derive(Debug, Clone)]
 pub struct BodyIndex {
     pub stream: bool,
-    /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item, scalars.
+    /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item,
+    /// scalars.
     pub batch: Option<usize>,
-    /// Where the prompt lies in the body: JSON text of messages, prompt or token ids. Two requests with a common prompt
-    /// prefix have a common prefix here, so it serves as routing text without being decoded.
+    /// Where the prompt lies in the body: JSON text of messages, prompt or token ids. Two requests
+    /// with a common prompt prefix have a common prefix here, so it serves as routing text without
+    /// being decoded.
     prompt: Option<Range<usize>>,
     /// Name of the member that holds it.
     pub prompt_param: &'static str,
-    /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per prompt.
+    /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per
+    /// prompt.
     ids: Option<Range<usize>>,
     /// Namespace whose prompts may share a cache with this one, as our engines name it.
     pub namespace: String,
@@ -82,7 +87,8 @@ pub struct BodyIndex {
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
     pub deadlines: RequestDeadlines,
-    /// Members the client sent under names that the router sets, each from the end of the member before (so with its comma).
+    /// Members the client sent under names that the router sets, each from the end of the member
+    /// before (so with its comma).
     ours: Vec<(ManagedField, Range<usize>)>,
     /// Index of the last `}`.
     close: usize,
@@ -143,8 +149,8 @@ impl BodyIndex {
         members.finish(api)
     }
 
-    /// The beginning of the prompt's JSON, at most `MAX_ROUTING_TEXT` of it, behind a character that stands for what else it
-    /// belongs to. Cost: a copy, if there is such.
+    /// The beginning of the prompt's JSON, at most `MAX_ROUTING_TEXT` of it, behind a character
+    /// that stands for what else it belongs to. Cost: a copy, if there is such.
     pub fn routing_text<'a>(&self, body: &'a [u8]) -> Cow<'a, str> {
         let prompt = beginning(self.prompt(body), MAX_ROUTING_TEXT);
         match self.scope_of(body).marker() {
@@ -189,7 +195,8 @@ impl BodyIndex {
         one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
     }
 
-    /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs). Cost: one pass over it.
+    /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs).
+    /// Cost: one pass over it.
     pub fn text_blocks(&self, body: &[u8]) -> PromptBlocks {
         let prompt = self.prompt(body);
         let scope = self.scope_of(body);
@@ -204,8 +211,9 @@ impl BodyIndex {
         token_blocks(ids, block_size, &self.namespace)
     }
 
-    /// The client's bytes without its own fields of the groups in `replaced`, then `added` (`,"name":value`; only to a
-    /// body with members that stay) and `fields` (`"name":value,…`, no braces), then `}`.
+    /// The client's bytes without its own fields of the groups in `replaced`, then `added`
+    /// (`,"name":value`; only to a body with members that stay) and `fields` (`"name":value,…`, no
+    /// braces), then `}`.
     pub fn splice(
         &self,
         body: &Bytes,
@@ -247,7 +255,8 @@ impl<'a> DeserializeEnd<'a> for serde_json::Deserializer<serde_json::de::SliceRe
     }
 }
 
-/// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON readers.
+/// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON
+/// readers.
 struct TopLevelFields<'a> {
     body: &'a [u8],
     count: usize,
@@ -394,8 +403,8 @@ fn beginning(text: &[u8], most: usize) -> &str {
     }
 }
 
-/// Spans run from the end of the member before (so they begin with its comma). The members at the very beginning have
-/// no comma before them: the one behind goes instead.
+/// Spans run from the end of the member before (so they begin with its comma). The members at the
+/// very beginning have no comma before them: the one behind goes instead.
 fn spans_with_commas(body: &[u8], mut spans: Vec<Range<usize>>) -> Vec<Range<usize>> {
     let mut open_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
     for span in &mut spans {
@@ -409,7 +418,8 @@ fn spans_with_commas(body: &[u8], mut spans: Vec<Range<usize>>) -> Vec<Range<usi
             .filter(|at| body[*at] == b',');
         open_end = span.end;
         if let Some(at) = comma {
-            // The next span, if it follows directly, begins at this member's end: let it begin behind the comma.
+            // The next span, if it follows directly, begins at this member's end: let it begin
+            // behind the comma.
             span.end = at + 1;
         }
     }
@@ -478,7 +488,8 @@ fn text_of(value: Option<&RawValue>) -> String {
     text.unwrap_or_default()
 }
 
-/// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one token list.
+/// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one
+/// token list.
 fn batch_len(prompt: &RawValue) -> Option<usize> {
     let inside = prompt.get().strip_prefix('[')?.trim_start();
     if !inside.starts_with(['"', '[']) {

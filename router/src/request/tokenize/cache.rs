@@ -1,4 +1,5 @@
-//! Texts and their token ids, those used longest ago forgotten first; bounded by bytes and by entries.
+//! Texts and their token ids, those used longest ago forgotten first; bounded by bytes and by
+//! entries.
 //!
 //! Cost of a look-up or an insertion: a hash of the text and O(log entries).
 

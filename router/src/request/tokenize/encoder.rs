@@ -1,13 +1,16 @@
-//! Text to token ids, with the checkpoint's tokenizer.json, as the `tokenizers` wheel does it for the engines.
+//! Text to token ids, with the checkpoint's tokenizer.json, as the `tokenizers` wheel does it for
+//! the engines.
 //!
 //! Two caches, named as in SGLang's router:
 //!
 //! * L0 remembers whole texts;
-//! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where encoding restarts, so the ids of
-//!   the pieces are the ids of the whole. The turns of a conversation and its system prompt are found again wherever they
-//!   stand, and only what is new is encoded.
+//! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where
+//!   encoding restarts, so the ids of the pieces are the ids of the whole. The turns of a
+//!   conversation and its system prompt are found again wherever they stand, and only what is new
+//!   is encoded.
 //!
-//! A tokenizer that treats the first word of a text in its own way (`prepend_scheme: first`) cannot be cut: no L1 then.
+//! A tokenizer that treats the first word of a text in its own way (`prepend_scheme: first`) cannot
+//! be cut: no L1 then.
 
 use std::sync::Arc;
 
@@ -19,9 +22,11 @@ use tokenizers::Tokenizer;
 use super::cache::TextCache;
 use crate::config::TokenizerFlags;
 
-/// Segments are joined until they are this long: a shorter one is encoded as fast as it is found [bytes].
+/// Segments are joined until they are this long: a shorter one is encoded as fast as it is found
+/// [bytes].
 const MIN_SEGMENT: usize = 64;
-/// Characters of which a normalizer makes one, at most: NFC composes up to four (as in the engines).
+/// Characters of which a normalizer makes one, at most: NFC composes up to four (as in the
+/// engines).
 const NORMALIZER_SHRINKS: usize = 4;
 /// Segments remembered at most; their bytes are what usually limits them.
 const MAX_SEGMENTS: usize = 1 << 20;
@@ -63,7 +68,8 @@ impl PromptEncoder {
         hf.with_truncation(None).map_err(|err| err.to_string())?;
         hf.with_padding(None);
         let whole = config.tokenizer_cache_enable_l0.then(|| {
-            // Half for each kind: chat prompts bring their special tokens, completions get them added.
+            // Half for each kind: chat prompts bring their special tokens, completions get them
+            // added.
             let bytes = config.tokenizer_cache_l0_max_memory / 2;
             let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
@@ -176,7 +182,8 @@ impl Cuts {
         Ok(Some(Self { tokens, is_plain: is_plain.collect() }))
     }
 
-    /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no segment.
+    /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no
+    /// segment.
     fn of_text<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
         let mut last = 0;
         self.tokens.find_iter(text).filter_map(move |found| {

@@ -1,8 +1,9 @@
-//! Tokenizer files of a Hugging Face directory: tokenizer.json, the chat template, the special tokens.
+//! Tokenizer files of a Hugging Face directory: tokenizer.json, the chat template, the special
+//! tokens.
 //!
-//! Read once, at the start, in the order of our engines (engine/baton/server/text/model_info.py); every problem names the flag or
-//! the file and what to do. The fingerprint tells whether a worker tokenizes the same way: engines report theirs in
-//! /get_server_info (`tokenizer_fingerprint`).
+//! Read once, at the start, in the order of our engines (engine/baton/server/text/model_info.py);
+//! every problem names the flag or the file and what to do. The fingerprint tells whether a worker
+//! tokenizes the same way: engines report theirs in /get_server_info (`tokenizer_fingerprint`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -59,8 +60,8 @@ impl TokenizerFiles {
         }))
     }
 
-    /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length (8 bytes, little-endian);
-    /// an absent template has no part.
+    /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length
+    /// (8 bytes, little-endian); an absent template has no part.
     pub fn fingerprint(&self) -> String {
         let mut hash = Sha256::new();
         let mut part = |bytes: &[u8]| {
@@ -100,7 +101,8 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, String> {
     }
 }
 
-/// --chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string, or a list with names).
+/// --chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string,
+/// or a list with names).
 fn chat_template(
     config: &TokenizerFlags,
     dir: &Path,

@@ -1,16 +1,19 @@
-//! The prompt in tokens: rendered and encoded once, here, so that policies count what engines compute and compare what
-//! engines cache, and so that engines need not do it again.
+//! The prompt in tokens: rendered and encoded once, here, so that policies count what engines
+//! compute and compare what engines cache, and so that engines need not do it again.
 //!
 //! The life of a prompt:
 //!
-//! 1. `server::api::generate` has read the body; [`PromptTokenizer::read`] takes a place among the tokenizing threads, or gives up;
-//! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts as they are;
+//! 1. `server::api::generate` has read the body; [`PromptTokenizer::read`] takes a place among the
+//!    tokenizing threads, or gives up;
+//! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts
+//!    as they are;
 //! 3. [`encoder`] turns text into ids, of which it remembers many ([`cache`]);
-//! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the body for workers whose
-//!    fingerprint ([`files`]) says that they would have come to the same ids.
+//! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the
+//!    body for workers whose fingerprint ([`files`]) says that they would have come to the same
+//!    ids.
 //!
-//! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that refuses requests.
-//! Off the async threads: encoding takes 1 ms for about a thousand tokens.
+//! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that
+//! refuses requests. Off the async threads: encoding takes 1 ms for about a thousand tokens.
 
 mod cache;
 mod encoder;
@@ -36,7 +39,8 @@ use crate::config::TokenizerFlags;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::body::ApiKind;
 
-/// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English, half a second [bytes].
+/// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English,
+/// half a second [bytes].
 const MAX_BYTES: usize = 1 << 20;
 /// A prompt up to this size is tokenized whatever the context length: it costs about 30 ms [bytes].
 const UNCHECKED_BYTES: usize = 64 << 10;
@@ -94,7 +98,8 @@ impl PromptIds {
 }
 
 impl PromptTokenizer {
-    /// `Ok(None)`: the flags name no tokenizer. Cost: reads and parses tokenizer.json, half a second for 10 MB.
+    /// `Ok(None)`: the flags name no tokenizer. Cost: reads and parses tokenizer.json, half a
+    /// second for 10 MB.
     pub fn load(
         config: &TokenizerFlags,
         metrics: Arc<RouterMetrics>,
@@ -139,8 +144,9 @@ impl PromptTokenizer {
         }))
     }
 
-    /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the longest prompt that any
-    /// worker takes, if all tell. Dropping the future does not stop the thread.
+    /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the
+    /// longest prompt that any worker takes, if all tell. Dropping the future does not stop the
+    /// thread.
     pub async fn read(
         self: &Arc<Self>,
         api: ApiKind,
@@ -188,7 +194,8 @@ impl PromptTokenizer {
             drop(place);
             made
         });
-        // A panic of the tokenizer or the template engine costs this request its token count, nothing more.
+        // A panic of the tokenizer or the template engine costs this request its token count,
+        // nothing more.
         work.await.unwrap_or(Err(TokenizeFallback::Failed))
     }
 

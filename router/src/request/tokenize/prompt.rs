@@ -1,7 +1,8 @@
-//! A request's prompt as text or token ids: what our engines make of the same body (engine/baton/server/api/validation.py, chat.py).
+//! A request's prompt as text or token ids: what our engines make of the same body
+//! (engine/baton/server/api/validation.py, chat.py).
 //!
-//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a [`TokenizeFallback`]: the router goes by
-//! the text's bytes then, and the engine decides.
+//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a
+//! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
@@ -19,7 +20,8 @@ pub enum TokenizeFallback {
     TooLong,
     /// All tokenizing threads are busy and enough requests wait for one.
     Busy,
-    /// The body says something that the router does not read: images, a template of its own, a wrong type.
+    /// The body says something that the router does not read: images, a template of its own, a
+    /// wrong type.
     Unread,
     /// The model has no chat template, or one that cannot be used here.
     NoTemplate,
@@ -225,8 +227,9 @@ fn text_part(part: &Value) -> Result<String, TokenizeFallback> {
     }
 }
 
-/// Appended to the message to be continued, so that its end is found in the rendered text. A template that trims its
-/// messages takes the space away, and so tells that it trims. Private-use characters: no client text holds them by accident.
+/// Appended to the message to be continued, so that its end is found in the rendered text. A
+/// template that trims its messages takes the space away, and so tells that it trims. Private-use
+/// characters: no client text holds them by accident.
 const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
 
 fn with_mark(message: &Value) -> Result<Value, TokenizeFallback> {

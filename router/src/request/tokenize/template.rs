@@ -1,8 +1,8 @@
 //! Chat messages to the text of a prompt, with the checkpoint's own Jinja template.
 //!
-//! Trimming, helpers and variables are those of transformers' `apply_chat_template` and so of our engines; golden files
-//! rendered by transformers hold both to it. The template is data from the internet: it gets no loader, and a render ends
-//! when its fuel does.
+//! Trimming, helpers and variables are those of transformers' `apply_chat_template` and so of our
+//! engines; golden files rendered by transformers hold both to it. The template is data from the
+//! internet: it gets no loader, and a render ends when its fuel does.
 
 use std::collections::BTreeMap;
 
@@ -49,8 +49,8 @@ impl ChatTemplate {
     }
 }
 
-/// `{% generation %}` marks the assistant's turn for training; a prompt ignores it. `{% if true %}` keeps the whitespace
-/// control of the tag.
+/// `{% generation %}` marks the assistant's turn for training; a prompt ignores it. `{% if true %}`
+/// keeps the whitespace control of the tag.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -82,7 +82,8 @@ fn strftime_now(format: String) -> Result<Value, Error> {
     })
 }
 
-/// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML characters.
+/// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML
+/// characters.
 fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
@@ -205,7 +206,8 @@ impl JsonWriter {
     }
 }
 
-/// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and from 1e16 on.
+/// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and
+/// from 1e16 on.
 fn float(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();

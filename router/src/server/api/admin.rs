@@ -52,8 +52,9 @@ pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
     }
 }
 
-/// Why this router should get no requests: it drains, or does not know its workers yet. Later a lack of workers is
-/// no such reason: a router that left its Service would turn 503 with Retry-After into refused connections.
+/// Why this router should get no requests: it drains, or does not know its workers yet. Later a
+/// lack of workers is no such reason: a router that left its Service would turn 503 with
+/// Retry-After into refused connections.
 fn not_ready_because(app: &AppState) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);

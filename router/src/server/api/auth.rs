@@ -1,6 +1,7 @@
 //! API keys: which key each path needs, and that a key of the control plane never reaches a worker.
 //!
-//! With --control-plane-api-keys the control paths take these keys and nothing else; each use is logged with the key's id.
+//! With --control-plane-api-keys the control paths take these keys and nothing else; each use is
+//! logged with the key's id.
 
 use http::{HeaderMap, header};
 
@@ -20,8 +21,8 @@ pub enum AccessLevel {
     Open,
     /// --api-key, if it is set.
     Client,
-    /// An admin key of --control-plane-api-keys if there are any, else as `Client`: the path shows or changes the fleet or
-    /// the requests of others.
+    /// An admin key of --control-plane-api-keys if there are any, else as `Client`: the path shows
+    /// or changes the fleet or the requests of others.
     Control,
 }
 

@@ -1,8 +1,9 @@
 //! Drain of a worker: POST /workers/{id}/drain, its opposite, and what is left.
 //!
-//! The drain lives in the engine, so that all routers agree: this router passes the order on, and every other one learns
-//! of it by its next probe or by the next refused request (health.rs). A worker that has no such route, or cannot be
-//! reached, is drained by this router alone, and the answer says so.
+//! The drain lives in the engine, so that all routers agree: this router passes the order on, and
+//! every other one learns of it by its next probe or by the next refused request (health.rs). A
+//! worker that has no such route, or cannot be reached, is drained by this router alone, and the
+//! answer says so.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +39,8 @@ enum Ordered {
     Unable(String),
 }
 
-/// No new requests for the worker from any router; here they end at once. Asking again changes nothing.
+/// No new requests for the worker from any router; here they end at once. Asking again changes
+/// nothing.
 pub async fn drain_worker(
     State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
@@ -93,7 +95,8 @@ pub async fn show_drain(
     Ok(answer(StatusCode::OK, &body))
 }
 
-/// New requests for the worker again. One that this router alone drained is registered again, with a new id.
+/// New requests for the worker again. One that this router alone drained is registered again, with
+/// a new id.
 pub async fn undrain_worker(
     State(app): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,

@@ -1,4 +1,5 @@
-//! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs takes over.
+//! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs
+//! takes over.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -35,11 +36,11 @@ use crate::workers::registry::selection::ExcludedWorkers;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
-/// Bodies up to this size are not measured: an engine refuses them in a fraction of a millisecond, and asking all workers
-/// for their limits is not free [bytes].
+/// Bodies up to this size are not measured: an engine refuses them in a fraction of a millisecond,
+/// and asking all workers for their limits is not free [bytes].
 const UNMEASURED_BYTES: usize = 16 << 10;
-/// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024 prompts the engine
-/// complains about the member the client sent, not about ours.
+/// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024
+/// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
@@ -231,7 +232,8 @@ async fn refuse_oversized(
     part.map_or(Ok(()), |part| Err(part.refusal(limit)))
 }
 
-/// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.
+/// In tokens where the client sent ids or the router has a tokenizer that can read the request,
+/// else in bytes of text.
 async fn prompt_of(
     app: &AppState,
     api: ApiKind,
@@ -276,7 +278,8 @@ fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: 
     }
 }
 
-/// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
+/// A generation request is JSON without a content coding. Its declared type is not insisted on:
+/// `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
     let text = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let (coding, kind) = (text(CONTENT_ENCODING), text(CONTENT_TYPE));
@@ -306,7 +309,8 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     headers
 }
 
-/// Read a body of at most `limit_bytes` within --body-read-timeout-secs. One piece, the usual case, is not copied.
+/// Read a body of at most `limit_bytes` within --body-read-timeout-secs. One piece, the usual case,
+/// is not copied.
 pub async fn read_at_most(
     app: &AppState,
     mut body: axum::body::Body,

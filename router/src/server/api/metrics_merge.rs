@@ -1,4 +1,5 @@
-//! Prometheus pages of several workers as one: the format wants each family once, with its lines together.
+//! Prometheus pages of several workers as one: the format wants each family once, with its lines
+//! together.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,8 +11,8 @@ struct Family<'a> {
     lines: String,
 }
 
-/// `pages`: (worker, text). Each sample gets the label `worker`; one that has it already keeps its own as
-/// `exported_worker`, as in Prometheus.
+/// `pages`: (worker, text). Each sample gets the label `worker`; one that has it already keeps its
+/// own as `exported_worker`, as in Prometheus.
 pub fn merge<'a>(pages: impl Iterator<Item = (&'a str, &'a str)>) -> String {
     let mut families: BTreeMap<&str, Family<'a>> = BTreeMap::new();
     for (worker, text) in pages {
@@ -29,7 +30,8 @@ pub fn merge<'a>(pages: impl Iterator<Item = (&'a str, &'a str)>) -> String {
                     }
                 }
             } else if let Some((name, rest)) = sample(line) {
-                // Lines of a histogram end in _bucket, _sum, _count; one without a TYPE line is its own family.
+                // Lines of a histogram end in _bucket, _sum, _count; one without a TYPE line is its
+                // own family.
                 let owner =
                     if !family.is_empty() && name.starts_with(family) { family } else { name };
                 let lines = &mut families.entry(owner).or_default().lines;
@@ -61,8 +63,8 @@ fn sample(line: &str) -> Option<(&str, &str)> {
     (end > 0).then(|| line.split_at(end))
 }
 
-/// A label `worker` at the beginning or behind a comma becomes `exported_worker`. Values may hold anything, but a quote in
-/// one is escaped, so `,worker="` is no part of a value.
+/// A label `worker` at the beginning or behind a comma becomes `exported_worker`. Values may hold
+/// anything, but a quote in one is escaped, so `,worker="` is no part of a value.
 fn rename(labels: &str) -> String {
     let renamed = labels.replace(",worker=\"", ",exported_worker=\"");
     match renamed.strip_prefix("worker=\"") {

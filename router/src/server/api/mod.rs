@@ -1,7 +1,7 @@
 //! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
 //!
-//! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the router, passing.rs what
-//! it only passes on.
+//! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the
+//! router, passing.rs what it only passes on.
 
 /// Routes of the control plane.
 mod admin;
@@ -219,7 +219,8 @@ fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, respo
     app.metrics.requests.with_label_values(&labels).inc();
 }
 
-/// The client's id from the first header that has one, else a new one that tells the API by its prefix.
+/// The client's id from the first header that has one, else a new one that tells the API by its
+/// prefix.
 fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let names = app.config.listen.request_id_headers.iter();
     let given = names

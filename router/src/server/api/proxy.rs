@@ -1,4 +1,5 @@
-//! Proxied paths that generate no tokens here: to one worker, to all, or to the one that knows a request.
+//! Proxied paths that generate no tokens here: to one worker, to all, or to the one that knows a
+//! request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +41,8 @@ const MAX_ASKED: usize = 4 << 20;
 /// Longest answer of one worker: thousands of embeddings, as JSON [bytes].
 const MAX_PASSED: usize = 256 << 20;
 
-/// Paths of SGLang's and vLLM's workers that answer at once and generate nothing; ours say not_found.
+/// Paths of SGLang's and vLLM's workers that answer at once and generate nothing; ours say
+/// not_found.
 pub const PASSED: [&str; 12] = [
     "/v1/embeddings",
     "/encode",
@@ -228,8 +230,8 @@ pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
-/// A verb about one request, which only the workers that run it know: all are asked, since it may have come through
-/// another router. 404 when no worker knows it.
+/// A verb about one request, which only the workers that run it know: all are asked, since it may
+/// have come through another router. 404 when no worker knows it.
 pub async fn about_request(
     State(app): State<Arc<AppState>>,
     rid: Result<Path<String>, PathRejection>,
@@ -245,7 +247,8 @@ pub async fn about_request(
     if answers.is_empty() {
         return Err(RouteError::UnknownRequest { rid });
     }
-    // A worker that runs it and refuses comes before one that did it, and that before one that could not be asked.
+    // A worker that runs it and refuses comes before one that did it, and that before one that
+    // could not be asked.
     answers.sort_by_key(|answer| match answer.status {
         Some(status) if !status.is_success() => 0,
         Some(_) => 1,
@@ -262,7 +265,8 @@ fn no_worker(app: &AppState) -> Option<RouteError> {
     none.then_some(RouteError::NoWorker { role, known, ready: 0 })
 }
 
-/// A client's request as workers get it: the path without what belongs to the client's connection, and the body.
+/// A client's request as workers get it: the path without what belongs to the client's connection,
+/// and the body.
 async fn read_request(
     app: &AppState,
     request: Request,
@@ -291,8 +295,8 @@ pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
     response
 }
 
-/// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
-/// with, and the first one's error object; else 502.
+/// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them
+/// refused the request with, and the first one's error object; else 502.
 pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
@@ -349,7 +353,8 @@ impl Asked {
         }
     }
 
-    /// Status and error object of a worker that finds the request itself wrong. Its 401, 403 and 429 concern the router.
+    /// Status and error object of a worker that finds the request itself wrong. Its 401, 403 and
+    /// 429 concern the router.
     fn refusal(&self) -> Option<(StatusCode, Value)> {
         let status = self.status.filter(|status| status.is_client_error())?;
         let is_own = !matches!(status.as_u16(), 401 | 403 | 429);

@@ -1,7 +1,7 @@
 //! The static files of the web page, compiled into the binary.
 //!
-//! The policy in `CONTENT_SECURITY_POLICY` lets them load from this router only: no inline script or style, no other
-//! origin, no frame around them.
+//! The policy in `CONTENT_SECURITY_POLICY` lets them load from this router only: no inline script
+//! or style, no other origin, no frame around them.
 
 use std::sync::LazyLock;
 

@@ -1,4 +1,5 @@
-//! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker anything.
+//! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker
+//! anything.
 
 use serde::Serialize;
 
@@ -10,7 +11,8 @@ use crate::workers::activity::TokenRates;
 use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
 
-/// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second and page.
+/// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second
+/// and page.
 const MAX_NODES: usize = 512;
 /// Most pairs shown.
 const MAX_PAIRS: usize = 1024;

@@ -1,9 +1,10 @@
 //! Kubernetes pods of one label selector: a worker is a pod that is Ready and has an IP.
 //!
-//! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it had, lists again when
-//! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). An API server that accepts connections
-//! and sends nothing, not even the end of a watch, is reported after [`MAX_SILENCE`]. A pod that is deleted, or has been asked
-//! to terminate, is drained at once; one that stops being Ready or is missing from a new list is drained as soon as
+//! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it
+//! had, lists again when that version is gone (410), and waits between failures (0.8 s doubling to
+//! 30 s). An API server that accepts connections and sends nothing, not even the end of a watch, is
+//! reported after [`MAX_SILENCE`]. A pod that is deleted, or has been asked to terminate, is
+//! drained at once; one that stops being Ready or is missing from a new list is drained as soon as
 //! another worker of its role is ready ([`DiscoveryFeed`]).
 //!
 //! It needs the verbs list and watch on pods.
@@ -29,14 +30,16 @@ use tower::util::MapResponseLayer;
 use super::{AnswerTime, DiscoveredWorkers, DiscoveryFeed, RECHECK};
 use crate::config::{WorkerSpec, WorkerUrl};
 
-/// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
+/// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of
+/// SGLang's router.
 const BOOTSTRAP_PORT: [&str; 2] = ["baton.dev/bootstrap-port", "sglang.ai/bootstrap-port"];
 /// Where a pod says its topology domain.
 const TOPOLOGY: &str = "baton.dev/topology";
 const ZONE: &str = "topology.kubernetes.io/zone";
 /// A server of the same cluster that does not accept for this long is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// After this the API server ends a watch, and the next one begins: something comes at least so often.
+/// After this the API server ends a watch, and the next one begins: something comes at least so
+/// often.
 const WATCH_SECS: u32 = 55;
 /// Longest time without a byte of the API server: a watch, and time to begin the next.
 const MAX_SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 20);
@@ -51,8 +54,9 @@ pub struct PodSelectors {
     pub namespace: Option<String>,
 }
 
-/// The parts of a pod that tell whether and where it serves. Other fields are not read: code for all of
-/// `k8s_openapi`'s `Pod` takes seconds to compile, and a list of pods is mostly their specifications.
+/// The parts of a pod that tell whether and where it serves. Other fields are not read: code for
+/// all of `k8s_openapi`'s `Pod` takes seconds to compile, and a list of pods is mostly their
+/// specifications.
 type Pod = Object<NotUsed, PodStatus>;
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -69,8 +73,8 @@ struct PodCondition {
     status: String,
 }
 
-/// Find the API server. Nothing is sent yet. Each part of each answer that is no refusal sets `answers`: the watcher keeps
-/// bookmarks, and the beginning and end of watches, to itself.
+/// Find the API server. Nothing is sent yet. Each part of each answer that is no refusal sets
+/// `answers`: the watcher keeps bookmarks, and the beginning and end of watches, to itself.
 pub(super) async fn client(
     kubeconfig: Option<&str>,
     answers: AnswerTime,

@@ -1,16 +1,22 @@
-//! Workers that come and go by themselves: where they are looked for, and how what is found reaches the registry.
+//! Workers that come and go by themselves: where they are looked for, and how what is found reaches
+//! the registry.
 //!
-//! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and tells it, each time it knows better, all workers it sees. The feed
-//! registers what is new, drains what is gone, and swaps what changed its role or bootstrap port.
+//! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and tells it, each time it knows better,
+//! all workers it sees. The feed registers what is new, drains what is gone, and swaps what changed
+//! its role or bootstrap port.
 //!
 //! Invariants:
 //!
-//! * a feed touches only workers which it registered itself: those of flags and of POST /workers are not its business,
-//!   and one which an operator removed stays out until the source stops naming it and names it again;
-//! * a source that cannot be read changes nothing: the last good answer stays, `baton_router_discovery_is_stale` says so;
-//! * a worker that reports that it drains stays until it ends, is deleted or fails: it may return, and gets nothing meanwhile;
-//! * a ready worker that is merely no longer named is probed, and drained only while another one of its role is ready: no list,
-//!   however wrong, empties the pool. Being deleted, which a source says of a worker by name, needs no replacement.
+//! * a feed touches only workers which it registered itself: those of flags and of POST /workers
+//!   are not its business, and one which an operator removed stays out until the source stops
+//!   naming it and names it again;
+//! * a source that cannot be read changes nothing: the last good answer stays,
+//!   `baton_router_discovery_is_stale` says so;
+//! * a worker that reports that it drains stays until it ends, is deleted or fails: it may return,
+//!   and gets nothing meanwhile;
+//! * a ready worker that is merely no longer named is probed, and drained only while another one of
+//!   its role is ready: no list, however wrong, empties the pool. Being deleted, which a source
+//!   says of a worker by name, needs no replacement.
 
 /// Workers listed in a file.
 mod file;
@@ -30,10 +36,12 @@ use crate::workers::fleet::WorkerFleet;
 use crate::workers::registration::register;
 use crate::workers::worker::{Worker, WorkerState};
 
-/// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
+/// How often it is looked whether workers that were kept for want of others can go, and whether the
+/// router is still there.
 const RECHECK: Duration = Duration::from_secs(1);
 
-/// Start all sources the flags name. The first reading of the file happens here, so that its mistakes end the start.
+/// Start all sources the flags name. The first reading of the file happens here, so that its
+/// mistakes end the start.
 pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
@@ -61,7 +69,8 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     Ok(())
 }
 
-/// Time at which a source gave data last, also shown as a gauge. A source without news is alive as long as this advances.
+/// Time at which a source gave data last, also shown as a gauge. A source without news is alive as
+/// long as this advances.
 #[derive(Clone)]
 struct AnswerTime {
     gauges: GaugeVec,
@@ -193,7 +202,8 @@ impl DiscoveryFeed {
         }
     }
 
-    /// Judge a source that reports changes only: it is stale once it was silent for too long, and works again after it gave data.
+    /// Judge a source that reports changes only: it is stale once it was silent for too long, and
+    /// works again after it gave data.
     fn check_silence(&mut self, last_answer: Instant, now: Instant, limit: Duration) {
         let silent = now.saturating_duration_since(last_answer);
         if self.failure.is_none() && silent > limit {

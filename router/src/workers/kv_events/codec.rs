@@ -1,8 +1,8 @@
 //! KV events as they are written: vLLM's and SGLang's msgpack, and our engines' lines of JSON.
 //!
-//! One batch is `[ts, [event, …], dp_rank]`, or (vLLM of 2026) a map with these names; one event is `["BlockStored", …]` or a map
-//! with a `type`. Both forms are read wherever they stand, fields that a version does not have are absent, and what
-//! follows the known ones is passed over.
+//! One batch is `[ts, [event, …], dp_rank]`, or (vLLM of 2026) a map with these names; one event is
+//! `["BlockStored", …]` or a map with a `type`. Both forms are read wherever they stand, fields
+//! that a version does not have are absent, and what follows the known ones is passed over.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -88,7 +88,8 @@ pub fn of_json(line: &[u8]) -> Result<StreamLine, String> {
     serde_json::from_slice(line).map_err(|err| err.to_string())
 }
 
-/// Events about the cache that prompts are matched with: those of other tiers and of further layer groups are left out.
+/// Events about the cache that prompts are matched with: those of other tiers and of further layer
+/// groups are left out.
 fn events<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<KvEvent>, D::Error> {
     let all = Vec::<Written>::deserialize(from)?;
     Ok(all.into_iter().filter_map(|written| written.0).collect())
@@ -203,7 +204,8 @@ impl Fields {
     }
 }
 
-/// The namespace that a request with these keys has. One key is vLLM's `cache_salt`; our engines give both places.
+/// The namespace that a request with these keys has. One key is vLLM's `cache_salt`; our engines
+/// give both places.
 fn name_of(keys: Vec<Part>) -> String {
     match keys.as_slice() {
         [Part::Text(salt)] => namespace(salt, ""),

@@ -2,10 +2,12 @@
 //!
 //! The life of a feed, one per candidate of a role whose policy is `cost`:
 //!
-//! 1. the worker has described itself ([`start`]): [`source`] says where its events are, or why there are none;
-//! 2. a task reads them, over HTTP from our engines ([`http`]) or ZeroMQ from vLLM and SGLang ([`zmq`], [`zmtp`]), in one
-//!    wire format or the other ([`wire`]);
-//! 3. the [`reader`] keeps the rank's replica and tells the deciders; the stream ends, it is begun again with growing pauses;
+//! 1. the worker has described itself ([`start`]): [`source`] says where its events are, or why
+//!    there are none;
+//! 2. a task reads them, over HTTP from our engines ([`http`]) or ZeroMQ from vLLM and SGLang
+//!    ([`zmq`], [`zmtp`]), in one wire format or the other ([`wire`]);
+//! 3. the [`reader`] keeps the rank's replica and tells the deciders; the stream ends, it is begun
+//!    again with growing pauses;
 //! 4. the candidate leaves the registry: its task is stopped, and the policy forgets it.
 //!
 //! What waits to be read waits in the connection: there is no queue here that could grow.

@@ -1,12 +1,14 @@
-//! ZMTP 3.0 as a client with the NULL mechanism: enough of ZeroMQ to subscribe to a PUB socket and to ask a ROUTER.
+//! ZMTP 3.0 as a client with the NULL mechanism: enough of ZeroMQ to subscribe to a PUB socket and
+//! to ask a ROUTER.
 //!
 //! 1. greeting (64 bytes) and a READY command go out, the peer's come in ([`ZmtpPeer::connect`]);
 //! 2. messages of several frames go both ways; the peer's other commands are passed over;
-//! 3. any error ends the connection. Nothing reconnects behind the caller's back: that a connection broke is how a
-//!    restarted publisher is distinguished from a quiet one.
+//! 3. any error ends the connection. Nothing reconnects behind the caller's back: that a connection
+//!    broke is how a restarted publisher is distinguished from a quiet one.
 //!
-//! Why not the `zeromq` crate (0.7): it reconnects by itself without a word, and believes any length a frame claims to
-//! have, which ends the process when memory for it cannot be had. The protocol is at rfc.zeromq.org/spec/23.
+//! Why not the `zeromq` crate (0.7): it reconnects by itself without a word, and believes any
+//! length a frame claims to have, which ends the process when memory for it cannot be had. The
+//! protocol is at rfc.zeromq.org/spec/23.
 
 use std::time::Duration;
 

@@ -16,15 +16,17 @@ use crate::workers::registry::WorkerRegistry;
 use crate::workers::registry::explanation::{name_of, named};
 use crate::workers::registry::selection::{ExcludedWorkers, Selection, SelectionRequest, views};
 
-/// Candidates of a role that serve a request's model, and what its policy sees of those it may choose.
+/// Candidates of a role that serve a request's model, and what its policy sees of those it may
+/// choose.
 struct Side {
     list: Arc<Vec<Arc<Candidate>>>,
     views: Vec<WorkerView>,
 }
 
 impl WorkerRegistry {
-    /// Let the role's policy choose among the ready candidates against which least speaks. Workers in `avoid` (they just
-    /// failed this request) are taken only when there is no other. Budget: tens of microseconds; no await.
+    /// Let the role's policy choose among the ready candidates against which least speaks. Workers
+    /// in `avoid` (they just failed this request) are taken only when there is no other. Budget:
+    /// tens of microseconds; no await.
     pub fn choose(
         &self,
         role: Role,
@@ -39,7 +41,8 @@ impl WorkerRegistry {
             let decided = self.deciders.decide(role, &sending, &side.views, ticket);
             decided.and_then(|decided| self.take(&side.list, decided, ticket, wanted, &sending))
         };
-        // Counted without the role's turn: remove() takes the worker list first and the turn second.
+        // Counted without the role's turn: remove() takes the worker list first and the turn
+        // second.
         chosen.ok_or_else(|| self.no_worker_error(role, wanted))
     }
 
@@ -75,7 +78,8 @@ impl WorkerRegistry {
         self.deciders.policy(role).soonest(&wanted.view(now_ms), &side.views)
     }
 
-    /// Decide for each of these roles (prefill and decode are chosen together), and tell why. Nothing is sent.
+    /// Decide for each of these roles (prefill and decode are chosen together), and tell why.
+    /// Nothing is sent.
     pub fn dry_run(
         &self,
         roles: &[Role],
@@ -162,7 +166,8 @@ impl WorkerRegistry {
         }
     }
 
-    /// The chosen candidate with its place taken. The policy knows already that the request goes there.
+    /// The chosen candidate with its place taken. The policy knows already that the request goes
+    /// there.
     fn take(
         &self,
         candidates: &[Arc<Candidate>],

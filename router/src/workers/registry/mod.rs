@@ -1,18 +1,23 @@
-//! Registry of workers: their candidates (one per worker, or per DP rank), their load, breakers and policies.
+//! Registry of workers: their candidates (one per worker, or per DP rank), their load, breakers and
+//! policies.
 //!
 //! The life of a worker:
 //!
-//! 1. registered by a flag or `POST /workers`: `Starting`; its health task (health.rs) begins to probe;
-//! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its candidates enter the snapshot
-//!    and the policies are notified;
-//! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
-//!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
-//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready` again;
-//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request in flight has ended;
+//! 1. registered by a flag or `POST /workers`: `Starting`; its health task (health.rs) begins to
+//!    probe;
+//! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its
+//!    candidates enter the snapshot and the policies are notified;
+//! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies
+//!    forget them: what restarts comes back with an empty cache. A good probe makes it `Ready`
+//!    again, with new candidates;
+//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready`
+//!    again;
+//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request
+//!    in flight has ended;
 //! 6. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
 //!
-//! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
-//! are made one after the other, each seeing the loads of those before.
+//! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice;
+//! decisions of one role are made one after the other, each seeing the loads of those before.
 
 /// Decisions.
 mod decisions;
@@ -63,7 +68,8 @@ impl RoleTable {
         self.candidates.read().clone()
     }
 
-    /// The candidates that serve this model. Cost: a comparison per candidate, and a copy of the list if one does not.
+    /// The candidates that serve this model. Cost: a comparison per candidate, and a copy of the
+    /// list if one does not.
     fn list_for(&self, model: Option<&str>) -> Arc<Vec<Arc<Candidate>>> {
         let list = self.list();
         let Some(model) = model else { return list };
@@ -80,7 +86,8 @@ pub struct WorkerRegistry {
     deciders: Arc<PolicySet>,
     /// By [`Role::index`].
     tables: [RoleTable; 3],
-    /// True if every prefill worker can hand its pages to every decode worker; set under `changing`.
+    /// True if every prefill worker can hand its pages to every decode worker; set under
+    /// `changing`.
     all_fit: AtomicBool,
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
@@ -219,8 +226,9 @@ impl WorkerRegistry {
         versions?.into_iter().max()
     }
 
-    /// Longest prompt that some worker of each of `roles` takes, among those that serve `model` (`None`: any). `None`:
-    /// a worker that may take the request announces no limit, or has not described itself yet.
+    /// Longest prompt that some worker of each of `roles` takes, among those that serve `model`
+    /// (`None`: any). `None`: a worker that may take the request announces no limit, or has not
+    /// described itself yet.
     pub fn prompt_limit(&self, roles: &[Role], model: Option<&str>) -> Option<PromptLimit> {
         let workers = self.workers.read();
         let of_role = |role: Role| {
@@ -279,7 +287,8 @@ impl WorkerRegistry {
         known.fold((0, 0), |(known, ready), w| (known + 1, ready + usize::from(w.is_ready())))
     }
 
-    /// The only place where a worker changes state. Candidates and policies follow. False: nothing changed.
+    /// The only place where a worker changes state. Candidates and policies follow. False: nothing
+    /// changed.
     pub fn set_state(
         &self,
         worker: &Arc<Worker>,
@@ -398,7 +407,8 @@ impl WorkerRegistry {
         *shared = Arc::new(list);
     }
 
-    /// Take in a worker's load reports, one per rank; returns whether that was about any of its candidates.
+    /// Take in a worker's load reports, one per rank; returns whether that was about any of its
+    /// candidates.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
         let mut is_used = false;
         for candidate in
@@ -434,12 +444,14 @@ impl WorkerRegistry {
         }
     }
 
-    /// Answers whether a policy of these roles reads text, and block hashes: unread ones are not made.
+    /// Answers whether a policy of these roles reads text, and block hashes: unread ones are not
+    /// made.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         self.deciders.needs(roles)
     }
 
-    /// Reason why no worker of the other role can be paired with this ready one, though there are some.
+    /// Reason why no worker of the other role can be paired with this ready one, though there are
+    /// some.
     pub fn misfit(&self, worker: &Worker) -> Option<String> {
         let other_role = match worker.role() {
             Role::Regular => return None,
@@ -495,7 +507,8 @@ impl WorkerRegistry {
         }
     }
 
-    /// The worker denied a request. Returns whether that may be its own fault rather than the request's.
+    /// The worker denied a request. Returns whether that may be its own fault rather than the
+    /// request's.
     pub fn judge_denial(&self, role: Role, id: WorkerId) -> bool {
         let candidates = self.table(role).list();
         let now_ms = now_ms();
@@ -512,7 +525,8 @@ impl WorkerRegistry {
         candidates.iter().filter(is_open).count()
     }
 
-    /// The worst circuit of a worker's candidates, and the longest time one of them is still passed over [ms].
+    /// The worst circuit of a worker's candidates, and the longest time one of them is still passed
+    /// over [ms].
     pub fn objections_to(&self, worker: &Worker) -> (BreakerState, u64) {
         let candidates = self.table(worker.role()).list();
         let (mut circuit, mut left_ms) = (BreakerState::Closed, 0);
@@ -528,7 +542,8 @@ impl WorkerRegistry {
         self.startup_gate.one_more()
     }
 
-    /// While one of these roles has no worker ready and a worker was not asked yet: wait for that, a second at most.
+    /// While one of these roles has no worker ready and a worker was not asked yet: wait for that,
+    /// a second at most.
     pub async fn introductions(&self, roles: &[Role]) {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
         self.startup_gate.wait_unless(is_settled).await;

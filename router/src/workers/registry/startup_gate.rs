@@ -1,5 +1,6 @@
-//! Workers that were registered a moment ago and not asked yet. A request that would find no worker waits for their first
-//! probes, so that a router is of use from its first moment on, and a worker from its registration.
+//! Workers that were registered a moment ago and not asked yet. A request that would find no worker
+//! waits for their first probes, so that a router is of use from its first moment on, and a worker
+//! from its registration.
 
 use std::time::Duration;
 

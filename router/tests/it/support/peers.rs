@@ -1,4 +1,5 @@
-//! Workers of other makes, as far as a router can tell: the paths they have, the words they use, the order of their events.
+//! Workers of other makes, as far as a router can tell: the paths they have, the words they use,
+//! the order of their events.
 //!
 //! Written from what was measured of SGLang 0.5.7 and vLLM v1 on the wire, not from their code.
 
