@@ -17,8 +17,9 @@ pub enum Role {
     Decode,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, strum::IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Transport {
     Shm,
     /// Like shm, for pages on one GPU.
@@ -31,13 +32,7 @@ pub enum Transport {
 
 impl Transport {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Transport::Shm => "shm",
-            Transport::CudaIpc => "cuda_ipc",
-            Transport::Tcp => "tcp",
-            Transport::Gloo => "gloo",
-            Transport::Nccl => "nccl",
-        }
+        self.into()
     }
 
     /// Pages travel through the slabs of a communicator.

@@ -281,8 +281,7 @@ impl TransferNode {
 
     /// Abort a room on either side; idempotent. The end is reported by `poll`.
     pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
-        let code =
-            ReasonCode::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
+        let code = code.parse().map_err(|_| NodeError::UnknownCode(code.to_owned()))?;
         self.command(EngineCommand::Abort(room, code))
     }
 

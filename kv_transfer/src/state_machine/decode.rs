@@ -21,7 +21,8 @@ use super::{ConnectionId, InvalidTransition};
 use crate::protocol::{PageDigest, root_of};
 use crate::reason_code::ReasonCode;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "SCREAMING_SNAKE_CASE")]
 pub enum DecodePhase {
     Resolving,
     Opening,
@@ -38,16 +39,7 @@ impl DecodePhase {
         &["RESOLVING", "OPENING", "ADMITTED", "PULLING", "VERIFYING"];
 
     pub fn name(&self) -> &'static str {
-        match self {
-            DecodePhase::Resolving => "RESOLVING",
-            DecodePhase::Opening => "OPENING",
-            DecodePhase::Admitted => "ADMITTED",
-            DecodePhase::Pulling => "PULLING",
-            DecodePhase::Verifying => "VERIFYING",
-            DecodePhase::Committed => "COMMITTED",
-            DecodePhase::Failed(_) => "FAILED",
-            DecodePhase::Aborted => "ABORTED",
-        }
+        self.into()
     }
 
     pub fn is_over(&self) -> bool {

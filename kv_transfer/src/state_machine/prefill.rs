@@ -20,7 +20,8 @@ use crate::reason_code::ReasonCode;
 /// Lease of a room whose reader has left [ms]: a router notices a dead node within milliseconds.
 pub const REOPEN_MS: u64 = 3_000;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "SCREAMING_SNAKE_CASE")]
 pub enum PrefillPhase {
     Waiting,
     Prefilling,
@@ -34,14 +35,7 @@ impl PrefillPhase {
     pub const LIVE_NAMES: &'static [&'static str] = &["WAITING", "PREFILLING", "LEASED"];
 
     pub fn name(&self) -> &'static str {
-        match self {
-            PrefillPhase::Waiting => "WAITING",
-            PrefillPhase::Prefilling => "PREFILLING",
-            PrefillPhase::Leased { .. } => "LEASED",
-            PrefillPhase::Released => "RELEASED",
-            PrefillPhase::Aborted(_) => "ABORTED",
-            PrefillPhase::Expired => "EXPIRED",
-        }
+        self.into()
     }
 
     pub fn is_over(&self) -> bool {
