@@ -169,23 +169,6 @@ unsafe fn by_vectors<const COPY: bool>(
     Some(merge(acc, len))
 }
 
-/// Plain non-temporal copy without a hash: the benchmark's baseline.
-///
-/// # Safety
-/// As `copy_hash`.
-pub unsafe fn copy_plain(dst: *mut u8, src: *const u8, len: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if kernel() == HashKernel::Avx512
-        && len.is_multiple_of(STRIPE)
-        && dst.addr().is_multiple_of(STRIPE)
-    {
-        // SAFETY: AVX-512 was detected, dst is aligned, both ranges are the caller's promise.
-        return unsafe { x86::stream512(dst, src, len) };
-    }
-    // SAFETY: the caller's promise.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
-}
-
 fn secret_u64(at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&SECRET[at..at + 8]);
@@ -311,20 +294,6 @@ mod x86 {
             _mm256_storeu_si256(out.as_mut_ptr().cast(), acc[0]);
             _mm256_storeu_si256(out.as_mut_ptr().add(4).cast(), acc[1]);
             out
-        }
-    }
-
-    /// # Safety
-    /// As `avx512` with COPY.
-    #[target_feature(enable = "avx512f")]
-    pub unsafe fn stream512(dst: *mut u8, src: *const u8, len: usize) {
-        // SAFETY: offsets are multiples of 64 below len.
-        unsafe {
-            for at in (0..len).step_by(STRIPE) {
-                _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(at + AHEAD).cast());
-                _mm512_stream_si512(dst.add(at).cast(), _mm512_loadu_si512(src.add(at).cast()));
-            }
-            _mm_sfence();
         }
     }
 }
