@@ -19,12 +19,11 @@ use parking_lot::Mutex;
 use serde_json::json;
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
-use tokio::task::JoinSet;
 
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
 use super::registry::{RankPosition, RankRegistration, RouteTable, TableError};
 use crate::protocol::ClusterKeys;
-use crate::transport::tasks::PeerTasks;
+use crate::transport::tasks::{PeerTasks, accept_all};
 
 const MAX_BODY_BYTES: usize = 16 << 10;
 /// A request takes milliseconds. A new connection takes the place of the oldest, of its address or of all.
@@ -110,32 +109,11 @@ struct State {
 }
 
 async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
-    let listener = match tokio::net::TcpListener::from_std(listener) {
-        Ok(listener) => listener,
-        Err(err) => return err,
+    let by_source = PeerTasks::new(CONNECTIONS_PER_SOURCE, MAX_CONNECTIONS);
+    let evicted = || {
+        state.refused.fetch_add(1, Ordering::Relaxed);
     };
-    let mut connections = JoinSet::new();
-    let mut by_source = PeerTasks::new(CONNECTIONS_PER_SOURCE, MAX_CONNECTIONS);
-    loop {
-        tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, from)) => {
-                    let task = connections.spawn(connection(stream, state.clone()));
-                    if by_source.add(from.ip().to_canonical(), task) {
-                        state.refused.fetch_add(1, Ordering::Relaxed);
-                    }
-                }
-                Err(err) => {
-                    // Out of descriptors, or the client closed at once: continue to serve the others.
-                    tracing::warn!(%err, "accept failed");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-            },
-            Some(ended) = connections.join_next_with_id() => {
-                by_source.ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
-            }
-        }
-    }
+    accept_all(listener, by_source, |stream| connection(stream, state.clone()), evicted).await
 }
 
 async fn connection(stream: TcpStream, state: Arc<State>) {

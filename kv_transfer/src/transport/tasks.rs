@@ -2,8 +2,49 @@
 //! do not block others.
 
 use std::collections::VecDeque;
+use std::io;
+use std::net::{IpAddr, TcpListener};
+use std::time::Duration;
 
-use tokio::task::{AbortHandle, Id};
+use tokio::net::TcpStream;
+use tokio::task::{AbortHandle, Id, JoinSet};
+
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+
+/// Accept connections and serve each of them in a task. `evicted` is called for each one that was closed to make space for
+/// another of its address or of any. Runs until the listener cannot be used at all.
+pub async fn accept_all<T: Future<Output = ()> + Send + 'static>(
+    listener: TcpListener,
+    mut tasks: PeerTasks<IpAddr>,
+    serve: impl Fn(TcpStream) -> T,
+    evicted: impl Fn(),
+) -> io::Error {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(err) => return err,
+    };
+    let mut running = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, from)) => {
+                    let task = running.spawn(serve(stream));
+                    if tasks.add(from.ip().to_canonical(), task) {
+                        evicted();
+                    }
+                }
+                Err(err) => {
+                    // Out of descriptors, or the peer closed at once: continue to serve the others.
+                    tracing::warn!(%err, "accept failed");
+                    tokio::time::sleep(RETRY_PAUSE).await;
+                }
+            },
+            Some(ended) = running.join_next_with_id() => {
+                tasks.ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
+            }
+        }
+    }
+}
 
 /// Running tasks with the peer each of them serves, oldest first.
 pub struct PeerTasks<K> {
@@ -42,8 +83,6 @@ impl<K: PartialEq> PeerTasks<K> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::task::JoinSet;
-
     use super::*;
 
     #[tokio::test]

@@ -4,21 +4,18 @@
 use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 
 use crate::node::context::LoopMessage;
 use crate::protocol::handshake::Identity;
-use crate::transport::tasks::PeerTasks;
+use crate::transport::tasks::{PeerTasks, accept_all};
 use crate::transport::tcp;
 
 /// Connections in the middle of HELLO: a peer needs two round trips, a silent one is closed after `HELLO_TIMEOUT`.
 const HANDSHAKES: usize = 256;
 const HANDSHAKES_PER_SOURCE: usize = 64;
-const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs until the listener cannot be used at all.
 pub async fn accept_loop(
@@ -26,31 +23,10 @@ pub async fn accept_loop(
     identity: Arc<Identity>,
     internal: mpsc::UnboundedSender<LoopMessage>,
 ) -> io::Error {
-    let listener = match tokio::net::TcpListener::from_std(listener) {
-        Ok(listener) => listener,
-        Err(err) => return err,
-    };
-    let mut handshakes = JoinSet::new();
-    let mut by_source = PeerTasks::new(HANDSHAKES_PER_SOURCE, HANDSHAKES);
-    loop {
-        tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, from)) => {
-                    let task = handshakes.spawn(handshake(stream, identity.clone(), internal.clone()));
-                    if by_source.add(from.ip().to_canonical(), task) {
-                        let _ = internal.send(LoopMessage::HelloEvicted); // the node is closing
-                    }
-                }
-                Err(err) => {
-                    tracing::warn!(%err, "accept failed"); // out of descriptors, or the peer closed at once
-                    tokio::time::sleep(RETRY_PAUSE).await;
-                }
-            },
-            Some(ended) = handshakes.join_next_with_id() => {
-                by_source.ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
-            }
-        }
-    }
+    let by_source = PeerTasks::new(HANDSHAKES_PER_SOURCE, HANDSHAKES);
+    let serve = |stream| handshake(stream, identity.clone(), internal.clone());
+    let evicted = || drop(internal.send(LoopMessage::HelloEvicted)); // an error: the node is closing
+    accept_all(listener, by_source, serve, evicted).await
 }
 
 async fn handshake(
