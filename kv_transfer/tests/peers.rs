@@ -9,7 +9,8 @@ use common::*;
 use kv_transfer::bootstrap::BootstrapClient;
 use kv_transfer::protocol::handshake::{Identity, OpenedConnection, read_frame};
 use kv_transfer::protocol::{
-    Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, VERSION,
+    Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg,
+    OpenMessage, VERSION,
 };
 use kv_transfer::{BootstrapServer, ReasonCode};
 use serde_json::json;
@@ -130,7 +131,7 @@ fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
 /// A peer with a control connection and a data stream, whose OPEN of `room` the rank has accepted.
 fn reader(p: &Rank, inc: &str, room: u64) -> (Visitor, Visitor) {
     let mut control = Visitor::new(p, inc, Channel::Control);
-    control.send(&Msg::Open {
+    control.send(&Msg::Open(OpenMessage {
         room,
         attempt: 0,
         d_inc: inc.into(),
@@ -140,7 +141,7 @@ fn reader(p: &Rank, inc: &str, room: u64) -> (Visitor, Visitor) {
         start_page: 0,
         deadline_ms: DEADLINE_MS,
         prio: 0,
-    });
+    }));
     control.answer_until(|msg| matches!(msg, Msg::Progress { .. }));
     (control, Visitor::new(p, inc, Channel::Data))
 }
@@ -302,7 +303,7 @@ fn one_peer_cannot_fill_the_table_of_pending_opens() {
     let mut room = 1000;
     let refusal = loop {
         room += 1;
-        greedy.send(&Msg::Open {
+        greedy.send(&Msg::Open(OpenMessage {
             room,
             attempt: 0,
             d_inc: "greedy".into(),
@@ -312,7 +313,7 @@ fn one_peer_cannot_fill_the_table_of_pending_opens() {
             start_page: 0,
             deadline_ms: 60_000,
             prio: 0,
-        });
+        }));
         match greedy.answer() {
             Msg::OpenPending { .. } => {}
             Msg::Reject { code, .. } => break code,

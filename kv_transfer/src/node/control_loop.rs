@@ -21,7 +21,7 @@ use super::connections::establish::PeerMessage;
 use super::connections::outbox::OutgoingMessage;
 use super::context::{LoopInboxes, LoopMessage, NodeContext, NodeTimer, SharedState, uuid};
 use super::decode_side::DecodeSide;
-use super::prefill_side::{OpenMessage, PrefillSide};
+use super::prefill_side::PrefillSide;
 use super::records::room_history::RoomSide;
 use crate::bootstrap::{BootstrapClient, HttpError, RankRegistration};
 use crate::pool::KvPool;
@@ -276,27 +276,7 @@ impl ControlLoop {
     fn on_msg(&mut self, peer: ConnectionId, msg: Msg) {
         let ctx = &mut self.ctx;
         match msg {
-            Msg::Open {
-                room,
-                attempt,
-                p_inc_expected,
-                layout_hash,
-                prompt_hash,
-                start_page,
-                deadline_ms,
-                ..
-            } => {
-                let open = OpenMessage {
-                    room,
-                    attempt,
-                    p_inc_expected,
-                    layout_hash,
-                    prompt_hash,
-                    start_page,
-                    deadline_ms,
-                };
-                self.prefill.on_open(ctx, peer, open);
-            }
+            Msg::Open(open) => self.prefill.on_open(ctx, peer, open),
             Msg::Done { room, attempt, .. } => {
                 let event = PrefillEvent::Done { peer, attempt };
                 self.prefill.step(ctx, room, event);

@@ -7,7 +7,7 @@ use super::config::NodeLimits;
 use super::context::{NodeContext, NodeTimer};
 use super::records::events::NodeEvent;
 use super::records::room_history::RoomSide;
-use crate::protocol::{Msg, PageDigest, clipped};
+use crate::protocol::{Msg, OpenMessage, PageDigest, clipped};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::pending_opens::{
@@ -42,17 +42,6 @@ struct RoomOf {
     peer: ConnectionId,
     room: u64,
     attempt: u32,
-}
-
-/// Fields of an OPEN.
-pub(super) struct OpenMessage {
-    pub room: u64,
-    pub attempt: u32,
-    pub p_inc_expected: String,
-    pub layout_hash: String,
-    pub prompt_hash: Vec<u8>,
-    pub start_page: u32,
-    pub deadline_ms: u64,
 }
 
 /// P's rooms, and the OPENs that arrived before their requests.

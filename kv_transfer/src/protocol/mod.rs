@@ -106,8 +106,24 @@ pub struct PageDigest {
     pub sum: u64,
 }
 
+/// D's request to read the pages of a room.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenMessage {
+    pub room: u64,
+    pub attempt: u32,
+    pub d_inc: String,
+    pub p_inc_expected: String,
+    pub layout_hash: String,
+    #[serde(with = "serde_bytes")]
+    pub prompt_hash: Vec<u8>,
+    pub start_page: u32,
+    pub deadline_ms: u64,
+    pub prio: i32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+#[strum(serialize_all = "SCREAMING_SNAKE_CASE")]
 pub enum Msg {
     /// First frame of the responder: the nonce that the initiator's HELLO is authenticated with. It is also the nonce of the
     /// responder's own HELLO.
@@ -116,24 +132,14 @@ pub enum Msg {
         nonce: Vec<u8>,
     },
     Hello(Hello),
-    Open {
-        room: u64,
-        attempt: u32,
-        d_inc: String,
-        p_inc_expected: String,
-        layout_hash: String,
-        #[serde(with = "serde_bytes")]
-        prompt_hash: Vec<u8>,
-        start_page: u32,
-        deadline_ms: u64,
-        prio: i32,
-    },
+    Open(OpenMessage),
     OpenOk {
         room: u64,
         attempt: u32,
         p_inc: String,
     },
     #[serde(rename = "PARKED")]
+    #[strum(serialize = "PARKED")]
     OpenPending {
         room: u64,
         attempt: u32,
@@ -270,30 +276,7 @@ pub enum DecodeError {
 
 impl Msg {
     pub fn name(&self) -> &'static str {
-        match self {
-            Msg::Challenge { .. } => "CHALLENGE",
-            Msg::Hello(_) => "HELLO",
-            Msg::Open { .. } => "OPEN",
-            Msg::OpenOk { .. } => "OPEN_OK",
-            Msg::OpenPending { .. } => "PARKED",
-            Msg::Reject { .. } => "REJECT",
-            Msg::Progress { .. } => "PROGRESS",
-            Msg::Final { .. } => "FINAL",
-            Msg::Done { .. } => "DONE",
-            Msg::Abort { .. } => "ABORT",
-            Msg::AbortAck { .. } => "ABORT_ACK",
-            Msg::Heartbeat { .. } => "HEARTBEAT",
-            Msg::Read { .. } => "READ",
-            Msg::Data { .. } => "DATA",
-            Msg::DataEnd { .. } => "DATA_END",
-            Msg::Stale { .. } => "STALE",
-            Msg::CommOpen { .. } => "COMM_OPEN",
-            Msg::CommId { .. } => "COMM_ID",
-            Msg::CommEnd { .. } => "COMM_END",
-            Msg::SlabRead { .. } => "SLAB_READ",
-            Msg::SlabSend { .. } => "SLAB_SEND",
-            Msg::SlabStale { .. } => "SLAB_STALE",
-        }
+        self.into()
     }
 
     /// A REJECT of the whole connection.
@@ -335,10 +318,10 @@ impl Msg {
                 check_lists(ids, gens, None)?;
                 at_most("pages", ids.len(), MAX_READ_PAGES)
             }
-            Msg::Open { prompt_hash, start_page, d_inc, p_inc_expected, layout_hash, .. } => {
-                check_names([d_inc, p_inc_expected, layout_hash])?;
-                at_most("start_page", *start_page as usize, i32::MAX as usize)?;
-                at_most("prompt_hash bytes", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
+            Msg::Open(open) => {
+                check_names([&open.d_inc, &open.p_inc_expected, &open.layout_hash])?;
+                at_most("start_page", open.start_page as usize, i32::MAX as usize)?;
+                at_most("prompt_hash bytes", open.prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
             }
             Msg::Final { payload, total_pages, .. } => {
                 at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;

@@ -18,7 +18,7 @@ use super::records::events::{NodeEvent, PullStats};
 use super::records::room_history::RoomSide;
 use crate::pool::RemotePool;
 use crate::protocol::handshake::ConnectionError;
-use crate::protocol::{Msg, PageDigest};
+use crate::protocol::{Msg, OpenMessage, PageDigest};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::decode::{
@@ -446,7 +446,7 @@ impl DecodeSide {
         let (Some(entry), Some(conn)) = (self.rooms.get(&room), ctx.connections.get(&peer)) else {
             return;
         };
-        let msg = Msg::Open {
+        let msg = Msg::Open(OpenMessage {
             room,
             attempt,
             d_inc: ctx.identity.hello.inc.clone(),
@@ -456,7 +456,7 @@ impl DecodeSide {
             start_page: entry.room.start_page,
             deadline_ms: entry.room.deadline().saturating_sub(ctx.now()),
             prio: 0,
-        };
+        });
         ctx.send(peer, msg);
     }
 
