@@ -1,8 +1,10 @@
-//! How close a pull comes to the machine's limit: shm against a plain non-temporal copy, tcp against a plain socket loop.
+//! How close a pull comes to the machine's limit: shm against a plain non-temporal copy, tcp
+//! against a plain socket loop.
 //!
-//! Two processes: this one decodes (D), a child prefills (P) and also serves the plain socket. Each repetition runs all arms in a
-//! shuffled order, so that load of the machine falls on all of them; a ratio is taken within its repetition. Only ratios are
-//! printed: a time measured beside other work is no property of the code.
+//! Two processes: this one decodes (D), a child prefills (P) and also serves the plain socket. Each
+//! repetition runs all arms in a shuffled order, so that load of the machine falls on all of them;
+//! a ratio is taken within its repetition. Only ratios are printed: a time measured beside other
+//! work is no property of the code.
 //!
 //! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64]`
 #![allow(clippy::unwrap_used, reason = "a benchmark may stop at the first surprise")]
@@ -45,12 +47,14 @@ impl Shape {
 
     fn pool(&self) -> Arc<KvPool> {
         let pool = Arc::new(KvPool::create(self.pages, self.page_bytes).unwrap());
-        // SAFETY: the whole of a pool that is not shared yet. Touching it takes the page faults out of every arm.
+        // SAFETY: the whole of a pool that is not shared yet. Touching it takes the page faults out
+        // of every arm.
         unsafe { std::ptr::write_bytes(pool.data_ptr(), 1, pool.nbytes()) };
         pool
     }
 
-    /// Pages in an order without runs, as a cache that has been in use hands them out. The same in both processes.
+    /// Pages in an order without runs, as a cache that has been in use hands them out. The same in
+    /// both processes.
     fn order(&self, step: usize) -> Vec<u32> {
         let step = (step..).find(|step| gcd(*step, self.pages) == 1).unwrap();
         (0..self.pages).map(|i| (i * step % self.pages) as u32).collect()
@@ -104,7 +108,8 @@ fn page_ptr(pool: &KvPool, page: u32) -> *mut u8 {
     pool.data_ptr().wrapping_add(page as usize * pool.page_bytes())
 }
 
-// ---- the child: prefill node and plain sender ------------------------------------------------------------------------
+// ---- the child: prefill node and plain sender
+// ------------------------------------------------------------------------
 
 fn child(shape: Shape, bootstrap: u16) {
     let pool = shape.pool();
@@ -139,7 +144,8 @@ fn send_plainly(mut stream: &TcpStream, pool: &KvPool, src: &[u32]) {
     }
 }
 
-// ---- the parent: decode node and arms --------------------------------------------------------------------------------
+// ---- the parent: decode node and arms
+// --------------------------------------------------------------------------------
 
 struct Bench {
     shape: Shape,

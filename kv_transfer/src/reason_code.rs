@@ -1,4 +1,5 @@
-//! Reason codes: why a room ended otherwise than by DONE. Metrics, wire and client errors use the same codes.
+//! Reason codes: why a room ended otherwise than by DONE. Metrics, wire and client errors use the
+//! same codes.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +21,8 @@ pub enum ReasonCode {
     StalePage,
     /// The copied bytes are not the bytes that were announced.
     Checksum,
-    /// The last transfers from this prefill rank all brought damaged pages: new ones are refused for a while.
+    /// The last transfers from this prefill rank all brought damaged pages: new ones are refused
+    /// for a while.
     Quarantined,
     /// Page layout, model or protocol version differ; the pair can never work.
     LayoutMismatch,

@@ -1,4 +1,5 @@
-//! Pools on a device: every transport between two of them, or one and host memory; what breaks, and what becomes of the rooms.
+//! Pools on a device: every transport between two of them, or one and host memory; what breaks, and
+//! what becomes of the rooms.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;

@@ -1,4 +1,5 @@
-//! Peers that die, lie, stall or come back, links that lose and damage: every room ends with its reason, and nothing is left.
+//! Peers that die, lie, stall or come back, links that lose and damage: every room ends with its
+//! reason, and nothing is left.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;
@@ -563,7 +564,8 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     first.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
-    // The successor takes the same port, but the route still names the first incarnation for a while.
+    // The successor takes the same port, but the route still names the first incarnation for a
+    // while.
     let stale: Value =
         ask(server.port(), "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0");
     assert_eq!(stale["instance_id"], first.node.incarnation());
@@ -686,7 +688,8 @@ fn child_prefill() {
     }
 }
 
-/// Longest time from a kill to D's event. The socket closes with the process; the rest is this machine's load.
+/// Longest time from a kill to D's event. The socket closes with the process; the rest is this
+/// machine's load.
 const KILL_MS: u128 = 1500;
 
 #[test]

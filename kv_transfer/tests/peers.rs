@@ -1,4 +1,5 @@
-//! Limits of a node on connections to it: unknown peers, former peers, and peers that request too much.
+//! Limits of a node on connections to it: unknown peers, former peers, and peers that request too
+//! much.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;

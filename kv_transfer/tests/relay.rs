@@ -1,4 +1,5 @@
-//! Rooms that commit, and rooms that end early for an ordinary reason: the events of each side, and no leak.
+//! Rooms that commit, and rooms that end early for an ordinary reason: the events of each side, and
+//! no leak.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;

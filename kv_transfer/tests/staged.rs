@@ -1,4 +1,5 @@
-//! The staged transport between two nodes: communicators that open, fail, hang and make place, and what becomes of the rooms.
+//! The staged transport between two nodes: communicators that open, fail, hang and make place, and
+//! what becomes of the rooms.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;

@@ -1,7 +1,8 @@
 //! Signatures of bootstrap requests and of their answers.
 //!
-//! A request is signed over method, path, time, a nonce and its body; the answer over the request's signature, status and body, so
-//! that it answers this request only. The server remembers the signatures of changes for as long as they could be sent again.
+//! A request is signed over method, path, time, a nonce and its body; the answer over the request's
+//! signature, status and body, so that it answers this request only. The server remembers the
+//! signatures of changes for as long as they could be sent again.
 
 use std::collections::BTreeSet;
 

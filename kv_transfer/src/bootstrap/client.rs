@@ -1,4 +1,5 @@
-//! Client of a bootstrap server. One connection per request: a node sends one per peer, not one per room.
+//! Client of a bootstrap server. One connection per request: a node sends one per peer, not one per
+//! room.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -64,7 +65,8 @@ pub struct BootstrapClient {
     pub timeout: Duration,
 }
 
-/// Addresses of a peer. With `loopback_only`, `Err` names the remedy when there are none on this host.
+/// Addresses of a peer. With `loopback_only`, `Err` names the remedy when there are none on this
+/// host.
 pub async fn resolve(
     host: &str,
     port: u16,

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// Most ranks one server remembers.
 const MAX_RANKS: usize = 1024;
-/// A rank registers every 5 s; one that has not for this long is forgotten, and its topology with the last one.
+/// A rank registers every 5 s; one that has not for this long is forgotten, and its topology with
+/// the last one.
 pub(super) const ROUTE_TTL_MS: u64 = 30_000;
 
 fn one() -> u32 {
@@ -108,7 +109,8 @@ pub struct RouteTable {
 }
 
 impl RouteTable {
-    /// Add a rank, or replace the registration of its former incarnation. The page layout is not kept: ranks compare it themselves.
+    /// Add a rank, or replace the registration of its former incarnation. The page layout is not
+    /// kept: ranks compare it themselves.
     pub fn put(
         &mut self,
         mut registration: RankRegistration,
@@ -171,8 +173,8 @@ impl RouteTable {
         }
     }
 
-    /// Remove a rank. Only its own incarnation can, so a late removal does not affect the successor; and only with
-    /// its `owner`, which no answer contains.
+    /// Remove a rank. Only its own incarnation can, so a late removal does not affect the
+    /// successor; and only with its `owner`, which no answer contains.
     pub fn remove(&mut self, registration: &RankRegistration) -> bool {
         let rank = registration.rank();
         let known = self.get(rank).is_some_and(|known| {

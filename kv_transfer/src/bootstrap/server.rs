@@ -26,7 +26,8 @@ use crate::protocol::ClusterKeys;
 use crate::transport::tasks::{PeerTasks, accept_all};
 
 const MAX_BODY_BYTES: usize = 16 << 10;
-/// A request takes milliseconds. A new connection takes the place of the oldest, of its address or of all.
+/// A request takes milliseconds. A new connection takes the place of the oldest, of its address or
+/// of all.
 const MAX_CONNECTIONS: usize = 1024;
 const CONNECTIONS_PER_SOURCE: usize = 256;
 /// For the request head, and again for the body.
@@ -71,8 +72,8 @@ impl BootstrapServer {
         self.addr.port()
     }
 
-    /// Refused requests about routes (unauthenticated, malformed, or in conflict with the registered ranks), and connections
-    /// closed to make space for others.
+    /// Refused requests about routes (unauthenticated, malformed, or in conflict with the
+    /// registered ranks), and connections closed to make space for others.
     pub fn refused(&self) -> u64 {
         self.state.refused.load(Ordering::Relaxed)
     }
@@ -220,7 +221,8 @@ impl State {
         }
     }
 
-    /// Returns the accepted key that signed the request, none without cluster keys. `Err`: why it is refused.
+    /// Returns the accepted key that signed the request, none without cluster keys. `Err`: why it
+    /// is refused.
     fn authenticate(&self, head: &Parts, body: &[u8]) -> Result<Option<&str>, String> {
         let Some(keys) = &self.cluster_keys else {
             return Ok(None);

@@ -1,8 +1,9 @@
-//! Both sides' communicators in the control loop: performs the actions of `state_machine::communicator`.
+//! Both sides' communicators in the control loop: performs the actions of
+//! `state_machine::communicator`.
 //!
-//! A connection has at most one usable communicator, made by D when it wants pages. The number of communicators of a node is
-//! bounded: an idle one is closed for another pair, which uses another transport until then. After `MAX_LEAKED` aborts that hang the
-//! node makes no more.
+//! A connection has at most one usable communicator, made by D when it wants pages. The number of
+//! communicators of a node is bounded: an idle one is closed for another pair, which uses another
+//! transport until then. After `MAX_LEAKED` aborts that hang the node makes no more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, DerefMut};
@@ -24,7 +25,8 @@ use crate::transport::communicator::{
 };
 use crate::transport::{Pull, PullEnd, PullError};
 
-/// Communicators whose abort hangs; each keeps two threads and its slabs. At this number the transport is disabled.
+/// Communicators whose abort hangs; each keeps two threads and its slabs. At this number the
+/// transport is disabled.
 const MAX_LEAKED: usize = 4;
 
 enum Half {
@@ -94,7 +96,8 @@ impl Staged {
 }
 
 impl Drop for Staged {
-    /// Close all communicators: no page is written after this. Aborts that exceed their timeout are leaked.
+    /// Close all communicators: no page is written after this. Aborts that exceed their timeout are
+    /// leaked.
     fn drop(&mut self) {
         let (running, ended) = std::mem::replace(&mut self.aborts, mpsc::channel());
         for comm in std::mem::take(&mut self.comms).into_values() {
@@ -155,8 +158,8 @@ impl LoopContext {
         states
     }
 
-    /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so
-    /// nccl is for two pools on a device, or for none.
+    /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the
+    /// checksums of host memory, so nccl is for two pools on a device, or for none.
     pub fn transport_with(&self, peer: &Hello) -> Option<Transport> {
         let staged = self.staged.as_ref()?;
         let fits = !staged.backend.works_on_device()
@@ -206,7 +209,8 @@ impl LoopContext {
         Some(via)
     }
 
-    /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later call succeeds.
+    /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later
+    /// call succeeds.
     fn reserve_place(&mut self) -> bool {
         let Some(staged) = &self.staged else {
             return false;

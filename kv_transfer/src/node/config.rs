@@ -50,7 +50,8 @@ impl Transport {
 #[serde(deny_unknown_fields)]
 pub struct NodeConfig {
     pub role: Role,
-    /// Address to listen on; without `advertise_host`, an unspecified one (0.0.0.0) is announced as the address that reaches the bootstrap server.
+    /// Address to listen on; without `advertise_host`, an unspecified one (0.0.0.0) is announced as
+    /// the address that reaches the bootstrap server.
     pub host: String,
     /// Address announced to decode ranks instead of `host`.
     #[serde(default)]
@@ -78,13 +79,16 @@ pub struct NodeConfig {
     pub lease_ms: u64,
     #[serde(default = "heartbeat_ms")]
     pub heartbeat_ms: u64,
-    /// D: the longest wait for P's answer to OPEN, and for a pull in flight. Waiting for an engine does not count.
+    /// D: the longest wait for P's answer to OPEN, and for a pull in flight. Waiting for an engine
+    /// does not count.
     #[serde(default = "wait_ms")]
     pub wait_ms: u64,
-    /// D: time without progress of a prefill rank's engine that claims work, after which its rooms here fail.
+    /// D: time without progress of a prefill rank's engine that claims work, after which its rooms
+    /// here fail.
     #[serde(default = "stall_ms")]
     pub stall_ms: u64,
-    /// Threads that take checksums and copy mapped pages; one for pages on a device, which are closed behind their last copy.
+    /// Threads that take checksums and copy mapped pages; one for pages on a device, which are
+    /// closed behind their last copy.
     #[serde(default = "copy_threads")]
     pub copy_threads: usize,
     /// Rooms alive at once, counting those whose end was not polled yet.
@@ -117,18 +121,22 @@ pub struct NodeConfig {
     pub fault: Option<Faults>,
 }
 
-/// Bounds of one node's tables, all derived from `max_rooms`: no table is full before the one of rooms is.
+/// Bounds of one node's tables, all derived from `max_rooms`: no table is full before the one of
+/// rooms is.
 #[derive(Debug, Clone, Copy)]
 pub struct NodeLimits {
     /// P: OPENs whose request has not arrived. Each becomes a room, or is refused at its timeout.
     pub pending_opens: usize,
-    /// Pending OPENs of one decode rank: as many as it has requests, if its limits are those of this node.
+    /// Pending OPENs of one decode rank: as many as it has requests, if its limits are those of
+    /// this node.
     pub pending_opens_per_peer: usize,
     /// Ended rooms whose late OPENs are answered with the reason of their end.
     pub ended_rooms: usize,
-    /// Calls not yet handled by the control thread: a few per room. A full channel means a dead thread.
+    /// Calls not yet handled by the control thread: a few per room. A full channel means a dead
+    /// thread.
     pub commands: usize,
-    /// Bytes queued for a peer before its frames stay unread (`outbox`): the answers to one OPEN of each room.
+    /// Bytes queued for a peer before its frames stay unread (`outbox`): the answers to one OPEN of
+    /// each room.
     pub outbox_bytes: usize,
 }
 
@@ -156,12 +164,14 @@ defaults! {
     /// Four of D's heartbeats.
     data_idle_ms: u64 = 60_000;
     slabs: usize = 4;
-    /// Large enough to hide the handshake of a slab, small enough to be no burden per pair (research: 4 to 8 MiB).
+    /// Large enough to hide the handshake of a slab, small enough to be no burden per pair
+    /// (research: 4 to 8 MiB).
     slab_bytes: usize = 4 << 20;
     max_communicators: usize = 32;
     comm_open_ms: u64 = 10_000;
     comm_op_ms: u64 = 5000;
-    /// Not less than `comm_op_ms`: gloo cannot interrupt an operation, which ends by its own timeout.
+    /// Not less than `comm_op_ms`: gloo cannot interrupt an operation, which ends by its own
+    /// timeout.
     comm_abort_ms: u64 = 6000;
 }
 

@@ -1,7 +1,8 @@
 //! Shared parts of both sides of the control loop: connections, timers, copy threads and records.
 //!
-//! Nothing here decides about a room. A step of a room may find out that a connection is lost or end a pull or a room; the loop
-//! carries that out after the step (`lost`, `pulled`, `events`), so that no step begins inside another one.
+//! Nothing here decides about a room. A step of a room may find out that a connection is lost or
+//! end a pull or a room; the loop carries that out after the step (`lost`, `pulled`, `events`), so
+//! that no step begins inside another one.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -50,7 +51,8 @@ pub(super) struct SharedState {
     pub history: Mutex<RoomHistory>,
     pub gauges: Mutex<NodeGauges>,
     pub unhealthy: Mutex<Option<String>>,
-    /// Number of `poll` calls: a working engine makes one per turn, an idle one with live rooms at least one per second.
+    /// Number of `poll` calls: a working engine makes one per turn, an idle one with live rooms at
+    /// least one per second.
     pub progress: AtomicU64,
     pub announced: Arc<AnnouncedPages>,
     /// Data streams of decode ranks closed because of a bad message; counted by the data thread.
@@ -101,7 +103,8 @@ pub(super) struct RankAddress {
 /// Connection, and D's number of the communicator on it.
 pub(super) type CommKey = (ConnectionId, u64);
 
-/// Messages to the control loop. The channel is unbounded; senders are bounded (one message per task or job).
+/// Messages to the control loop. The channel is unbounded; senders are bounded (one message per
+/// task or job).
 pub(super) enum LoopMessage {
     Accepted(TcpStream, Box<OpenedConnection>),
     HelloRefused(ReasonCode),

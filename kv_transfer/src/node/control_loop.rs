@@ -1,7 +1,9 @@
-//! Control loop of a node: dispatches commands, messages, finished copies and timers, one at a time, to the side concerned.
+//! Control loop of a node: dispatches commands, messages, finished copies and timers, one at a
+//! time, to the side concerned.
 //!
-//! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what all of them share (`context`); each of
-//! them gets the others as arguments and does not know the loop.
+//! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what
+//! all of them share (`context`); each of them gets the others as arguments and does not know the
+//! loop.
 
 use std::io;
 use std::net::TcpListener;
@@ -111,7 +113,8 @@ impl ControlLoop {
         self.unregister().await;
     }
 
-    /// Handle the ends and losses that the last step left in the context, then report to the engine.
+    /// Handle the ends and losses that the last step left in the context, then report to the
+    /// engine.
     fn apply_deferred(&mut self) {
         loop {
             let (pulled, lost) = (self.ctx.take_pulled(), self.ctx.take_lost());
@@ -317,7 +320,8 @@ impl ControlLoop {
         }
     }
 
-    /// Fail or detach every room of the connection; the next room with this peer starts from GET /route.
+    /// Fail or detach every room of the connection; the next room with this peer starts from GET
+    /// /route.
     pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
         let Some(conn) = self.ctx.connections.remove(&peer) else {
             return;
@@ -399,7 +403,8 @@ impl ControlLoop {
         }
     }
 
-    /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its transfer runtime lives.
+    /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its
+    /// transfer runtime lives.
     fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
         let (now, limit) = (self.ctx.now(), self.ctx.config.stall_ms);
         let Some(conn) = self.ctx.connections.get_mut(&peer) else {

@@ -12,12 +12,14 @@
 //! | `config`, `timers` | settings and derived limits; one deadline per timer key |
 //!
 //! Threads
-//! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`control_loop`). Never copies a page, never blocks.
-//! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
+//! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines
+//!    (`control_loop`). Never copies a page, never blocks.
+//! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4.
+//!    `kv-comm`: one per communicator of a staged transport.
 //!
-//! The engine's thread sends commands through a bounded channel and receives events through a queue with an eventfd; it never
-//! blocks (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
-//! room.
+//! The engine's thread sends commands through a bounded channel and receives events through a queue
+//! with an eventfd; it never blocks (except in `register` and `close`). A panic in any thread marks
+//! the node unhealthy; a panic of the control thread ends every room.
 
 mod command;
 mod communicators;
@@ -86,7 +88,8 @@ pub enum NodeError {
     Start { what: String, source: std::io::Error },
 }
 
-/// Transfer node of one rank. `close` (or drop) ends every thread; after it no page of the pool is written.
+/// Transfer node of one rank. `close` (or drop) ends every thread; after it no page of the pool is
+/// written.
 pub struct TransferNode {
     shared: Arc<SharedState>,
     pool: Arc<KvPool>,
@@ -195,7 +198,8 @@ impl TransferNode {
         self.command(command).inspect_err(|_| self.shared.events.unclaim(side, room))
     }
 
-    /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is repeated in the background. Blocks.
+    /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is
+    /// repeated in the background. Blocks.
     pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
         let (reply, answer) = std::sync::mpsc::channel();
         self.command(EngineCommand::Register { host: host.to_owned(), port, timeout, reply })?;
@@ -219,7 +223,8 @@ impl TransferNode {
         self.claim(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
     }
 
-    /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and PROGRESS follow on other threads.
+    /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and
+    /// PROGRESS follow on other threads.
     pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal(&pages);
@@ -241,7 +246,8 @@ impl TransferNode {
         self.command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
 
-    /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address. `prefill_dp_rank` < 0: room mod its dp size.
+    /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address.
+    /// `prefill_dp_rank` < 0: room mod its dp size.
     #[allow(
         clippy::too_many_arguments,
         reason = "one call of the engine's contract, mirrored in Python with names"
@@ -274,7 +280,8 @@ impl TransferNode {
         self.command(EngineCommand::Decode(room, DecodeEvent::Grant { start_page, pages }))
     }
 
-    /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays, because P holds pages for the room.
+    /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays,
+    /// because P holds pages for the room.
     pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
         self.command(EngineCommand::Decode(room, DecodeEvent::Revoke))
     }
@@ -285,7 +292,8 @@ impl TransferNode {
         self.command(EngineCommand::Abort(room, code))
     }
 
-    /// Up to `max` events. Each call counts as progress of the engine, which HEARTBEAT reports to peers.
+    /// Up to `max` events. Each call counts as progress of the engine, which HEARTBEAT reports to
+    /// peers.
     pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
         self.shared.progress.fetch_add(1, Ordering::Relaxed);
         self.shared.events.poll(max)
@@ -342,7 +350,8 @@ impl TransferNode {
         let _ = self.command(EngineCommand::Drain); // a closed node accepts no OPENs either
     }
 
-    /// Close every connection and thread. Live rooms get no further event. Idempotent; blocks until the threads have ended.
+    /// Close every connection and thread. Live rooms get no further event. Idempotent; blocks until
+    /// the threads have ended.
     pub fn close(&self) {
         let _ = self.commands.blocking_send(EngineCommand::Close); // an error: the thread has ended
         if let Some(thread) = self.thread.lock().take() {
@@ -427,7 +436,8 @@ fn control_thread(
     listeners: Listeners,
     inbox: mpsc::Receiver<EngineCommand>,
 ) {
-    // The loop is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are reported.
+    // The loop is dropped inside, also by a panic: its copy and data threads are joined before the
+    // rooms' ends are reported.
     if let Err(panic) =
         catch_unwind(AssertUnwindSafe(|| runtime.block_on(control_loop.run(listeners, inbox))))
     {

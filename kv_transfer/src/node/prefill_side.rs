@@ -226,7 +226,8 @@ impl PrefillSide {
         }
     }
 
-    /// The only place where a prefill room changes. Calls and messages for a room that is over are ignored.
+    /// The only place where a prefill room changes. Calls and messages for a room that is over are
+    /// ignored.
     pub fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
@@ -239,7 +240,8 @@ impl PrefillSide {
             Err(invalid) => {
                 ctx.report_invalid_transition(RoomSide::Prefill, room, &invalid);
                 if by_engine {
-                    // The room cannot be completed any more: end it on both sides now instead of at its deadline.
+                    // The room cannot be completed any more: end it on both sides now instead of at
+                    // its deadline.
                     self.step(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
                 }
                 return;

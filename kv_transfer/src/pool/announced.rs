@@ -1,7 +1,9 @@
-//! Own pages that each decode rank may read: those announced to it in a room that is live or leased.
+//! Own pages that each decode rank may read: those announced to it in a room that is live or
+//! leased.
 //!
-//! The control thread announces pages before it sends PROGRESS and withdraws a room when its reader leaves or the room ends; the data
-//! thread checks each READ. A decode rank is identified by its incarnation, which it sends in HELLO on every connection.
+//! The control thread announces pages before it sends PROGRESS and withdraws a room when its reader
+//! leaves or the room ends; the data thread checks each READ. A decode rank is identified by its
+//! incarnation, which it sends in HELLO on every connection.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -33,8 +33,9 @@ impl SumKind {
 
 /// Sum over the page's 32-bit words (little endian, signed) of word i times weight i, modulo 2^64.
 ///
-/// A weight is splitmix64's i-th output from state 0 with its lowest bit set. Any fixed difference of two pages goes unnoticed for at most
-/// one in 2^33 choices of weights; a single wrong word, or two words exchanged, never does by more than that.
+/// A weight is splitmix64's i-th output from state 0 with its lowest bit set. Any fixed difference
+/// of two pages goes unnoticed for at most one in 2^33 choices of weights; a single wrong word, or
+/// two words exchanged, never does by more than that.
 pub fn weighted(page: &[u8]) -> u64 {
     let (words, rest) = page.as_chunks::<4>();
     assert!(rest.is_empty(), "pages are multiples of 8 bytes");
@@ -69,11 +70,13 @@ fn weight(i: u64) -> u64 {
     (z ^ (z >> 31)) | 1
 }
 
-/// Checksums by (page, generation): a shared prefix is hashed once, however many requests announce it. One per page, 16 bytes each.
+/// Checksums by (page, generation): a shared prefix is hashed once, however many requests announce
+/// it. One per page, 16 bytes each.
 pub struct SumCache(Mutex<Vec<(u64, u64)>>);
 
 impl SumCache {
-    /// No real generation announced for a transfer is u64::MAX (it is odd), so fresh entries never match.
+    /// No real generation announced for a transfer is u64::MAX (it is odd), so fresh entries never
+    /// match.
     pub fn new(num_pages: usize) -> Self {
         Self(Mutex::new(vec![(u64::MAX, 0); num_pages]))
     }

@@ -1,9 +1,10 @@
 //! Interface to pages on a device, implemented by the engine.
 //!
-//! A pool "on a device" keeps its header and generations in the sealed memfd; the content of its pages is reached through a
-//! `DevicePages` only. Every call blocks until the device has finished, and none returns while the device still uses the memory it
-//! was given: a reported end would otherwise free memory that is still to be written. A device that does not
-//! finish is handled by the implementation (the engine's ends the process).
+//! A pool "on a device" keeps its header and generations in the sealed memfd; the content of its
+//! pages is reached through a `DevicePages` only. Every call blocks until the device has finished,
+//! and none returns while the device still uses the memory it was given: a reported end would
+//! otherwise free memory that is still to be written. A device that does not finish is handled by
+//! the implementation (the engine's ends the process).
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,7 +15,8 @@ pub struct DeviceError(pub String);
 
 type Done = Result<(), DeviceError>;
 
-/// The content of one pool's pages. Called from several threads at a time, each with pages of its own.
+/// The content of one pool's pages. Called from several threads at a time, each with pages of its
+/// own.
 pub trait DevicePages: Send + Sync {
     /// Copy pages, one after the other, into host memory.
     fn gather(&self, pages: &[u32], to: &mut [u8]) -> Done;
@@ -41,7 +43,8 @@ pub trait DeviceSlabs: Any + Send + Sync {
 
 /// A peer's pages, opened in this process.
 pub trait PeerPages: Send + Sync {
-    /// Copy the peer's pages `src` into our pages `dst`; returns the `Weighted` checksum of each page as it arrived.
+    /// Copy the peer's pages `src` into our pages `dst`; returns the `Weighted` checksum of each
+    /// page as it arrived.
     fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError>;
     /// Release the peer's pages; any later copy fails. Waits for a running copy. Idempotent.
     fn close(&self) -> Done;

@@ -1,19 +1,21 @@
 //! The KV pool: page-major memory that only its owner can write, with a generation per page.
 //!
 //! Life of a pool
-//! 1. `KvPool::create` makes a memfd, maps it writable, then seals it: F_SEAL_FUTURE_WRITE | SHRINK | GROW | SEAL.
-//!    From then on the kernel refuses every further writable mapping or write(2), in this process and in others.
+//! 1. `KvPool::create` makes a memfd, maps it writable, then seals it: F_SEAL_FUTURE_WRITE | SHRINK
+//!    | GROW | SEAL. From then on the kernel refuses every further writable mapping or write(2), in
+//!    this process and in others.
 //! 2. The owner's scheduler gives pages to requests: `begin_write` makes the page's generation odd.
-//! 3. When the content is final, `seal` makes it even. A generation never repeats, so (page, generation) names one
-//!    content permanently.
-//! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages between two reads of
-//!    the generation (a seqlock across processes).
+//! 3. When the content is final, `seal` makes it even. A generation never repeats, so (page,
+//!    generation) names one content permanently.
+//! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages
+//!    between two reads of the generation (a seqlock across processes).
 //!
-//! File layout: header (4 KiB) | generation table (8 bytes per page) | data, aligned to 2 MiB. The pages of a pool on a device are
-//! elsewhere (`device`): its file ends with the generation table.
+//! File layout: header (4 KiB) | generation table (8 bytes per page) | data, aligned to 2 MiB. The
+//! pages of a pool on a device are elsewhere (`device`): its file ends with the generation table.
 //!
-//! Invariants: the mapping is writable only in the process that created it (not in its forks: MADV_DONTFORK); the file never
-//! shrinks, so a reader cannot be hit by SIGBUS; generations only grow.
+//! Invariants: the mapping is writable only in the process that created it (not in its forks:
+//! MADV_DONTFORK); the file never shrinks, so a reader cannot be hit by SIGBUS; generations only
+//! grow.
 
 mod announced;
 mod checksum;
@@ -38,7 +40,8 @@ pub use shared_memory::SharedMapping;
 
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"BATONKV1");
 pub(crate) const HEADER_BYTES: usize = 4096;
-/// Data starts on a huge page boundary, so that MADV_HUGEPAGE can take effect where the kernel allows it for shmem.
+/// Data starts on a huge page boundary, so that MADV_HUGEPAGE can take effect where the kernel
+/// allows it for shmem.
 const DATA_ALIGN: usize = 2 << 20;
 /// Seals that a reader requires before it maps a foreign pool.
 pub(crate) const REQUIRED_SEALS: SealFlags =
@@ -113,7 +116,8 @@ impl PoolShape {
     }
 }
 
-/// Memory of one rank's KV pages. Page `p` is the bytes `[p * page_bytes, (p + 1) * page_bytes)` of the data part.
+/// Memory of one rank's KV pages. Page `p` is the bytes `[p * page_bytes, (p + 1) * page_bytes)` of
+/// the data part.
 pub struct KvPool {
     shape: PoolShape,
     map: SharedMapping,
@@ -123,7 +127,8 @@ pub struct KvPool {
 }
 
 impl KvPool {
-    /// Create, map and seal. The memory is zero and is taken from the system page by page when first touched.
+    /// Create, map and seal. The memory is zero and is taken from the system page by page when
+    /// first touched.
     pub fn create(num_pages: usize, page_bytes: usize) -> Result<Self, PoolError> {
         Self::new(num_pages, page_bytes, None)
     }
@@ -196,7 +201,8 @@ impl KvPool {
         self.map.ptr(self.shape.data_off)
     }
 
-    /// Start of one page of a pool in host memory. The id is checked; access to the bytes is governed by page ownership.
+    /// Start of one page of a pool in host memory. The id is checked; access to the bytes is
+    /// governed by page ownership.
     pub(crate) fn page_ptr(&self, page: u32) -> *mut u8 {
         assert!(!self.shape.on_device, "callers look for a device first");
         let page = page as usize;

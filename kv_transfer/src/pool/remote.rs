@@ -28,7 +28,8 @@ pub struct RemotePool {
 impl RemotePool {
     /// Map `fd` as a pool of exactly this shape.
     ///
-    /// Refuses a file whose seals would let its owner shrink it (we would die of SIGBUS) or let us write it.
+    /// Refuses a file whose seals would let its owner shrink it (we would die of SIGBUS) or let us
+    /// write it.
     pub fn map(
         fd: OwnedFd,
         num_pages: usize,

@@ -13,8 +13,9 @@ pub struct SharedMapping {
     len: usize,
 }
 
-// SAFETY: the mapping is plain shared memory that stays valid until drop; all typed access through `word` is atomic, and
-// raw page access is governed by page ownership (see the crate's invariants), not by this type.
+// SAFETY: the mapping is plain shared memory that stays valid until drop; all typed access through
+// `word` is atomic, and raw page access is governed by page ownership (see the crate's invariants),
+// not by this type.
 unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMapping {}
@@ -29,7 +30,8 @@ impl SharedMapping {
     }
 
     fn new(fd: impl AsFd, len: usize, prot: ProtFlags) -> io::Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice cannot overlap live Rust objects.
+        // SAFETY: a fresh mapping at an address of the kernel's choice cannot overlap live Rust
+        // objects.
         let base = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0) }?;
         Ok(Self { base: base.cast(), len })
     }
@@ -45,13 +47,16 @@ impl SharedMapping {
             offset.is_multiple_of(8) && offset + 8 <= self.len,
             "offsets come from PoolShape, which fits the file"
         );
-        // SAFETY: in range, aligned, lives as long as `self`, and every access to header and generations is atomic.
+        // SAFETY: in range, aligned, lives as long as `self`, and every access to header and
+        // generations is atomic.
         unsafe { &*self.base.wrapping_add(offset).cast::<AtomicU64>() }
     }
 
-    /// Advice for the owner's mapping; both are best effort and change no behaviour that we rely on.
+    /// Advice for the owner's mapping; both are best effort and change no behaviour that we rely
+    /// on.
     pub fn advise_owner(&self, data_off: usize) {
-        // SAFETY: advice on our own mapping; DONTFORK only affects children, which must not inherit a writable pool.
+        // SAFETY: advice on our own mapping; DONTFORK only affects children, which must not inherit
+        // a writable pool.
         unsafe {
             let _ = madvise(self.base.cast::<c_void>(), self.len, Advice::LinuxDontFork);
             if data_off < self.len {
@@ -64,8 +69,8 @@ impl SharedMapping {
         }
     }
 
-    /// Fill the page tables of a range in one call, so that the copy loop takes no fault per 4 KiB. Best effort
-    /// (Linux 5.14 or newer).
+    /// Fill the page tables of a range in one call, so that the copy loop takes no fault per 4 KiB.
+    /// Best effort (Linux 5.14 or newer).
     pub fn populate_read(&self, offset: usize, len: usize) {
         const MADV_POPULATE_READ: i32 = 22;
         let start = offset & !4095;
@@ -77,7 +82,8 @@ impl SharedMapping {
 
 impl Drop for SharedMapping {
     fn drop(&mut self) {
-        // SAFETY: base and len are mmap's; no reference into it can exist, since `word` borrows self.
+        // SAFETY: base and len are mmap's; no reference into it can exist, since `word` borrows
+        // self.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }

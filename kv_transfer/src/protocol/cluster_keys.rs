@@ -1,7 +1,8 @@
 //! Shared secrets of one cluster's engines: one, or two while the operator changes it.
 //!
-//! A node signs with the first key, accepts both, and answers with the key of the request. So a cluster changes its key without
-//! downtime, one node after the other: accept the new key besides the old one; sign with the new one; drop the old one.
+//! A node signs with the first key, accepts both, and answers with the key of the request. So a
+//! cluster changes its key without downtime, one node after the other: accept the new key besides
+//! the old one; sign with the new one; drop the old one.
 
 use std::fmt;
 

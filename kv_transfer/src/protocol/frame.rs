@@ -1,10 +1,11 @@
-//! Frames: `u32 length | u8 kind | tag | body`, all little endian; `length` counts everything after itself. The tag is an XXH3-64 over what
-//! the MAC would cover (kind 0, 8 bytes), or with a cluster key an HMAC-SHA256 (kind 1, 32 bytes). TCP's own checksum lets one damaged
-//! frame in some ten million through, and a FINAL carries a token.
+//! Frames: `u32 length | u8 kind | tag | body`, all little endian; `length` counts everything after
+//! itself. The tag is an XXH3-64 over what the MAC would cover (kind 0, 8 bytes), or with a cluster
+//! key an HMAC-SHA256 (kind 1, 32 bytes). TCP's own checksum lets one damaged frame in some ten
+//! million through, and a FINAL carries a token.
 //!
-//! With a cluster key, HELLO is authenticated by the key itself together with the other side's nonce, and every later frame by a key
-//! derived from both nonces, over direction, sequence number and body: a frame cannot be replayed, reordered, reflected or moved to
-//! another connection.
+//! With a cluster key, HELLO is authenticated by the key itself together with the other side's
+//! nonce, and every later frame by a key derived from both nonces, over direction, sequence number
+//! and body: a frame cannot be replayed, reordered, reflected or moved to another connection.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -131,8 +132,8 @@ impl<'a> Handshake<'a> {
         build(self.key, &[HELLO_LABEL, &[peer_nonce.len() as u8], peer_nonce, &hello.encode()])
     }
 
-    /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and which could not check a MAC of
-    /// ours either.
+    /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and
+    /// which could not check a MAC of ours either.
     pub fn seal_plain(msg: &Msg) -> Vec<u8> {
         build(None, &[HELLO_LABEL, &[0], &msg.encode()])
     }

@@ -129,7 +129,8 @@ impl Identity {
         Handshake::new(self.cluster_keys.as_ref().map(|keys| keys.own().as_bytes()))
     }
 
-    /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which signs the answer.
+    /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which signs
+    /// the answer.
     fn open_hello(&self, frame: &[u8], nonce: &[u8]) -> Result<(Handshake<'_>, Msg), FrameError> {
         let own = self.handshake();
         let first = match own.open_hello(frame, nonce) {

@@ -1,7 +1,8 @@
-//! Wire protocol between two transfer nodes: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
+//! Wire protocol between two transfer nodes: msgpack messages in length-prefixed frames,
+//! authenticated when a cluster key is set.
 //!
-//! Each pair of a D rank and a P rank has one control connection, opened by D. P sends CHALLENGE, then both send HELLO;
-//! then, per room:
+//! Each pair of a D rank and a P rank has one control connection, opened by D. P sends CHALLENGE,
+//! then both send HELLO; then, per room:
 //!
 //! ```text
 //! D ── OPEN ─────────────────────▶ P      D ◀── OPEN_OK | PARKED | REJECT ── P
@@ -10,13 +11,16 @@
 //! D ── DONE (all pages verified) ─▶ P     either side, at any time: ABORT / ABORT_ACK
 //! ```
 //!
-//! HEARTBEAT flows both ways once a second. `tcp` data streams carry READ and DATA … DATA_END, or STALE; the raw page bytes
-//! follow a DATA frame; a HEARTBEAT shows that an idle stream is in use. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
+//! HEARTBEAT flows both ways once a second. `tcp` data streams carry READ and DATA … DATA_END, or
+//! STALE; the raw page bytes follow a DATA frame; a HEARTBEAT shows that an idle stream is in use.
+//! Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
 //!
-//! Staged transports (`gloo`, `nccl`): COMM_OPEN, COMM_ID and COMM_END make and end a communicator of the connection; SLAB_READ is
-//! answered by SLAB_SEND (the bytes come over the communicator) or SLAB_STALE. See `state_machine::communicator`.
+//! Staged transports (`gloo`, `nccl`): COMM_OPEN, COMM_ID and COMM_END make and end a communicator
+//! of the connection; SLAB_READ is answered by SLAB_SEND (the bytes come over the communicator) or
+//! SLAB_STALE. See `state_machine::communicator`.
 //!
-//! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are ignored.
+//! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are
+//! ignored.
 
 mod cluster_keys;
 mod frame;
@@ -33,7 +37,8 @@ use crate::reason_code::ReasonCode;
 
 /// Newest version spoken by this build.
 pub const VERSION: u32 = 2;
-/// Oldest version accepted; a peer whose versions do not overlap with ours is refused with LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
+/// Oldest version accepted; a peer whose versions do not overlap with ours is refused with
+/// LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
 pub const MIN_VERSION: u32 = 2;
 /// Longest name (host, incarnation, hash, transport) in a message.
 pub const MAX_NAME_BYTES: usize = 300;
@@ -41,7 +46,8 @@ pub const MAX_TEXT_BYTES: usize = 1024;
 /// Largest frame of the HELLO exchange.
 pub const MAX_HELLO_BYTES: usize = 16 << 10;
 pub const MAX_READ_FRAME_BYTES: usize = 64 << 10;
-/// Largest frame of a decode rank on a control connection: a HEARTBEAT that lists `MAX_HEARTBEAT_ROOMS`.
+/// Largest frame of a decode rank on a control connection: a HEARTBEAT that lists
+/// `MAX_HEARTBEAT_ROOMS`.
 pub const MAX_DECODE_FRAME_BYTES: usize = 256 << 10;
 /// Most pages in one PROGRESS frame (about 21 bytes each).
 pub const MAX_PROGRESS_PAGES: usize = 4096;
@@ -125,8 +131,8 @@ pub struct OpenMessage {
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 #[strum(serialize_all = "SCREAMING_SNAKE_CASE")]
 pub enum Msg {
-    /// First frame of the responder: the nonce that the initiator's HELLO is authenticated with. It is also the nonce of the
-    /// responder's own HELLO.
+    /// First frame of the responder: the nonce that the initiator's HELLO is authenticated with. It
+    /// is also the nonce of the responder's own HELLO.
     Challenge {
         #[serde(with = "serde_bytes")]
         nonce: Vec<u8>,
@@ -217,14 +223,16 @@ pub enum Msg {
         ticket: u64,
         stale: Option<u32>,
     },
-    /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to this decode rank.
+    /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to
+    /// this decode rank.
     Stale {
         ticket: u64,
         page: u32,
         #[serde(default)]
         code: Option<ReasonCode>,
     },
-    /// D requests a communicator with P; `comm` is its number on this connection, in all messages about it.
+    /// D requests a communicator with P; `comm` is its number on this connection, in all messages
+    /// about it.
     CommOpen {
         comm: u64,
         transport: String,

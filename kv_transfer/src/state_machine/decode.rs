@@ -5,15 +5,17 @@
 //!     │  any: reject, pull error, peer lost, deadline → FAILED(code)      any: own abort → ABORTED
 //! ```
 //!
-//! The grant (where the pages go) may come at any time, before the peer even answered. Pages are pulled as they are announced;
-//! every pull is verified by generation and checksum when it completes. The room commits when FINAL is known, every page from
-//! `start_page` on is verified, and the root over their checksums equals P's.
+//! The grant (where the pages go) may come at any time, before the peer even answered. Pages are
+//! pulled as they are announced; every pull is verified by generation and checksum when it
+//! completes. The room commits when FINAL is known, every page from `start_page` on is verified,
+//! and the root over their checksums equals P's.
 //!
-//! A room that is announced while it has no grant is reported to the engine: P holds pages for it and will finish it. A
-//! grant can be revoked until then, so that a full D can give its pages to a room for which P already holds pages.
+//! A room that is announced while it has no grant is reported to the engine: P holds pages for it
+//! and will finish it. A grant can be revoked until then, so that a full D can give its pages to a
+//! room for which P already holds pages.
 //!
-//! A room that ends early first stops its pulls; the terminal action comes when none is in flight, so that the engine may
-//! reuse the pages as soon as the end is reported.
+//! A room that ends early first stops its pulls; the terminal action comes when none is in flight,
+//! so that the engine may reuse the pages as soon as the end is reported.
 
 use std::collections::BTreeMap;
 
@@ -288,8 +290,9 @@ impl DecodeRoom {
         (!self.phase.is_over() && self.ending.is_none()).then_some(due)
     }
 
-    /// P or a copy owes the next event. Otherwise the room waits for an engine (P's queue and its prefill, or pages here),
-    /// which takes as long as the queues are; a P that has died or stands still is noticed on its connection.
+    /// P or a copy owes the next event. Otherwise the room waits for an engine (P's queue and its
+    /// prefill, or pages here), which takes as long as the queues are; a P that has died or stands
+    /// still is noticed on its connection.
     fn is_transferring(&self) -> bool {
         matches!(self.phase, DecodePhase::Resolving | DecodePhase::Opening)
             || !self.in_flight.is_empty()

@@ -1,11 +1,13 @@
 //! The state machines of a room on both sides: deterministic, no I/O, no clock.
 //!
-//! Time is an argument, `now` (milliseconds of any monotonic clock); everything to be done is returned as actions. The I/O layer
-//! (`crate::node`) drives them; the tests drive them against a model, exhaustively over a lossy channel.
+//! Time is an argument, `now` (milliseconds of any monotonic clock); everything to be done is
+//! returned as actions. The I/O layer (`crate::node`) drives them; the tests drive them against a
+//! model, exhaustively over a lossy channel.
 //!
-//! Invariants: a transition that returns `InvalidTransition` changed nothing; each machine gives exactly one terminal action (`Released`;
-//! `Commit`, `Fail` or `Aborted`) in its life; the decode machine gives its terminal action only when no pull is in flight; it
-//! commits only when every page of the prompt from `start_page` on is verified and the checksum root agrees.
+//! Invariants: a transition that returns `InvalidTransition` changed nothing; each machine gives
+//! exactly one terminal action (`Released`; `Commit`, `Fail` or `Aborted`) in its life; the decode
+//! machine gives its terminal action only when no pull is in flight; it commits only when every
+//! page of the prompt from `start_page` on is verified and the checksum root agrees.
 
 pub mod communicator;
 pub mod decode;
@@ -22,7 +24,8 @@ mod properties;
 /// Number of a control connection. A reconnect gets another number.
 pub type ConnectionId = u64;
 
-/// Event that the room's state does not allow: a bug of the I/O layer or the engine, never caused by the peer.
+/// Event that the room's state does not allow: a bug of the I/O layer or the engine, never caused
+/// by the peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("room is {phase}: {event} is not allowed ({why})")]
 pub struct InvalidTransition {

@@ -1,8 +1,10 @@
-//! Model of both state machines, the channel between them and their environment as one value, explored by the exhaustive and random tests.
+//! Model of both state machines, the channel between them and their environment as one value,
+//! explored by the exhaustive and random tests.
 //!
-//! The channel may lose, double and reorder messages within budgets; either engine may abort; P may reassign a page under the
-//! lease; the connection may be cut, and each side notices it at its own time; time may jump to any timer. The true content of
-//! D's pages is recorded beside the machines, naively, and every terminal action is checked against it.
+//! The channel may lose, double and reorder messages within budgets; either engine may abort; P may
+//! reassign a page under the lease; the connection may be cut, and each side notices it at its own
+//! time; time may jump to any timer. The true content of D's pages is recorded beside the machines,
+//! naively, and every terminal action is checked against it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -20,7 +20,8 @@ struct Explored {
     ends: HashSet<(Option<&'static str>, String)>,
 }
 
-/// Visit all reachable states; the model asserts the invariants, and from every state time alone ends both rooms.
+/// Visit all reachable states; the model asserts the invariants, and from every state time alone
+/// ends both rooms.
 fn explore(start: Model) -> Explored {
     let mut seen = HashSet::from([fingerprint(&start)]);
     let mut queue = VecDeque::from([start]);

@@ -1,7 +1,9 @@
-//! P's records of rooms it does not have: OPENs that arrived before the prefill request, and ended rooms.
+//! P's records of rooms it does not have: OPENs that arrived before the prefill request, and ended
+//! rooms.
 //!
-//! Both tables are bounded and every entry has an end. A pending OPEN is answered by the offer, by an abort or by its TTL. A
-//! finished room's number is kept for a while, so that a late OPEN is refused at once instead of waiting until its TTL.
+//! Both tables are bounded and every entry has an end. A pending OPEN is answered by the offer, by
+//! an abort or by its TTL. A finished room's number is kept for a while, so that a late OPEN is
+//! refused at once instead of waiting until its TTL.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -6,12 +6,14 @@
 //!    └──────────────────────▶ ABORTED(code)                      └──▶ EXPIRED
 //! ```
 //!
-//! P computes whether or not D has sent OPEN. D's OPEN binds the room to one reader, which then gets everything published so
-//! far and everything after it; FINAL follows when the engine has finished and every page has its checksum. While LEASED the
-//! pages stay locked in P's cache; D's heartbeats renew the lease as long as they name the room.
+//! P computes whether or not D has sent OPEN. D's OPEN binds the room to one reader, which then
+//! gets everything published so far and everything after it; FINAL follows when the engine has
+//! finished and every page has its checksum. While LEASED the pages stay locked in P's cache; D's
+//! heartbeats renew the lease as long as they name the room.
 //!
-//! A reader that dies or gives up does not end the room: the request may come again with another reader, which
-//! reads the same pages without a second prefill. A lease without a reader is short (`REOPEN_MS`).
+//! A reader that dies or gives up does not end the room: the request may come again with another
+//! reader, which reads the same pages without a second prefill. A lease without a reader is short
+//! (`REOPEN_MS`).
 
 use super::{ConnectionId, InvalidTransition};
 use crate::protocol::{PageDigest, root_of};
@@ -436,7 +438,8 @@ impl PrefillRoom {
         }
         let mut actions = Vec::new();
         if let Some(before) = before.filter(|before| *before != peer) {
-            // The router sent the request to another decode node: the previous one is dead or was given up.
+            // The router sent the request to another decode node: the previous one is dead or was
+            // given up.
             actions.push(PrefillAction::SendAbort { peer: before, code: ReasonCode::DupRoom });
             actions.push(PrefillAction::ReaderLeft { peer: before });
         }
@@ -453,7 +456,8 @@ impl PrefillRoom {
         actions
     }
 
-    /// Send FINAL once: when there is a reader, the engine has finished and all checksums are known.
+    /// Send FINAL once: when there is a reader, the engine has finished and all checksums are
+    /// known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
         let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];

@@ -1,11 +1,13 @@
 //! Page hash, and copy with the hash taken on the way.
 //!
-//! The hash is XXH3-64 (seed 0) over the page. Its inner loop is one multiply per 64 bytes, so hashing while copying costs next
-//! no time where memory bandwidth is the limit. The copy uses non-temporal stores: the destination is not read first, and neither
-//! process's cache is filled with pages that are not used soon.
+//! The hash is XXH3-64 (seed 0) over the page. Its inner loop is one multiply per 64 bytes, so
+//! hashing while copying costs next no time where memory bandwidth is the limit. The copy uses
+//! non-temporal stores: the destination is not read first, and neither process's cache is filled
+//! with pages that are not used soon.
 //!
-//! Pages of more than 240 bytes and a multiple of 64 take the vector path (AVX-512 or AVX2, chosen once at run time); any other
-//! shape is copied plainly and hashed by the `xxhash-rust` crate, which is also what the tests compare with.
+//! Pages of more than 240 bytes and a multiple of 64 take the vector path (AVX-512 or AVX2, chosen
+//! once at run time); any other shape is copied plainly and hashed by the `xxhash-rust` crate,
+//! which is also what the tests compare with.
 
 use std::sync::OnceLock;
 
@@ -42,7 +44,8 @@ static INIT: [u64; 8] =
 
 const STRIPE: usize = 64;
 const BLOCK: usize = 1024;
-/// Where the secret is read for a stripe of a block, for the scramble after a block, for the very last stripe, for the merge.
+/// Where the secret is read for a stripe of a block, for the scramble after a block, for the very
+/// last stripe, for the merge.
 const SECRET_SCRAMBLE: usize = 128;
 const SECRET_LAST: usize = 121;
 const SECRET_MERGE: usize = 11;
@@ -74,8 +77,8 @@ pub fn kernel() -> HashKernel {
 /// Hash of `len` bytes at `src`.
 ///
 /// # Safety
-/// `src` is readable for `len` bytes. If another thread or process writes them meanwhile the result is the hash of no
-/// particular content; callers detect that by the page's generation.
+/// `src` is readable for `len` bytes. If another thread or process writes them meanwhile the result
+/// is the hash of no particular content; callers detect that by the page's generation.
 pub unsafe fn hash(src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise; the kernels below are only chosen when the CPU has them.
     unsafe { hash_with(kernel(), src, len) }
@@ -84,8 +87,8 @@ pub unsafe fn hash(src: *const u8, len: usize) -> u64 {
 /// Copy `len` bytes and return the hash of the bytes read.
 ///
 /// # Safety
-/// `src` is readable and `dst` writable for `len` bytes, they do not overlap, and no other thread accesses `dst` until this returns. As to
-/// `src`, see `hash`.
+/// `src` is readable and `dst` writable for `len` bytes, they do not overlap, and no other thread
+/// accesses `dst` until this returns. As to `src`, see `hash`.
 pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { copy_hash_with(kernel(), dst, src, len) }
@@ -193,15 +196,18 @@ mod x86 {
 
     use super::{BLOCK, INIT, PRIME32_1, SECRET, SECRET_LAST, SECRET_SCRAMBLE, STRIPE};
 
-    /// How far ahead of the loads to prefetch [bytes]. The hash's instructions shorten the CPU's own look ahead: copy with hash reached
-    /// 0.87 of the plain copy at 1024, 0.92 at 2048 and 4096, 0.90 at 8192 (64 KiB pages, AVX-512, thread CPU time, n = 30).
+    /// How far ahead of the loads to prefetch [bytes]. The hash's instructions shorten the CPU's
+    /// own look ahead: copy with hash reached 0.87 of the plain copy at 1024, 0.92 at 2048 and
+    /// 4096, 0.90 at 8192 (64 KiB pages, AVX-512, thread CPU time, n = 30).
     const AHEAD: usize = 2048;
 
     /// # Safety
-    /// `src` readable for `len`; with COPY `dst` writable for `len` and 64-byte aligned; `len` > 240 and a multiple of 64.
+    /// `src` readable for `len`; with COPY `dst` writable for `len` and 64-byte aligned; `len` >
+    /// 240 and a multiple of 64.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn avx512<const COPY: bool>(dst: *mut u8, src: *const u8, len: usize) -> [u64; 8] {
-        // SAFETY: every offset below is < len rounded to stripes, and secret offsets are ≤ 128 of 192 bytes.
+        // SAFETY: every offset below is < len rounded to stripes, and secret offsets are ≤ 128 of
+        // 192 bytes.
         unsafe {
             let key = |at: usize| _mm512_loadu_si512(SECRET.as_ptr().add(at).cast());
             let stripe = |acc: __m512i, at: usize, secret: usize| {

@@ -1,9 +1,10 @@
 //! Staged transports: the interface of a two-rank communicator, and the thread that drives one.
 //!
-//! A `Communicator` knows slabs, not pages. Its thread gathers pages into a slab before a send, and scatters a received
-//! slab to the granted pages, taking their checksums. Slabs are host memory, or on the device of the pool for a communicator that works
-//! there. The order of operations comes from `state_machine::communicator`; every operation blocks,
-//! hence a thread per communicator. An abort runs on a second thread, which may be leaked together with the first.
+//! A `Communicator` knows slabs, not pages. Its thread gathers pages into a slab before a send, and
+//! scatters a received slab to the granted pages, taking their checksums. Slabs are host memory, or
+//! on the device of the pool for a communicator that works there. The order of operations comes
+//! from `state_machine::communicator`; every operation blocks, hence a thread per communicator. An
+//! abort runs on a second thread, which may be leaked together with the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -84,7 +85,8 @@ pub trait CommBackend: Send + Sync {
 
 /// Side of an open two-rank communicator.
 ///
-/// The k-th `send` meets the peer's k-th `recv`; both are of the same size. Each blocks until it is done, fails, or its timeout is over.
+/// The k-th `send` meets the peer's k-th `recv`; both are of the same size. Each blocks until it is
+/// done, fails, or its timeout is over.
 pub trait Communicator: Send + Sync {
     fn send(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
     fn recv(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
@@ -108,7 +110,8 @@ pub struct SlabRing {
     pinned_for: Option<Arc<dyn DevicePages>>,
 }
 
-// SAFETY: plain memory; which thread may touch which slab when is the order of operations of the communicator's thread.
+// SAFETY: plain memory; which thread may touch which slab when is the order of operations of the
+// communicator's thread.
 unsafe impl Send for SlabRing {}
 // SAFETY: as above.
 unsafe impl Sync for SlabRing {}
@@ -138,7 +141,8 @@ impl SlabRing {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the whole allocation, without other references: the ring is being created or dropped.
+        // SAFETY: the whole allocation, without other references: the ring is being created or
+        // dropped.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.layout.size()) }
     }
 
@@ -171,8 +175,8 @@ impl Drop for SlabRing {
     }
 }
 
-/// Ownership of the pages of one receive: the thread's, from the moment it begins to write, or the control loop's, if it
-/// revokes them before.
+/// Ownership of the pages of one receive: the thread's, from the moment it begins to write, or the
+/// control loop's, if it revokes them before.
 #[derive(Debug, Default)]
 pub struct WriteClaim(AtomicU8);
 
@@ -203,7 +207,8 @@ pub enum CommJob {
     Receive(SlabReceive, Arc<WriteClaim>),
 }
 
-/// Event of a communicator's thread for its state machine. After `Broken` the thread does nothing more.
+/// Event of a communicator's thread for its state machine. After `Broken` the thread does nothing
+/// more.
 #[derive(Debug)]
 pub enum CommReport {
     Sender(SenderEvent),
@@ -234,7 +239,8 @@ pub struct CommGuard {
 }
 
 impl CommGuard {
-    /// After this returns the thread writes no page, whatever it still does. Waits for the pages of one slab at most.
+    /// After this returns the thread writes no page, whatever it still does. Waits for the pages of
+    /// one slab at most.
     pub fn shut(&self) {
         *self.shut.lock() = true;
     }
@@ -267,8 +273,8 @@ impl CommThread {
         self.guard.clone()
     }
 
-    /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and drop `running`. All of it on a
-    /// thread that is leaked if it hangs.
+    /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and
+    /// drop `running`. All of it on a thread that is leaked if it hangs.
     pub fn abort(self, running: mpsc::Sender<()>) {
         let Self { jobs, guard, report, thread } = self;
         guard.stopped.store(true, Ordering::Release);
@@ -394,7 +400,8 @@ impl Worker {
         Ok(())
     }
 
-    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second generation check detects that.
+    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second
+    /// generation check detects that.
     fn gather(&self, pages: &[u32], slabs: &Slabs, slab: usize) -> Result<(), CommError> {
         let pool = &self.context.pool;
         let page_bytes = pool.page_bytes();
@@ -403,7 +410,8 @@ impl Worker {
             Slabs::Host(ring) => ring,
         };
         if let Some(device) = pool.device() {
-            // SAFETY: the slab holds this many pages (`CommContext`) and is used by this thread only until it is sent.
+            // SAFETY: the slab holds this many pages (`CommContext`) and is used by this thread
+            // only until it is sent.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes) };
             return Ok(device.gather(pages, to)?);
@@ -455,7 +463,8 @@ impl Worker {
                 return check_sums_on(device.as_ref(), pages);
             }
             (Slabs::Host(ring), Some(device)) => {
-                // SAFETY: the slab holds this many pages (`CommContext`), was just received and is this thread's.
+                // SAFETY: the slab holds this many pages (`CommContext`), was just received and is
+                // this thread's.
                 let from = unsafe {
                     std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes)
                 };
@@ -468,8 +477,8 @@ impl Worker {
         };
         for (i, page) in pages.iter().enumerate() {
             let dst = pool.page_ptr(page.dst);
-            // SAFETY: the slab was just received and is this thread's; dst is a page of our pool that the engine granted to this
-            // pull, which does not end while the claim is ours.
+            // SAFETY: the slab was just received and is this thread's; dst is a page of our pool
+            // that the engine granted to this pull, which does not end while the claim is ours.
             let mut sum = unsafe {
                 checksum_copy::copy_hash_by(
                     kind,

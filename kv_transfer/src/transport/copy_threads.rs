@@ -1,7 +1,8 @@
 //! The copy threads: checksums of published pages, and the pulls of shm and cuda_ipc.
 //!
-//! Jobs run in order of arrival on `copy_threads` threads, which sleep on a condition variable when there is none. The queue is
-//! bounded by its feeders: a room has at most one hash job and `pulls_in_flight` pulls at a time.
+//! Jobs run in order of arrival on `copy_threads` threads, which sleep on a condition variable when
+//! there is none. The queue is bounded by its feeders: a room has at most one hash job and
+//! `pulls_in_flight` pulls at a time.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,15 +41,16 @@ pub enum CopyReport {
     },
     Pulled(PullEnd),
     Closed,
-    /// A job panicked, or the device failed; the thread continues, but the node is unhealthy. A room whose checksums are lost must end.
+    /// A job panicked, or the device failed; the thread continues, but the node is unhealthy. A
+    /// room whose checksums are lost must end.
     Broken {
         what: String,
         room: Option<u64>,
     },
 }
 
-/// Bytes of one copy between devices; in between a pull can be stopped. Each copy takes the GIL and waits for the device, which costs more
-/// than the copy itself below some 100 MiB.
+/// Bytes of one copy between devices; in between a pull can be stopped. Each copy takes the GIL and
+/// waits for the device, which costs more than the copy itself below some 100 MiB.
 const DEVICE_COPY_BYTES: usize = 128 << 20;
 
 type Report = Arc<dyn Fn(CopyReport) + Send + Sync>;
@@ -90,7 +92,8 @@ impl CopyThreads {
         self.queue.ready.notify_one();
     }
 
-    /// Drop jobs that have not started and wait for the others. After this no thread writes the pool.
+    /// Drop jobs that have not started and wait for the others. After this no thread writes the
+    /// pool.
     pub fn close(&mut self) {
         {
             let mut jobs = self.queue.jobs.lock();
@@ -186,8 +189,8 @@ impl Worker {
         }
     }
 
-    /// Checksums of the pages under these generations. If a page was reassigned meanwhile, its checksum is useless, and so is the
-    /// generation: a pull finds it stale.
+    /// Checksums of the pages under these generations. If a page was reassigned meanwhile, its
+    /// checksum is useless, and so is the generation: a pull finds it stale.
     fn digests_of(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, PageDigest)>, DeviceError> {
         let known: Vec<Option<u64>> = pages
             .iter()
@@ -217,7 +220,8 @@ impl Worker {
     }
 
     fn hash(&self, page: u32) -> u64 {
-        // SAFETY: page ids are checked when published; the range is inside our mapping, which `self.pool` keeps alive.
+        // SAFETY: page ids are checked when published; the range is inside our mapping, which
+        // `self.pool` keeps alive.
         unsafe { checksum_copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) }
     }
 
@@ -233,9 +237,10 @@ impl Worker {
             self.faults.delay_page();
             check_generation(page.src, from.generation(page.src.page))?;
             from.prefault(page.src.page);
-            // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced), which `from` keeps alive; dst is a page
-            // of our pool that the engine granted to this room and that no other thread uses until this pull has ended. The peer may
-            // rewrite src meanwhile; the second generation check detects that.
+            // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced),
+            // which `from` keeps alive; dst is a page of our pool that the engine granted to this
+            // room and that no other thread uses until this pull has ended. The peer may rewrite
+            // src meanwhile; the second generation check detects that.
             let mut sum = unsafe {
                 checksum_copy::copy_hash(
                     self.pool.page_ptr(page.dst),
@@ -283,8 +288,9 @@ impl Worker {
             }
             let src: Vec<u32> = part.iter().map(|page| page.src.page).collect();
             let dst: Vec<u32> = part.iter().map(|page| page.dst).collect();
-            // The peer may rewrite src meanwhile; the second generation check detects that. dst are pages that the engine granted to
-            // this room and that no other thread uses until this pull has ended.
+            // The peer may rewrite src meanwhile; the second generation check detects that. dst are
+            // pages that the engine granted to this room and that no other thread uses until this
+            // pull has ended.
             let copied = theirs.copy(&src, &dst);
             let mut sums = copied.and_then(|sums| one_each(sums, part.len())).map_err(broken)?;
             if self.faults.flip_page() {
@@ -326,8 +332,8 @@ fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
     pages.iter().zip(sums).try_for_each(|(page, &sum)| check_sum(page.src, sum))
 }
 
-/// Scatter pages from host memory to our device. They are verified there if the device can compute the announcer's checksum, else
-/// in host memory before.
+/// Scatter pages from host memory to our device. They are verified there if the device can compute
+/// the announcer's checksum, else in host memory before.
 pub(super) fn scatter_to_device(
     device: &dyn DevicePages,
     from: &mut [u8],

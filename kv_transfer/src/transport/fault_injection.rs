@@ -1,9 +1,11 @@
-//! Fault injection for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
+//! Fault injection for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the
+//! node's configuration.
 //!
-//! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
-//! (a delay: of each page by shm and cuda_ipc, and of each answer to a READ on the sending node), or `COPIED`: between the copy
-//! and the second generation check, where only a hold applies.
-//! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
+//! `on` is a message name (of messages this node sends, control connection only), `*` for any of
+//! them, or `PAGE`: for pages this node pulls (a delay: of each page by shm and cuda_ipc, and of
+//! each answer to a READ on the sending node), or `COPIED`: between the copy and the second
+//! generation check, where only a hold applies. `nth` counts from 1; the rule fires for the nth
+//! match and, with `"repeat": true`, for every later one.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +28,8 @@ pub enum Fault {
     Kill,
     /// (PAGE) The transport stops working (all but tcp).
     Break,
-    /// (COPIED) Makes the file `<path>.reached`, then waits until `<path>.go` exists: a test acts in between.
+    /// (COPIED) Makes the file `<path>.reached`, then waits until `<path>.go` exists: a test acts
+    /// in between.
     Hold(PathBuf),
 }
 

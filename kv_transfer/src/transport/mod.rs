@@ -1,8 +1,10 @@
-//! Moving page bytes into our own pool. Everything that touches raw page memory is here and in `crate::pool`.
+//! Moving page bytes into our own pool. Everything that touches raw page memory is here and in
+//! `crate::pool`.
 //!
-//! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go) to a transport; the transport
-//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` and `cuda_ipc` copy on the copy threads
-//! from the peer's pool; `tcp` reads from a data stream on the data thread.
+//! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go)
+//! to a transport; the transport answers with exactly one `PullEnd`, after which it writes none of
+//! the pages again. `shm` and `cuda_ipc` copy on the copy threads from the peer's pool; `tcp` reads
+//! from a data stream on the data thread.
 
 pub mod checksum_copy;
 pub mod communicator;
@@ -24,7 +26,8 @@ pub struct Pull {
     /// Unique in this node; names the pull in `PullEnd` and in cancellation.
     pub id: u64,
     pub pages: Vec<PullPage>,
-    /// Set by the node to stop a pull of a copy thread at the next page. (tcp pulls are stopped by a command.)
+    /// Set by the node to stop a pull of a copy thread at the next page. (tcp pulls are stopped by
+    /// a command.)
     pub cancel: Arc<AtomicBool>,
 }
 

@@ -1,6 +1,7 @@
-//! Hand-over of a pool to a peer on the same host: its fd, over an abstract unix socket, to processes of the same user that know the token
-//! from HELLO. The kernel's seals keep the receiver from writing. After the fd comes the handle
-//! of the pages, if they are on a device (which is not sealed: peers only read through it).
+//! Hand-over of a pool to a peer on the same host: its fd, over an abstract unix socket, to
+//! processes of the same user that know the token from HELLO. The kernel's seals keep the receiver
+//! from writing. After the fd comes the handle of the pages, if they are on a device (which is not
+//! sealed: peers only read through it).
 
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -28,7 +29,8 @@ use crate::pool::{KvPool, RemoteData, RemotePool};
 pub const TOKEN_BYTES: usize = 16;
 /// Longest wait for a peer on the same host, in each step.
 const STEP: Duration = Duration::from_secs(1);
-/// Hand-overs at once; each takes one descriptor for at most `STEP`. Further peers wait in the socket's backlog.
+/// Hand-overs at once; each takes one descriptor for at most `STEP`. Further peers wait in the
+/// socket's backlog.
 const HAND_OVERS: usize = 64;
 /// Pause after a failed accept, which is out of descriptors or memory for now.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -42,7 +44,8 @@ pub fn boot_id() -> String {
         .unwrap_or_default()
 }
 
-/// Identity of this process's network namespace on the host. Abstract sockets are reachable within one only.
+/// Identity of this process's network namespace on the host. Abstract sockets are reachable within
+/// one only.
 pub fn network_namespace() -> String {
     std::fs::read_link("/proc/self/ns/net")
         .map(|link| link.to_string_lossy().into_owned())
@@ -56,7 +59,8 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Hand out the pool's fd while the node lives; returns only if it cannot start. Every exchange is bounded in time.
+/// Hand out the pool's fd while the node lives; returns only if it cannot start. Every exchange is
+/// bounded in time.
 ///
 /// `handle`: of the pages on a device. `accept_failed` is called for each failed accept.
 pub async fn serve(
@@ -152,8 +156,8 @@ fn send_fd(socket: BorrowedFd<'_>, fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Fetch and map a peer's pool; `device` opens its pages, if they are on one. Blocks for at most a few `STEP`s, and as long as the device
-/// takes: call it off the control thread.
+/// Fetch and map a peer's pool; `device` opens its pages, if they are on one. Blocks for at most a
+/// few `STEP`s, and as long as the device takes: call it off the control thread.
 pub fn fetch(
     name: &str,
     token: &[u8],

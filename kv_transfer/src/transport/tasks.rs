@@ -1,5 +1,5 @@
-//! Tasks that serve peers, bounded per peer and in all. The oldest one is aborted to make space for the newest, so that silent peers
-//! do not block others.
+//! Tasks that serve peers, bounded per peer and in all. The oldest one is aborted to make space for
+//! the newest, so that silent peers do not block others.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,8 +11,9 @@ use tokio::task::{AbortHandle, Id, JoinSet};
 
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// Accept connections and serve each of them in a task. `evicted` is called for each one that was closed to make space for
-/// another of its address or of any. Runs until the listener cannot be used at all.
+/// Accept connections and serve each of them in a task. `evicted` is called for each one that was
+/// closed to make space for another of its address or of any. Runs until the listener cannot be
+/// used at all.
 pub async fn accept_all<T: Future<Output = ()> + Send + 'static>(
     listener: TcpListener,
     mut tasks: PeerTasks<IpAddr>,
@@ -58,7 +59,8 @@ impl<K: PartialEq> PeerTasks<K> {
         Self { per_peer, limit, tasks: VecDeque::new() }
     }
 
-    /// Adds a task. Returns whether another one was aborted for it: the peer's oldest, or the oldest of all.
+    /// Adds a task. Returns whether another one was aborted for it: the peer's oldest, or the
+    /// oldest of all.
     pub fn add(&mut self, peer: K, task: AbortHandle) -> bool {
         let mut same_peer = (0..self.tasks.len()).filter(|&i| self.tasks[i].0 == peer);
         let oldest = same_peer.next();

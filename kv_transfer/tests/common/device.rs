@@ -1,5 +1,6 @@
-//! Device memory of one process, for two nodes in one: ordinary memory that is reached as a GPU's is. A closed peer's pages refuse,
-//! memory that is pinned must be unpinned, and copies can be made to fail.
+//! Device memory of one process, for two nodes in one: ordinary memory that is reached as a GPU's
+//! is. A closed peer's pages refuse, memory that is pinned must be unpinned, and copies can be made
+//! to fail.
 
 use std::any::Any;
 use std::collections::HashMap;

@@ -119,7 +119,8 @@ impl Rank {
         until(&format!("room {room} is {state}"), || self.state(room).as_deref() == Some(state));
     }
 
-    /// Nothing is left of any room, and the node is well. (A peer's last message may still be in flight when this is called.)
+    /// Nothing is left of any room, and the node is well. (A peer's last message may still be in
+    /// flight when this is called.)
     pub fn assert_idle(&self) {
         let idle = |stats: &Value| {
             ["rooms_live", "opens_waiting", "pulls_in_flight"]
@@ -219,7 +220,8 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Point between a copy and its second look at the generation where the copying node waits for the test.
+/// Point between a copy and its second look at the generation where the copying node waits for the
+/// test.
 pub struct Hold {
     path: std::path::PathBuf,
 }

@@ -1,5 +1,6 @@
-//! Communicators within one process, with NCCL's manners: two sides, one order, no notice of the other side's death or abort, and
-//! nothing but an abort or the timeout ends a call. `stuck` is worse than NCCL at its worst: not even those do.
+//! Communicators within one process, with NCCL's manners: two sides, one order, no notice of the
+//! other side's death or abort, and nothing but an abort or the timeout ends a call. `stuck` is
+//! worse than NCCL at its worst: not even those do.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,10 +1,13 @@
-//! One request through a policy: hash the prompt if the policy wants that, choose, observe the routing.
+//! One request through a policy: hash the prompt if the policy wants that, choose, observe the
+//! routing.
 //!
-//! Budget of cache_aware and cost: < 100 µs at the 99th percentile with 128 workers and a prompt of 32 000 tokens (128 KB).
+//! Budget of cache_aware and cost: < 100 µs at the 99th percentile with 128 workers and a prompt of
+//! 32 000 tokens (128 KB).
 //!
-//! Prompts share one of 16 system prompts (half their length) and end in text of their own, so each one descends, splits
-//! or branches, and inserts. The index is at its limit: every insert also evicts as much. `round_robin` is the floor.
-//! Criterion gives means and their spread; the percentiles after them are of single decisions, timed one by one.
+//! Prompts share one of 16 system prompts (half their length) and end in text of their own, so each
+//! one descends, splits or branches, and inserts. The index is at its limit: every insert also
+//! evicts as much. `round_robin` is the floor. Criterion gives means and their spread; the
+//! percentiles after them are of single decisions, timed one by one.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

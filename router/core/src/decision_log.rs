@@ -1,4 +1,5 @@
-//! The lines of the decision log: everything the policies were asked and observed, in order, as JSON.
+//! The lines of the decision log: everything the policies were asked and observed, in order, as
+//! JSON.
 //!
 //! ```text
 //! {"decision_log":1,"version":"0.1.0","run":1780000000000,"file":0,"flags":["--policy","cost",…]}
@@ -7,9 +8,10 @@
 //! {"n":2,"observed":{"role":"regular","event":"first_token","ticket":1,…}}
 //! ```
 //!
-//! No prompt is in it. Blocks of a prompt are their hashes; text, which `cache_aware` compares character by character, is
-//! replaced by characters that are equal exactly as far as two prompts are equal, and routing keys by numbers; both
-//! depend on a secret that is drawn for each run and not kept.
+//! No prompt is in it. Blocks of a prompt are their hashes; text, which `cache_aware` compares
+//! character by character, is replaced by characters that are equal exactly as far as two prompts
+//! are equal, and routing keys by numbers; both depend on a secret that is drawn for each run and
+//! not kept.
 
 use serde::{Deserialize, Serialize};
 
@@ -406,8 +408,9 @@ fn chained(text: &str, secret: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20 characters each, so
-/// two prompts seem equal for one character more than they are once in a million times.
+/// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20
+/// characters each, so two prompts seem equal for one character more than they are once in a
+/// million times.
 fn disguised(text: &str, secret: u64) -> String {
     const FIRST: u32 = 0x1_0000;
     let of = |hash: u64| char::from_u32(FIRST + (hash >> 44) as u32);

@@ -1,4 +1,5 @@
-//! Explanations: what a policy weighed, filled in on demand by the code that decides ([`Policy::explain`](crate::Policy::explain)).
+//! Explanations: what a policy weighed, filled in on demand by the code that decides
+//! ([`Policy::explain`](crate::Policy::explain)).
 
 use serde::Serialize;
 
@@ -11,7 +12,8 @@ pub struct Explanation {
     /// Facts that held for all candidates alike.
     #[serde(flatten)]
     pub basis: PolicyBasis,
-    /// In the order they were given; of a fleet with too many pairs only those that were weighed together.
+    /// In the order they were given; of a fleet with too many pairs only those that were weighed
+    /// together.
     pub candidates: Vec<WeighedCandidate>,
 }
 
@@ -62,7 +64,8 @@ pub struct CostBasis {
     pub rule: DecisionRule,
     /// Candidates equal in cost, index, load and recent work, of which chance took one.
     pub equals: usize,
-    /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that [ms].
+    /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that
+    /// [ms].
     pub hysteresis_ms: Option<f64>,
 }
 
@@ -99,7 +102,8 @@ pub enum PolicyTerms {
     Cost(CostTerms),
 }
 
-/// `cost_ms` is the sum: backlog_ms + least prefill + price × (prefill_ms - least) + decode_ms + partner_ms.
+/// `cost_ms` is the sum: backlog_ms + least prefill + price × (prefill_ms - least) + decode_ms +
+/// partner_ms.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct CostTerms {
     pub cost_ms: f64,
@@ -110,8 +114,8 @@ pub struct CostTerms {
     pub prefill_ms: f64,
     /// Price of its running requests and its KV cache; 0 for prefill workers.
     pub decode_ms: f64,
-    /// Share of the other worker. Prefill: the least a decode worker adds for it. Decode: the part of the KV transfer that
-    /// the prefill does not hide.
+    /// Share of the other worker. Prefill: the least a decode worker adds for it. Decode: the part
+    /// of the KV transfer that the prefill does not hide.
     pub partner_ms: f64,
     /// Part of `partner_ms` that the worker costs because the pair is not in one topology domain.
     pub crossing_ms: f64,

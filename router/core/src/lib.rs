@@ -1,16 +1,22 @@
-//! Decisions of the router without its I/O: policies, the prefix tree, breaker, health, retries, rooms.
+//! Decisions of the router without its I/O: policies, the prefix tree, breaker, health, retries,
+//! rooms.
 //!
 //! The life of one decision:
 //!
-//! 1. The router (crate `baton-router`) keeps the registry of workers and counts requests in flight.
-//! 2. For a request it builds a [`RequestView`] and the [`WorkerView`]s of the workers that may take it.
+//! 1. The router (crate `baton-router`) keeps the registry of workers and counts requests in
+//!    flight.
+//! 2. For a request it builds a [`RequestView`] and the [`WorkerView`]s of the workers that may
+//!    take it.
 //! 3. [`Policy::choose`] returns a [`WorkerChoice`]: a worker and the reason. It changes nothing.
 //!    For a prefill and a decode worker together it is [`decide_pair`].
-//! 4. The router dispatches and reports what happened through [`Policy::observe`]: sent, first token, usage, end.
-//! 5. Every eviction interval the router calls [`Policy::evict`]; nothing here owns a thread or a timer.
+//! 4. The router dispatches and reports what happened through [`Policy::observe`]: sent, first
+//!    token, usage, end.
+//! 5. Every eviction interval the router calls [`Policy::evict`]; nothing here owns a thread or a
+//!    timer.
 //!
-//! What this crate does not know: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`, randomness as `rng`, so the
-//! same code runs in the server, in unit tests and in the simulator, and the same seed gives the same decisions.
+//! What this crate does not know: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`,
+//! randomness as `rng`, so the same code runs in the server, in unit tests and in the simulator,
+//! and the same seed gives the same decisions.
 
 pub mod decision_log;
 pub mod explain;

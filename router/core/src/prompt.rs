@@ -1,4 +1,5 @@
-//! A prompt as a chain of block hashes: what the index of the `cost` policy remembers instead of text.
+//! A prompt as a chain of block hashes: what the index of the `cost` policy remembers instead of
+//! text.
 //!
 //! ```text
 //!   text:    |---- 256 bytes ----|---- 256 bytes ----|-- rest --|     two prompts with equal text up to the end of a block
@@ -6,12 +7,14 @@
 //!                                                                     collisions, 2^-64 a pair) only then
 //! ```
 //!
-//! Each hash covers everything before it, so one number names a prefix. The rest behind the last whole block has none: it
-//! is at most a few dozen tokens. 8 bytes stand for 256, and no prompt text stays in memory.
+//! Each hash covers everything before it, so one number names a prefix. The rest behind the last
+//! whole block has none: it is at most a few dozen tokens. 8 bytes stand for 256, and no prompt
+//! text stays in memory.
 //!
-//! A router with a tokenizer cuts the prompt's *token ids* into blocks as long as the engines' pages ([`token_blocks`]):
-//! what two prompts share is then what their caches share. Hashes of token ids are continued from any of them
-//! ([`TokenChain`]), so that a page an engine announces gets the hash that a prompt through it has.
+//! A router with a tokenizer cuts the prompt's *token ids* into blocks as long as the engines'
+//! pages ([`token_blocks`]): what two prompts share is then what their caches share. Hashes of
+//! token ids are continued from any of them ([`TokenChain`]), so that a page an engine announces
+//! gets the hash that a prompt through it has.
 //!
 //! Cost: about 0.1 ns a byte, one allocation.
 
@@ -87,7 +90,8 @@ impl PromptBlocks {
         }
     }
 
-    /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those before it.
+    /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those
+    /// before it.
     pub fn of_ids(ids: &[u64], block_tokens: usize, tokens: u32) -> Self {
         let mut state = SEED;
         let named = ids.iter().map(|id| {
@@ -121,8 +125,8 @@ impl PromptBlocks {
     }
 }
 
-/// Everything besides the text before them that text blocks depend on: model, tools, salt and whatever else changes a
-/// prompt's KV.
+/// Everything besides the text before them that text blocks depend on: model, tools, salt and
+/// whatever else changes a prompt's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextScope(u64);
 
@@ -133,8 +137,8 @@ impl Default for TextScope {
 }
 
 impl TextScope {
-    /// A character in front of a text that keeps texts of different scopes apart in a tree of texts: a private-use one,
-    /// which prompts do not begin with. `None`: the scope has no parts.
+    /// A character in front of a text that keeps texts of different scopes apart in a tree of
+    /// texts: a private-use one, which prompts do not begin with. `None`: the scope has no parts.
     pub fn marker(self) -> Option<char> {
         const FIRST: u32 = 0xF_0000;
         const COUNT: u64 = 0xFFFE;
@@ -142,7 +146,8 @@ impl TextScope {
         (self != Self::default()).then(|| char::from_u32(code))?
     }
 
-    /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over `value`.
+    /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over
+    /// `value`.
     pub fn with(self, name: &str, value: &[u8]) -> Self {
         let hash = |state: u64, bytes: &[u8]| {
             let mut state = mix(state, bytes.len() as u64);
@@ -173,7 +178,8 @@ pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> PromptBl
     }
 }
 
-/// The namespace of a request with these fields, as our engine names it: empty when it has none of them.
+/// The namespace of a request with these fields, as our engine names it: empty when it has none of
+/// them.
 pub fn namespace(cache_salt: &str, extra_key: &str) -> String {
     match (cache_salt, extra_key) {
         ("", "") => String::new(),
@@ -181,7 +187,8 @@ pub fn namespace(cache_salt: &str, extra_key: &str) -> String {
     }
 }
 
-/// The chain hash of a growing sequence of token ids, block by block: what [`token_blocks`] computes at once.
+/// The chain hash of a growing sequence of token ids, block by block: what [`token_blocks`]
+/// computes at once.
 ///
 /// Hashes are comparable only between chains cut at the same places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -206,7 +213,8 @@ impl TokenChain {
         self.0
     }
 
-    /// Add a block; returns the hash of everything up to its end. Cost: a multiplication for two tokens.
+    /// Add a block; returns the hash of everything up to its end. Cost: a multiplication for two
+    /// tokens.
     pub fn push(&mut self, block: &[u32]) -> u64 {
         for pair in block.chunks(2) {
             let low = u64::from(pair[0]);
@@ -218,8 +226,8 @@ impl TokenChain {
     }
 }
 
-/// Numbers with bits spread evenly: digits of pi, then of square roots. They must be unrelated: with the golden ratio and
-/// the root of five one flipped bit undid another.
+/// Numbers with bits spread evenly: digits of pi, then of square roots. They must be unrelated:
+/// with the golden ratio and the root of five one flipped bit undid another.
 const SEED: u64 = 0x4528_21e6_38d0_1377;
 const MULTIPLIERS: [u64; 4] =
     [0xbb67_ae85_84ca_a73b, 0x3c6e_f372_fe94_f82b, 0xa54f_f53a_5f1d_36f1, 0x510e_527f_ade6_82d1];
@@ -275,7 +283,8 @@ mod tests {
     }
 
     proptest! {
-        /// Hashes of token ids, too; and a chain continued from any block arrives at the same hashes.
+        /// Hashes of token ids, too; and a chain continued from any block arrives at the same
+        /// hashes.
         #[test]
         fn token_hashes_are_equal_exactly_along_the_common_prefix(
             block_size in 1usize..20,
@@ -319,8 +328,8 @@ mod tests {
         assert_eq!(token_blocks(&[1, 2, 3], 0, "").prompt().hashes.len(), 3);
     }
 
-    /// The multiplier form has one known weakness: a word that cancels a constant makes a product zero. One flipped bit,
-    /// one repeated block and the constants themselves must all stay apart.
+    /// The multiplier form has one known weakness: a word that cancels a constant makes a product
+    /// zero. One flipped bit, one repeated block and the constants themselves must all stay apart.
     #[test]
     fn near_and_hostile_blocks_do_not_collide() {
         let mut seen = HashSet::new();

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::prompt::PromptView;
 
-/// Id of a registered (url, DP rank). Given out by the registry, never reused, so a stale id can only miss.
+/// Id of a registered (url, DP rank). Given out by the registry, never reused, so a stale id can
+/// only miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WorkerId(pub u64);
@@ -52,13 +53,15 @@ impl Role {
     }
 }
 
-/// A candidate. The shell passes only ready ones: healthy, breaker not open, not draining, right role.
+/// A candidate. The shell passes only ready ones: healthy, breaker not open, not draining, right
+/// role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerView {
     pub id: WorkerId,
     /// Requests in flight to it, as this router counts them.
     pub load: usize,
-    /// Candidates with the same number are on one machine: KV pages travel between them through memory.
+    /// Candidates with the same number are on one machine: KV pages travel between them through
+    /// memory.
     pub host: u32,
 }
 
@@ -92,10 +95,11 @@ pub struct SendTicket(pub u64);
 /// Request as a policy sees it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestView<'a> {
-    /// Routing text: what `cache_aware`'s tree indexes. May be empty when [`Policy::needs_text`](crate::Policy::needs_text)
-    /// is false.
+    /// Routing text: what `cache_aware`'s tree indexes. May be empty when
+    /// [`Policy::needs_text`](crate::Policy::needs_text) is false.
     pub text: &'a str,
-    /// The prompt's block hashes. May be empty when [`Policy::needs_blocks`](crate::Policy::needs_blocks) is false.
+    /// The prompt's block hashes. May be empty when
+    /// [`Policy::needs_blocks`](crate::Policy::needs_blocks) is false.
     pub prompt: PromptView<'a>,
     /// The client's own affinity key (header), if it sent one.
     pub routing_key: Option<&'a str>,
@@ -129,9 +133,9 @@ impl TtftEstimate {
         (self.queue_ms + self.prefill_ms).round() as u64
     }
 
-    /// How much later than `limit_ms` that is, as far as waiting can help; `None`: it is in time, or there is no queue.
-    /// Without a queue the request is the one that teaches how long it takes: a prediction that was too high must not
-    /// turn all requests away for ever.
+    /// How much later than `limit_ms` that is, as far as waiting can help; `None`: it is in time,
+    /// or there is no queue. Without a queue the request is the one that teaches how long it takes:
+    /// a prediction that was too high must not turn all requests away for ever.
     pub fn excess_ms(&self, limit_ms: u64) -> Option<u64> {
         let excess_ms = self.ttft_ms().checked_sub(limit_ms).filter(|ms| *ms > 0)?;
         let queue_ms = self.queue_ms.ceil() as u64;
@@ -147,7 +151,8 @@ pub enum SelectionReason {
     Random,
     RoundRobin,
     LowerOfTwo,
-    /// The longest matching prefix lies there: `matched_chars` of the `total_chars` of the routing text.
+    /// The longest matching prefix lies there: `matched_chars` of the `total_chars` of the routing
+    /// text.
     PrefixHit {
         matched_chars: usize,
         total_chars: usize,
@@ -216,13 +221,14 @@ pub struct WorkerChoice {
 
 /// Events in the order the shell saw them. The only way a policy learns.
 ///
-/// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers that were not added, so
-/// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back. Each `Routed` is followed by exactly
-/// one `Finished` of its ticket, with `FirstToken` and `TokenUsage` in between if they were seen.
+/// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers that
+/// were not added, so that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory
+/// back. Each `Routed` is followed by exactly one `Finished` of its ticket, with `FirstToken` and
+/// `TokenUsage` in between if they were seen.
 #[derive(Debug, Clone, Copy)]
 pub enum PolicyEvent<'a> {
-    /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its prefill is over (the
-    /// answer to a request that does not stream says it too late).
+    /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its
+    /// prefill is over (the answer to a request that does not stream says it too late).
     Routed {
         ticket: SendTicket,
         worker: WorkerId,
@@ -241,7 +247,8 @@ pub enum PolicyEvent<'a> {
         worker: WorkerId,
         usage: TokenUsage,
     },
-    /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered; `hashes` are the prompt's.
+    /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered;
+    /// `hashes` are the prompt's.
     Finished {
         ticket: SendTicket,
         worker: WorkerId,
@@ -249,8 +256,8 @@ pub enum PolicyEvent<'a> {
         hashes: &'a [u64],
         now_ms: u64,
     },
-    /// The worker's report of its queue: prompt tokens sent to it, by any router, and not yet prefilled; and of its
-    /// running batch, if it said so. It was true `age_ms` before it arrived.
+    /// The worker's report of its queue: prompt tokens sent to it, by any router, and not yet
+    /// prefilled; and of its running batch, if it said so. It was true `age_ms` before it arrived.
     Reported {
         worker: WorkerId,
         queued_tokens: u64,

@@ -1,5 +1,5 @@
-//! Accepting peers. Connections in the middle of HELLO are bounded per source address and in all, and accepting never stops: a new
-//! connection takes the place of the oldest silent one.
+//! Accepting peers. Connections in the middle of HELLO are bounded per source address and in all,
+//! and accepting never stops: a new connection takes the place of the oldest silent one.
 
 use std::io;
 use std::net::TcpListener;
@@ -13,7 +13,8 @@ use crate::protocol::handshake::Identity;
 use crate::transport::tasks::{PeerTasks, accept_all};
 use crate::transport::tcp;
 
-/// Connections in the middle of HELLO: a peer needs two round trips, a silent one is closed after `HELLO_TIMEOUT`.
+/// Connections in the middle of HELLO: a peer needs two round trips, a silent one is closed after
+/// `HELLO_TIMEOUT`.
 const HANDSHAKES: usize = 256;
 const HANDSHAKES_PER_SOURCE: usize = 64;
 

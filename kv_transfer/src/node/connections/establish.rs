@@ -1,4 +1,5 @@
-//! Establishing a control connection to a prefill rank, and the two tasks that serve each connection.
+//! Establishing a control connection to a prefill rank, and the two tasks that serve each
+//! connection.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -42,7 +43,8 @@ pub struct EstablishedConnection {
 /// Failed attempt to connect to a prefill rank.
 pub struct ConnectFailure {
     pub err: ConnectionError,
-    /// The address refuses connections or does not answer. Otherwise a server is there that may know the rank soon.
+    /// The address refuses connections or does not answer. Otherwise a server is there that may
+    /// know the rank soon.
     pub is_silent: bool,
 }
 
@@ -57,7 +59,8 @@ fn silent(why: String) -> ConnectFailure {
     ConnectFailure { err: ConnectionError::new(ReasonCode::Unreachable, why), is_silent: true }
 }
 
-/// Resolve, connect, exchange HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
+/// Resolve, connect, exchange HELLO, and map the peer's pool if it is on this host. Every step is
+/// bounded to about a second.
 pub async fn establish(
     bootstrap: &BootstrapClient,
     dp_rank: u32,
@@ -121,7 +124,8 @@ async fn connect(host: &str, port: u16, loopback_only: bool) -> Result<TcpStream
     timeout.await.unwrap_or_else(late)
 }
 
-/// True if this node can connect to the peer's abstract sockets. A peer of an older version names no network namespace.
+/// True if this node can connect to the peer's abstract sockets. A peer of an older version names
+/// no network namespace.
 fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
     let is_same_host = !peer.boot_id.is_empty() && peer.boot_id == own.boot_id;
     let is_same_namespace = peer.network_namespace.is_empty()
@@ -158,7 +162,8 @@ async fn map_peer(
     mapped.map_err(|err| err.to_string())?.map_err(|err| err.to_string())
 }
 
-/// Message of a connection's tasks to the control loop. It holds its frame's bytes of the queue until it is handled.
+/// Message of a connection's tasks to the control loop. It holds its frame's bytes of the queue
+/// until it is handled.
 pub enum PeerMessage {
     Msg(Box<Msg>, OwnedSemaphorePermit),
     Down(ConnectionError),
@@ -192,7 +197,8 @@ impl PeerInbox {
     }
 }
 
-/// The two tasks of one connection. After the outbox is dropped the queued frames are sent, then the sending half is closed.
+/// The two tasks of one connection. After the outbox is dropped the queued frames are sent, then
+/// the sending half is closed.
 pub struct ConnectionTasks {
     pub outbox: Outbox,
     reader: AbortHandle,
@@ -214,8 +220,9 @@ impl ConnectionTasks {
 
 /// Start serving an open connection; both tasks report to `peer_inbox`, at most one `Down` counts.
 ///
-/// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more than `outbox_bytes` wait for it: only
-/// one side of a connection may apply back-pressure, or both could wait for each other.
+/// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more
+/// than `outbox_bytes` wait for it: only one side of a connection may apply back-pressure, or both
+/// could wait for each other.
 pub fn run(
     peer: ConnectionId,
     stream: TcpStream,
@@ -321,7 +328,8 @@ mod tests {
     use super::*;
     use crate::protocol::Handshake;
 
-    /// A HELLO from this host and network namespace; `None`: of a version that does not name the latter.
+    /// A HELLO from this host and network namespace; `None`: of a version that does not name the
+    /// latter.
     fn hello_of(boot_id: &str, network_namespace: Option<&str>) -> Hello {
         let mut hello = serde_json::json!({
             "ver": VERSION, "channel": "Control", "nonce": [], "inc": "p", "expected_inc": null, "addr": "p:1",

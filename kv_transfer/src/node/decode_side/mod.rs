@@ -1,6 +1,7 @@
 //! D's side of the control loop: rooms opened by the engine.
 //!
-//! `rank_connections` has the connections to prefill ranks and the rooms that wait for them, `pulls` the pulls under way.
+//! `rank_connections` has the connections to prefill ranks and the rooms that wait for them,
+//! `pulls` the pulls under way.
 
 mod pulls;
 mod rank_connections;
@@ -30,7 +31,8 @@ use rank_connections::{
     FIRST_PAUSE_MS, LAST_PAUSE_MS, Outage, RankAnswer, RankConnections, UnreachableRooms, is_final,
 };
 
-/// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
+/// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that
+/// rooms share the copy thread.
 const PULL_BYTES: usize = 16 << 20;
 const PULLS_IN_FLIGHT: usize = 2;
 
@@ -381,7 +383,8 @@ impl DecodeSide {
 
     // ---- the state machine ----
 
-    /// The only place where a decode room changes. Calls and messages for a room that is over are ignored.
+    /// The only place where a decode room changes. Calls and messages for a room that is over are
+    /// ignored.
     pub fn step(&mut self, ctx: &mut LoopContext, room: u64, event: DecodeEvent) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
@@ -498,7 +501,8 @@ impl DecodeSide {
         let entry = self.rooms.remove(&room)?;
         ctx.timers.set(&NodeTimer::Decode(room), None);
         ctx.timers.set(&NodeTimer::Size(room), None);
-        // The state machine may have cleared its peer already; the room is still attached to the rank's connection.
+        // The state machine may have cleared its peer already; the room is still attached to the
+        // rank's connection.
         let address = entry.address.as_ref();
         let attached = address.and_then(|address| self.ranks.remove_room(address, room));
         ctx.detach_room(attached, RoomSide::Decode, room);

@@ -1,4 +1,5 @@
-//! D's pulls under way: submission to a transport, cancellation, and the choice of the next transport after a failure.
+//! D's pulls under way: submission to a transport, cancellation, and the choice of the next
+//! transport after a failure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -182,8 +183,9 @@ fn resubmitted(job: PullJob, via: Transport) -> AfterPull {
     AfterPull::Resubmit(PullJob { via, ..job })
 }
 
-/// Continue a pull whose transport stopped working by the next one. The peer's memory is not used until the connection is
-/// established again, its communicator not until the breaker allows it (`communicators`).
+/// Continue a pull whose transport stopped working by the next one. The peer's memory is not used
+/// until the connection is established again, its communicator not until the breaker allows it
+/// (`communicators`).
 fn fall_back(ctx: &mut LoopContext, job: PullJob, why: &str) -> AfterPull {
     if job.via.is_mapped()
         && let Some(conn) = ctx.connections.get_mut(&job.peer)

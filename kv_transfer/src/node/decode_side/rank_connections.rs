@@ -1,7 +1,9 @@
-//! D's connections to prefill ranks: attempts, pauses, outages and quarantine, and the rooms that wait for a connection.
+//! D's connections to prefill ranks: attempts, pauses, outages and quarantine, and the rooms that
+//! wait for a connection.
 //!
-//! Life of a connection: connecting ─▶ up; a failed attempt is repeated after a pause, until the rank counts as unreachable
-//! (broken): then rooms fail at once for a while, and the next room after it probes the rank.
+//! Life of a connection: connecting ─▶ up; a failed attempt is repeated after a pause, until the
+//! rank counts as unreachable (broken): then rooms fail at once for a while, and the next room
+//! after it probes the rank.
 
 use std::collections::{BTreeSet, HashMap};
 use std::mem;
@@ -16,18 +18,22 @@ use crate::state_machine::communicator::TransportBreaker;
 
 /// Rooms opened in one turn of the control loop when their rank is connected.
 const OPENS_AT_ONCE: usize = 256;
-/// Pause before the next attempt to reach a prefill rank: doubled after each, up to `LAST_PAUSE_MS`.
+/// Pause before the next attempt to reach a prefill rank: doubled after each, up to
+/// `LAST_PAUSE_MS`.
 pub const FIRST_PAUSE_MS: u64 = 50;
 pub const LAST_PAUSE_MS: u64 = 1000;
 
-/// Attempts without an answer after which a prefill rank counts as unreachable, and the time after which it does with fewer of
-/// them: a refused connection is tried again at once, one without any answer has taken its second.
+/// Attempts without an answer after which a prefill rank counts as unreachable, and the time after
+/// which it does with fewer of them: a refused connection is tried again at once, one without any
+/// answer has taken its second.
 const SILENT_ATTEMPTS: u32 = 4;
 const SILENT_MS: u64 = 900;
-/// Time for which rooms of an unreachable prefill rank fail at once; doubled while a probe by the next room fails, too.
+/// Time for which rooms of an unreachable prefill rank fail at once; doubled while a probe by the
+/// next room fails, too.
 const FIRST_BREAK_MS: u64 = 250;
 const LAST_BREAK_MS: u64 = 4000;
-/// Rooms of a pair that fail with CHECKSUM, none between them committed, until the pair is quarantined.
+/// Rooms of a pair that fail with CHECKSUM, none between them committed, until the pair is
+/// quarantined.
 const DAMAGED_ROOMS: u32 = 3;
 
 /// Message for client and log.
@@ -71,8 +77,9 @@ impl Outage {
     }
 }
 
-/// Rooms with damaged pages in a row, and how long further ones fail at once because of it: 30 s, and twice as long after each room
-/// that fails then, up to 16 minutes. A new connection resets it: a repaired host or its rank has restarted.
+/// Rooms with damaged pages in a row, and how long further ones fail at once because of it: 30 s,
+/// and twice as long after each room that fails then, up to 16 minutes. A new connection resets it:
+/// a repaired host or its rank has restarted.
 #[derive(Default)]
 struct Damage {
     rooms: u32,
@@ -82,8 +89,9 @@ struct Damage {
 }
 
 impl Damage {
-    /// Record a room that failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were open when the last one failed do
-    /// not count: they may share its pages, which the prefill node has now taken out of its cache.
+    /// Record a room that failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were
+    /// open when the last one failed do not count: they may share its pages, which the prefill node
+    /// has now taken out of its cache.
     fn record_room(&mut self, opened: Instant, at: Instant, now: u64) -> bool {
         if self.last_at.is_some_and(|last| opened <= last) {
             return false;
@@ -98,7 +106,8 @@ impl Damage {
     }
 }
 
-/// State of the connection to a prefill rank, and the rooms that wait for it. Exists while it is up or broken, or rooms wait.
+/// State of the connection to a prefill rank, and the rooms that wait for it. Exists while it is up
+/// or broken, or rooms wait.
 struct RankConnection {
     state: RankState,
     waiting: BTreeSet<u64>,
@@ -174,7 +183,8 @@ impl RankConnections {
         }
     }
 
-    /// Rooms that waited for this rank, some at a time: heartbeats and other peers are served in between.
+    /// Rooms that waited for this rank, some at a time: heartbeats and other peers are served in
+    /// between.
     pub fn take_waiting(
         &mut self,
         ctx: &NodeContext,
@@ -247,7 +257,8 @@ impl RankConnections {
         }
     }
 
-    /// Handle a lost connection: the next room, or those still waiting, ask the bootstrap server again.
+    /// Handle a lost connection: the next room, or those still waiting, ask the bootstrap server
+    /// again.
     pub fn on_lost(&mut self, ctx: &NodeContext, address: &RankAddress) {
         match self.ranks.get_mut(address) {
             Some(rank) if !rank.waiting.is_empty() => connect(rank, ctx, address),

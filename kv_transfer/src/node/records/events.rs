@@ -39,7 +39,8 @@ pub enum NodeEvent {
     Aborted {
         room: u64,
     },
-    /// D: P holds pages for a room without a grant, or a revocation came too late; the room continues.
+    /// D: P holds pages for a room without a grant, or a revocation came too late; the room
+    /// continues.
     Announced {
         room: u64,
     },
@@ -92,8 +93,8 @@ struct Inner {
     live: HashSet<(RoomSide, u64)>,
 }
 
-/// Bounded: each live room puts in one end, one `Announced` and an answer to each revocation, and `claim` limits live rooms plus
-/// undelivered events.
+/// Bounded: each live room puts in one end, one `Announced` and an answer to each revocation, and
+/// `claim` limits live rooms plus undelivered events.
 pub struct EventQueue {
     inner: Mutex<Inner>,
     fd: OwnedFd,

@@ -75,7 +75,8 @@ pub struct NodeStats {
     pub fallbacks: u64,
     /// D: times that rooms of a pair began to fail at once because of damaged pages.
     pub quarantines: u64,
-    /// Communicators that ended: closed to free their place, failed, or leaked because their abort hung.
+    /// Communicators that ended: closed to free their place, failed, or leaked because their abort
+    /// hung.
     pub comms_ended: ByEnd,
     /// Connections on this host that could not be accepted, for lack of descriptors or memory.
     pub accept_errors: u64,
@@ -94,7 +95,8 @@ pub struct NodeStats {
 pub const TRANSPORTS: [&str; 6] = ["shm", "cuda_ipc", "tcp", "gloo", "nccl", "none"];
 pub const COMM_ENDS: [&str; 3] = ["closed", "failed", "abandoned"];
 
-/// A map whose labels all exist from the start, so that a rate over a counter's first increment is right.
+/// A map whose labels all exist from the start, so that a rate over a counter's first increment is
+/// right.
 macro_rules! labeled {
     ($name:ident, $value:ty, $labels:expr) => {
         #[derive(Debug, Clone, Serialize)]
@@ -120,7 +122,8 @@ labeled!(ByCode, u64, ReasonCode::ALL.iter().map(|code| code.as_str()));
 labeled!(ByEnd, u64, COMM_ENDS.into_iter());
 
 impl NodeStats {
-    /// Under the engine's metric names, labels included. `reads_refused` is counted by the data thread.
+    /// Under the engine's metric names, labels included. `reads_refused` is counted by the data
+    /// thread.
     pub fn counters(&self, reads_refused: u64) -> BTreeMap<String, f64> {
         let mut counters = BTreeMap::new();
         let mut add = |name: &str, label: &str, value: f64| {

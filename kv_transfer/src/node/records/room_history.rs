@@ -1,4 +1,5 @@
-//! History of rooms: a ring of transitions and the live rooms, for `/debug/rooms` and for leak checks.
+//! History of rooms: a ring of transitions and the live rooms, for `/debug/rooms` and for leak
+//! checks.
 
 use std::collections::{BTreeMap, VecDeque};
 

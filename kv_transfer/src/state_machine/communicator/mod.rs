@@ -1,5 +1,6 @@
-//! A staged relay between one decode rank (`SlabReceiver`) and one prefill rank (`SlabSender`), over a two-rank communicator: NCCL, or
-//! gloo in its place. Pages are gathered into a slab at P, sent, and scattered from a slab at D.
+//! A staged relay between one decode rank (`SlabReceiver`) and one prefill rank (`SlabSender`),
+//! over a two-rank communicator: NCCL, or gloo in its place. Pages are gathered into a slab at P,
+//! sent, and scattered from a slab at D.
 //!
 //! ```text
 //! D: Sink                                         P: Source
@@ -13,13 +14,14 @@
 //!                                                   └ the abort hangs too ─▶ LEAKED: never used again
 //! ```
 //!
-//! A slab of D is the credit for one SLAB_READ, so P never posts a send for which D has no slab, and D posts no receive before P
-//! announced its send. One thread per side posts in this order, hence the k-th send meets the k-th receive; the
-//! number in SLAB_SEND proves it.
+//! A slab of D is the credit for one SLAB_READ, so P never posts a send for which D has no slab,
+//! and D posts no receive before P announced its send. One thread per side posts in this order,
+//! hence the k-th send meets the k-th receive; the number in SLAB_SEND proves it.
 //!
-//! Invariants: each pull ends exactly once, and none of its pages is written after that; a page counts only with the verdict of
-//! a checksum taken after the copy; free and held slabs add up to the ring; whatever waits has a deadline; a communicator that
-//! failed once is aborted and never used again.
+//! Invariants: each pull ends exactly once, and none of its pages is written after that; a page
+//! counts only with the verdict of a checksum taken after the copy; free and held slabs add up to
+//! the ring; whatever waits has a deadline; a communicator that failed once is aborted and never
+//! used again.
 
 mod receiver;
 mod sender;
@@ -40,7 +42,8 @@ pub struct SlabSend {
     pub pages: Vec<(u32, u64)>,
 }
 
-/// Receive of `count` pages into `slab`; then scatter to `pages`, unless there are none or it is revoked.
+/// Receive of `count` pages into `slab`; then scatter to `pages`, unless there are none or it is
+/// revoked.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SlabReceive {
     pub ticket: Ticket,
@@ -105,7 +108,8 @@ pub enum CommEnd {
     ByPeer(String),
 }
 
-/// When a pair whose communicator failed may try the next one: 30 s later, doubled with each failure in a row.
+/// When a pair whose communicator failed may try the next one: 30 s later, doubled with each
+/// failure in a row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TransportBreaker {
     failures: u32,
@@ -239,7 +243,8 @@ impl CommLife {
         is_aborting
     }
 
-    /// An abort whose deadline has passed is leaked; `Err` is the phase in which another deadline passed.
+    /// An abort whose deadline has passed is leaked; `Err` is the phase in which another deadline
+    /// passed.
     fn tick(&mut self, now: u64) -> Result<Option<CommAction>, CommPhase> {
         if self.due.is_none_or(|due| now < due) {
             return Ok(None);

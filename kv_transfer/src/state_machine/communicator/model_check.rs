@@ -1,5 +1,6 @@
-//! Both sides, both threads and the two directions between them, explored exhaustively: every order of events, with a budget of
-//! faults. What is asserted in `Relay::check` and in `explore` holds in every state that can be reached.
+//! Both sides, both threads and the two directions between them, explored exhaustively: every order
+//! of events, with a budget of faults. What is asserted in `Relay::check` and in `explore` holds in
+//! every state that can be reached.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -198,7 +199,8 @@ impl Relay {
                 ReceiverAction::Comm(CommAction::Abort) => {
                     assert_eq!(self.d_thread, Thread::Running, "aborted twice");
                     self.d_thread = Thread::Aborted;
-                    // What has not started never starts; a page being written is written to its end.
+                    // What has not started never starts; a page being written is written to its
+                    // end.
                     self.d_jobs.retain(|job| matches!(job, AtD::Writing { .. }));
                 }
                 ReceiverAction::Comm(CommAction::Leak) => assert_ne!(self.d_thread, Thread::Ended),

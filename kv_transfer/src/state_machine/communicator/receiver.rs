@@ -40,7 +40,8 @@ pub enum ReceiverEvent {
         /// None: the page was reassigned.
         code: Option<ReasonCode>,
     },
-    /// Own thread: the slab is received, and unless it was revoked before, scattered and compared with the announced checksums.
+    /// Own thread: the slab is received, and unless it was revoked before, scattered and compared
+    /// with the announced checksums.
     Received {
         ticket: Ticket,
         verdict: Result<(), (ReasonCode, String)>,
@@ -65,7 +66,8 @@ pub enum ReceiverAction {
     },
     /// Own thread: post the next receive.
     Receive(SlabReceive),
-    /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else its `Received` will.
+    /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else
+    /// its `Received` will.
     Revoke {
         ticket: Ticket,
     },
@@ -90,7 +92,8 @@ enum SlabUse {
     Asked,
     /// On the thread, which may write the pages.
     Receiving,
-    /// On the thread, or to be answered by P; its bytes are received, because the order demands it, and dropped.
+    /// On the thread, or to be answered by P; its bytes are received, because the order demands it,
+    /// and dropped.
     Dropped {
         receiving: bool,
     },

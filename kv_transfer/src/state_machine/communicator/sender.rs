@@ -13,7 +13,8 @@ pub enum SenderEvent {
         ticket: Ticket,
         pages: Vec<(u32, u64)>,
     },
-    /// Own thread: the pages are in the slab, under the generations asked for; the send is being posted.
+    /// Own thread: the pages are in the slab, under the generations asked for; the send is being
+    /// posted.
     Gathered {
         ticket: Ticket,
     },

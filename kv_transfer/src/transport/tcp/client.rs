@@ -22,7 +22,8 @@ use crate::state_machine::decode::PullPage;
 use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
 use crate::transport::{Pull, PullEnd, PullError, checksum_copy};
 
-/// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P never waits for the next READ.
+/// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P
+/// never waits for the next READ.
 const WINDOW_BYTES: usize = 8 << 20;
 /// Interval of D's heartbeats on a stream; P waits several times as long (`data_idle_ms`).
 const BEAT: Duration = Duration::from_secs(15);
@@ -266,7 +267,8 @@ impl Client {
         Ok(visited > 0)
     }
 
-    /// The next bytes of the oldest chunk: into its pages, or into the scratch buffer if its pull is over.
+    /// The next bytes of the oldest chunk: into its pages, or into the scratch buffer if its pull
+    /// is over.
     fn read_pages(
         &mut self,
         stream: &TcpStream,
@@ -293,7 +295,8 @@ impl Client {
                 iov_base: self.context.pool.page_ptr(page.dst).wrapping_add(offset).cast(),
                 iov_len: page_bytes - offset,
             };
-            // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not ended; no other thread uses it.
+            // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not
+            // ended; no other thread uses it.
             check_len(unsafe { libc::readv(stream.as_raw_fd(), &iovec, 1) })
         })
     }
@@ -340,7 +343,8 @@ impl Client {
         }
         if self.jobs.contains_key(&chunk.job) && before / page_bytes != after / page_bytes {
             let dst = self.context.pool.page_ptr(chunk.pages[before / page_bytes].dst);
-            // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses it.
+            // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses
+            // it.
             let sum = unsafe {
                 if self.context.faults.flip_page() {
                     corrupt_for_test(self.sums, dst, page_bytes)
@@ -393,7 +397,8 @@ impl Client {
         }
     }
 
-    /// Verify the pages of the oldest READ. Pages on a device are scattered there now, unless their pull is over.
+    /// Verify the pages of the oldest READ. Pages on a device are scattered there now, unless their
+    /// pull is over.
     fn check_oldest(&mut self) -> Result<(), PullError> {
         let Some(chunk) = self.waiting.front_mut() else {
             return Ok(());
@@ -446,7 +451,8 @@ impl Client {
     }
 }
 
-/// Heartbeat that only keeps the stream open: rooms and load are reported on the control connection.
+/// Heartbeat that only keeps the stream open: rooms and load are reported on the control
+/// connection.
 fn stream_beat() -> Msg {
     Msg::Heartbeat {
         inc: String::new(),

@@ -1,13 +1,16 @@
-//! The `tcp` transport: D asks for pages (READ), P answers with their bytes straight from its pool (DATA … DATA_END, or STALE), D reads
-//! them straight into the granted pages.
+//! The `tcp` transport: D asks for pages (READ), P answers with their bytes straight from its pool
+//! (DATA … DATA_END, or STALE), D reads them straight into the granted pages.
 //!
-//! All data streams of a node live on one data thread, apart from the control thread, so that a megabyte on its way delays no
-//! heartbeat. P answers for pages that the asking rank may read (`AnnouncedPages`), and closes streams that are silent. D keeps at most `WINDOW_BYTES` requested and unanswered per stream; nothing else is buffered here.
+//! All data streams of a node live on one data thread, apart from the control thread, so that a
+//! megabyte on its way delays no heartbeat. P answers for pages that the asking rank may read
+//! (`AnnouncedPages`), and closes streams that are silent. D keeps at most `WINDOW_BYTES` requested
+//! and unanswered per stream; nothing else is buffered here.
 //!
-//! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer: the granted pages are not touched again.
+//! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer:
+//! the granted pages are not touched again.
 //!
-//! Pages on a device go through a buffer, an answer at a time, on each side that has them there. The data thread waits for the device
-//! meanwhile: tcp is the slow fallback of such a pool.
+//! Pages on a device go through a buffer, an answer at a time, on each side that has them there.
+//! The data thread waits for the device meanwhile: tcp is the slow fallback of such a pool.
 //!
 //! `server` answers on P, `client` requests on D; this file has the thread and the shared parts.
 
@@ -35,13 +38,16 @@ use crate::protocol::handshake::{Identity, OpenedConnection};
 
 /// Bytes that one READ asks for, if its pages are smaller.
 const READ_BYTES: usize = 2 << 20;
-/// A stream with an unanswered READ that brings no byte for this long is broken, or takes none of the answer.
+/// A stream with an unanswered READ that brings no byte for this long is broken, or takes none of
+/// the answer.
 const STALL: Duration = Duration::from_secs(5);
 const KEEPALIVE: Duration = Duration::from_secs(15);
-/// Streams of one peer, of which it uses one, and streams served at once. The oldest makes space for another one.
+/// Streams of one peer, of which it uses one, and streams served at once. The oldest makes space
+/// for another one.
 const STREAMS_PER_PEER: usize = 4;
 const MAX_SERVED: usize = 4096;
-/// Socket buffers we ask for, where the system allows them; otherwise the kernel's own tuning is better than its cap.
+/// Socket buffers we ask for, where the system allows them; otherwise the kernel's own tuning is
+/// better than its cap.
 const SOCKET_BUFFER: usize = 4 << 20;
 
 pub type Report = Arc<dyn Fn(PullEnd) + Send + Sync>;
@@ -66,7 +72,8 @@ pub struct DataPlane {
 pub struct DataStream(mpsc::UnboundedSender<ClientCommand>);
 
 impl DataStream {
-    /// False when the stream has ended: the pull was not accepted, and there will be no `PullEnd` for it.
+    /// False when the stream has ended: the pull was not accepted, and there will be no `PullEnd`
+    /// for it.
     pub fn pull(&self, pull: Pull) -> bool {
         self.0.send(ClientCommand::Pull(pull)).is_ok()
     }

@@ -13,7 +13,8 @@ use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_f
 use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
 use crate::reason_code::ReasonCode;
 
-/// Largest answer in bytes (at least a page): a peer of another build may request more than `READ_BYTES`.
+/// Largest answer in bytes (at least a page): a peer of another build may request more than
+/// `READ_BYTES`.
 const MAX_READ_BYTES: usize = 4 * READ_BYTES;
 const MAX_IOVECS: usize = 64;
 
@@ -148,8 +149,9 @@ async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Resu
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             message.msg_iov = iovecs.as_mut_ptr();
             message.msg_iovlen = iovecs.len() as _;
-            // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
-            // reads. The scheduler may write the pages meanwhile: the second generation check, or the checksum, detects that.
+            // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool`
+            // keeps alive; the kernel only reads. The scheduler may write the pages meanwhile: the
+            // second generation check, or the checksum, detects that.
             check_len(unsafe { libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
         }))
         .await?;

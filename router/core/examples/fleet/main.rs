@@ -5,9 +5,10 @@
 //!     cargo run --release -p router-core --example fleet -- --load 0.85
 //! ```
 //!
-//! The trace comes on standard input: JSON Lines in Mooncake's format (timestamp [ms], input_length, output_length [tokens],
-//! hash_ids, one per 512 prompt tokens). Arrivals are rescaled so that the work they would be for one cache of the fleet's
-//! whole size is `--load` of what the workers can do; equal stamps are spread over the gap to the next.
+//! The trace comes on standard input: JSON Lines in Mooncake's format (timestamp [ms],
+//! input_length, output_length [tokens], hash_ids, one per 512 prompt tokens). Arrivals are
+//! rescaled so that the work they would be for one cache of the fleet's whole size is `--load` of
+//! what the workers can do; equal stamps are spread over the gap to the next.
 
 mod model;
 

@@ -3,12 +3,15 @@
 //! The policy is the real one, called as the router calls it; the workers are modelled:
 //!
 //! 1. an arrival is given to a worker by the policy and joins its queue;
-//! 2. the worker takes one prompt at a time, in order of arrival or shortest first in chunks; what its own cache holds then
-//!    need not be computed; a token takes `1 / tokens_per_sec`;
-//! 3. the end of the prefill is the first token; the prompt's blocks enter the worker's cache, least recently used out;
-//! 4. the answer goes on elsewhere for `ms_per_answer_token` a token: until then the request counts as load.
+//! 2. the worker takes one prompt at a time, in order of arrival or shortest first in chunks; what
+//!    its own cache holds then need not be computed; a token takes `1 / tokens_per_sec`;
+//! 3. the end of the prefill is the first token; the prompt's blocks enter the worker's cache,
+//!    least recently used out;
+//! 4. the answer goes on elsewhere for `ms_per_answer_token` a token: until then the request counts
+//!    as load.
 //!
-//! The policy does not see the workers' caches, queues or speed: only events. Same arrivals, same seed, same result.
+//! The policy does not see the workers' caches, queues or speed: only events. Same arrivals, same
+//! seed, same result.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
@@ -48,7 +51,8 @@ pub struct FleetConfig {
     pub ms_per_answer_token: f64,
     /// `Some`: so many clients, each sending its next request when its answer is complete.
     pub closed_loop: Option<usize>,
-    /// True for the bound: one queue and one cache for all, nothing to choose. Routing is measured against it.
+    /// True for the bound: one queue and one cache for all, nothing to choose. Routing is measured
+    /// against it.
     pub is_bound: bool,
 }
 
@@ -362,8 +366,8 @@ impl Fleet<'_> {
     }
 }
 
-/// The prefill time of all arrivals if one cache of the whole fleet's size served them in order [ms]: what a load is
-/// relative to, so that a policy which loses hits runs hotter.
+/// The prefill time of all arrivals if one cache of the whole fleet's size served them in order
+/// [ms]: what a load is relative to, so that a policy which loses hits runs hotter.
 pub fn shared_cache_work_ms(config: &FleetConfig, arrivals: &[RequestArrival]) -> f64 {
     let mut cache = BlockCache::default();
     let mut tokens = 0.0;
@@ -447,8 +451,8 @@ mod tests {
         assert_eq!([cache.matched(&[1, 2, 3]), cache.matched(&[7, 8])], [2, 2]);
     }
 
-    /// 400 requests behind one system prompt of 4900 characters, four workers, a closed loop: the case in which
-    /// sglang-router 0.3.2 sends all of them to one worker at 16 and at 48 in flight.
+    /// 400 requests behind one system prompt of 4900 characters, four workers, a closed loop: the
+    /// case in which sglang-router 0.3.2 sends all of them to one worker at 16 and at 48 in flight.
     #[test]
     fn a_hot_system_prompt_is_spread_evenly_with_nearly_all_the_hits() {
         let system = "You are a careful assistant of the example company. ".repeat(95);
@@ -468,7 +472,8 @@ mod tests {
             for concurrency in [16, 48, 128] {
                 let config = FleetConfig {
                     workers: 4,
-                    // Text is counted in bytes here, and so is the speed: 10 000 tokens of four bytes.
+                    // Text is counted in bytes here, and so is the speed: 10 000 tokens of four
+                    // bytes.
                     tokens_per_sec: 40_000.0,
                     fixed_ms: 5.0,
                     cold_ms: 200.0,
@@ -483,7 +488,8 @@ mod tests {
                     served.iter().for_each(|s| counts[s.worker] += 1);
                     let max = *counts.iter().max().unwrap_or(&0);
                     assert!(max <= 110, "{role} {concurrency} in flight, seed {seed}: {counts:?}");
-                    // The best there is: every prompt but the first finds the 19 whole blocks of the system prompt.
+                    // The best there is: every prompt but the first finds the 19 whole blocks of
+                    // the system prompt.
                     let cached: f64 = served.iter().map(|s| s.cached).sum();
                     let best = 399.0 * 19.0 * 256.0;
                     assert!(
@@ -496,7 +502,8 @@ mod tests {
         }
     }
 
-    /// A long first prefill must not make a worker look slow for good: at low load nothing would correct that.
+    /// A long first prefill must not make a worker look slow for good: at low load nothing would
+    /// correct that.
     #[test]
     fn a_slow_start_excludes_no_worker() {
         for (order, fixed_ms) in [(QueueOrder::Arrival, 5.0), (QueueOrder::ShortestFirst, 1.0)] {
@@ -517,7 +524,8 @@ mod tests {
         }
     }
 
-    /// Conversations of several turns with a common opening, Poisson-like arrivals at 80 % of a fleet of eight.
+    /// Conversations of several turns with a common opening, Poisson-like arrivals at 80 % of a
+    /// fleet of eight.
     #[test]
     fn predicted_cost_beats_the_other_policies_on_conversations() {
         let mut arrivals = Vec::new();

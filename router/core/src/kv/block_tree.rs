@@ -5,13 +5,14 @@
 //!   router's blocks:  ├──── h0 ───┼──── h1 …
 //! ```
 //!
-//! A block *counts* when it is stored and its parent counts: what lies behind a hole cannot be used. Engines remove inner
-//! blocks now and then (SGLang takes a node out and puts its halves back in one batch; vLLM evicts by its own order), so a
-//! removed block stays as a ghost as long as blocks behind it are stored, and they count again when it returns.
+//! A block *counts* when it is stored and its parent counts: what lies behind a hole cannot be
+//! used. Engines remove inner blocks now and then (SGLang takes a node out and puts its halves back
+//! in one batch; vLLM evicts by its own order), so a removed block stays as a ghost as long as
+//! blocks behind it are stored, and they count again when it returns.
 //!
-//! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes handed out add up to the
-//! router blocks completed by blocks that count; a ghost has children. Memory is bounded by the rank's cache, and passed on
-//! ([`EngineBlockTree::bytes`]).
+//! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes
+//! handed out add up to the router blocks completed by blocks that count; a ghost has children.
+//! Memory is bounded by the rank's cache, and passed on ([`EngineBlockTree::bytes`]).
 
 use std::collections::HashMap;
 
@@ -83,7 +84,8 @@ struct Other {
 pub struct EngineBlockTree {
     /// Tokens of a router block.
     block_tokens: usize,
-    /// Blocks behind unknown ones are passed over instead of refused: it is known that announcements were missed.
+    /// Blocks behind unknown ones are passed over instead of refused: it is known that
+    /// announcements were missed.
     pub is_partial: bool,
     by_hash: HashMap<EngineHash, Slot>,
     blocks: Vec<Block>,
@@ -145,8 +147,9 @@ impl EngineBlockTree {
         *self = Self { page_tokens: self.page_tokens, ..Self::new(self.block_tokens) };
     }
 
-    /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch restarted the cache (`Cleared`), in
-    /// which case `changes` has only what came after that. An error leaves the mirror unusable until it is cleared.
+    /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch
+    /// restarted the cache (`Cleared`), in which case `changes` has only what came after that. An
+    /// error leaves the mirror unusable until it is cleared.
     pub fn apply(
         &mut self,
         events: &[KvEvent],
@@ -252,7 +255,8 @@ impl EngineBlockTree {
         reversed
     }
 
-    /// Remove a block. An unknown one was evicted before it was announced here, or lies behind what was missed.
+    /// Remove a block. An unknown one was evicted before it was announced here, or lies behind what
+    /// was missed.
     fn remove(&mut self, hash: EngineHash) {
         if let Some(&slot) = self.by_hash.get(&hash) {
             let block = &mut self.blocks[slot as usize];
@@ -345,7 +349,8 @@ impl EngineBlockTree {
         slot
     }
 
-    /// Free a block without copies and children, and ghosts before it that are then without children.
+    /// Free a block without copies and children, and ghosts before it that are then without
+    /// children.
     fn release(&mut self, slot: Slot) {
         let mut at = slot;
         while at != NONE {
@@ -382,7 +387,8 @@ impl BlockChange {
 }
 
 impl Rest {
-    /// `is_alone`: the block is no longer than a router block, so two that complete the same one are the same.
+    /// `is_alone`: the block is no longer than a router block, so two that complete the same one
+    /// are the same.
     fn new(done: &[u64], tail: &[u32], is_alone: bool) -> Self {
         match (done, tail) {
             ([_], []) if is_alone => Rest::Whole,

@@ -2,15 +2,19 @@
 //!
 //! The life of a rank's entry:
 //!
-//! 1. [`CacheUpdate::Begin`] opens a *set*, [`CacheUpdate::Changed`] fills it, [`CacheUpdate::Serve`] puts it in the place of the rank's set in use.
-//!    A resync builds the new set beside the old one, which answers until then.
-//! 2. A match looks for the longest prefix of a prompt in every set in use at once ([`KvIndex::held_by`]): since sets are
-//!    closed under prefixes, the holders only get fewer along the path, and where they do is found by bisection.
-//! 3. A set that is replaced or forgotten is dead at once and answers nothing; its blocks are swept out a shard at a time, with
-//!    the changes that come after it. Its number is used again when all shards are swept.
+//! 1. [`CacheUpdate::Begin`] opens a *set*, [`CacheUpdate::Changed`] fills it,
+//!    [`CacheUpdate::Serve`] puts it in the place of the rank's set in use. A resync builds the new
+//!    set beside the old one, which answers until then.
+//! 2. A match looks for the longest prefix of a prompt in every set in use at once
+//!    ([`KvIndex::held_by`]): since sets are closed under prefixes, the holders only get fewer
+//!    along the path, and where they do is found by bisection.
+//! 3. A set that is replaced or forgotten is dead at once and answers nothing; its blocks are swept
+//!    out a shard at a time, with the changes that come after it. Its number is used again when all
+//!    shards are swept.
 //!
-//! The hash map is cut into shards so that neither growing nor sweeping touches more than a small part of it at once.
-//! Memory, with what the mirrors behind the sets report, is bounded by `max_bytes`: news that do not fit are refused.
+//! The hash map is cut into shards so that neither growing nor sweeping touches more than a small
+//! part of it at once. Memory, with what the mirrors behind the sets report, is bounded by
+//! `max_bytes`: news that do not fit are refused.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -158,7 +162,8 @@ pub struct KvRank {
 }
 
 impl KvRank {
-    /// Tokens of a prompt that `held` router blocks save. Engines compute the last token always, and reuse whole pages only.
+    /// Tokens of a prompt that `held` router blocks save. Engines compute the last token always,
+    /// and reuse whole pages only.
     pub fn cached_tokens(&self, held: usize, block_tokens: usize, prompt_tokens: usize) -> usize {
         let tokens = (held * block_tokens).min(prompt_tokens.saturating_sub(1));
         let page = match self.page_tokens {
@@ -308,9 +313,9 @@ impl KvIndex {
         }
     }
 
-    /// How many blocks of `path` each of `workers` (sorted) holds, into `held`; returns how many anybody holds. Sets that
-    /// are guesses answer too. Cost: one look-up for each doubling of the path, and as many again for each length at which
-    /// holders get fewer.
+    /// How many blocks of `path` each of `workers` (sorted) holds, into `held`; returns how many
+    /// anybody holds. Sets that are guesses answer too. Cost: one look-up for each doubling of the
+    /// path, and as many again for each length at which holders get fewer.
     pub fn held_by(&mut self, path: &[u64], workers: &[WorkerId], held: &mut [usize]) -> usize {
         debug_assert!(workers.is_sorted() && workers.len() == held.len());
         held.fill(0);

@@ -1,4 +1,5 @@
-//! Replicas and index against naive engines: per rank a multiset of stored token prefixes, page by page.
+//! Replicas and index against naive engines: per rank a multiset of stored token prefixes, page by
+//! page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -168,7 +169,8 @@ impl Engine {
         vec![self.removed(prefix)]
     }
 
-    /// Everything stored, parents first. What lies behind a hole cannot be announced so: it is evicted before.
+    /// Everything stored, parents first. What lies behind a hole cannot be announced so: it is
+    /// evicted before.
     fn snapshot(&mut self) -> Vec<KvEvent> {
         let held: BTreeSet<Prefix> = self.held().cloned().collect();
         let orphans = self.copies.keys().filter(|prefix| !held.contains(*prefix));

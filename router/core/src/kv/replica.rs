@@ -1,4 +1,5 @@
-//! A rank's numbered batches, in order: what to take in, what is missing, and what is passed to the index.
+//! A rank's numbered batches, in order: what to take in, what is missing, and what is passed to the
+//! index.
 //!
 //! ```text
 //!                 snapshot, batch 0, a batch with Cleared
@@ -150,7 +151,8 @@ impl CacheReplica {
         self.serve(false, tell)
     }
 
-    /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot replaces it.
+    /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot
+    /// replaces it.
     pub fn doubt(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         if std::mem::replace(&mut self.is_exact, false) {
             tell(CacheUpdate::Doubt)?;
@@ -158,7 +160,8 @@ impl CacheReplica {
         Ok(())
     }
 
-    /// All that was missed has come: what was doubted is exact again. False: it was not doubted, or is not complete.
+    /// All that was missed has come: what was doubted is exact again. False: it was not doubted, or
+    /// is not complete.
     pub fn resume(&mut self, tell: UpdateSink<'_>) -> Result<bool, ReplicaError> {
         let is_due = self.next.is_some() && !self.is_exact && !self.mirror.is_partial;
         if is_due {

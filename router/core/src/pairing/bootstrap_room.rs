@@ -7,10 +7,12 @@ use rand::{Rng, RngCore};
 /// Rooms are below this: SGLang keeps them in a signed 64 bit integer.
 const ROOMS: u64 = 1 << 63;
 
-/// Draw a room, uniform over `[0, 2^63)`; with `prefill_dp = Some((dp_size, rank))` uniform over those with
-/// `room % dp_size == rank`, so that prefill nodes which place requests by `room % dp_size` (SGLang's) land on `rank`.
+/// Draw a room, uniform over `[0, 2^63)`; with `prefill_dp = Some((dp_size, rank))` uniform over
+/// those with `room % dp_size == rank`, so that prefill nodes which place requests by
+/// `room % dp_size` (SGLang's) land on `rank`.
 ///
-/// A `dp_size` of 0 is no constraint; a rank outside the size wraps around (a caller's mistake, caught in debug builds).
+/// A `dp_size` of 0 is no constraint; a rank outside the size wraps around (a caller's mistake,
+/// caught in debug builds).
 pub fn draw_room(rng: &mut dyn RngCore, prefill_dp: Option<(u64, u64)>) -> u64 {
     let (dp_size, rank) = match prefill_dp {
         Some((dp_size, rank)) if dp_size > 0 => (dp_size.min(ROOMS), rank),
@@ -27,7 +29,8 @@ const DRAWS: usize = 64;
 
 /// The rooms in use by requests in flight: no two of them meet in the same one.
 ///
-/// Invariant: at most `limit` rooms are live; what [`LiveRooms::draw`] gave out is live until it is freed.
+/// Invariant: at most `limit` rooms are live; what [`LiveRooms::draw`] gave out is live until it is
+/// freed.
 #[derive(Debug)]
 pub struct LiveRooms {
     live: HashSet<u64>,
@@ -39,8 +42,8 @@ impl LiveRooms {
         Self { live: HashSet::new(), limit }
     }
 
-    /// Take `count` rooms that are not in use, drawn as by [`draw_room`]. `None`: there would be more than the limit, or
-    /// the rank has no free room left; then nothing is taken.
+    /// Take `count` rooms that are not in use, drawn as by [`draw_room`]. `None`: there would be
+    /// more than the limit, or the rank has no free room left; then nothing is taken.
     pub fn draw(
         &mut self,
         count: usize,

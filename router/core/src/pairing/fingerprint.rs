@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 pub const ASPECTS: [&str; 6] =
     ["model", "tokenizer", "chat_template", "page_size", "dtype", "kv_layout"];
 
-/// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and vLLM's report none.
+/// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and
+/// vLLM's report none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct WorkerFingerprint([u64; ASPECTS.len()]);
 

@@ -1,7 +1,9 @@
-//! Local prefill: should a decode worker compute a prompt itself instead of fetching its pages from a prefill worker?
+//! Local prefill: should a decode worker compute a prompt itself instead of fetching its pages from
+//! a prefill worker?
 //!
-//! A transfer costs a round trip through another node's queue; a few tokens cost the decode worker one step that its
-//! running requests hardly notice. A long prompt would hold them up, so it stays here only if there is no other worker.
+//! A transfer costs a round trip through another node's queue; a few tokens cost the decode worker
+//! one step that its running requests hardly notice. A long prompt would hold them up, so it stays
+//! here only if there is no other worker.
 
 use serde::Serialize;
 

@@ -1,21 +1,25 @@
 //! `cache_aware`: SGLang's router's prefix affinity.
 //!
-//! 1. If loads are unbalanced (`max - min > balance_abs_threshold` and `max > balance_rel_threshold × min`): the least
-//!    loaded candidate.
-//! 2. Else the longest prefix of the routing text that a candidate holds. If it covers more than `cache_threshold` of the
-//!    characters: a candidate that holds it.
-//! 3. Else the miss rule: the candidate with the smallest tree (`smallest_tree`), or the least loaded (`least_load`).
+//! 1. If loads are unbalanced (`max - min > balance_abs_threshold` and
+//!    `max > balance_rel_threshold × min`): the least loaded candidate.
+//! 2. Else the longest prefix of the routing text that a candidate holds. If it covers more than
+//!    `cache_threshold` of the characters: a candidate that holds it.
+//! 3. Else the miss rule: the candidate with the smallest tree (`smallest_tree`), or the least
+//!    loaded (`least_load`).
 //!
-//! In all three cases the text is remembered for the chosen worker ([`PolicyEvent::Routed`]), at most `max_tree_size`
-//! characters per worker and `max_bytes` in all, least recently sent first out.
+//! In all three cases the text is remembered for the chosen worker ([`PolicyEvent::Routed`]), at
+//! most `max_tree_size` characters per worker and `max_bytes` in all, least recently sent first
+//! out.
 //!
-//! Where it differs from SGLang's on purpose: a node of the tree keeps all its holders, so among several holders of the
-//! longest prefix the least loaded is taken (theirs remembers the last one only); ties are broken at random (theirs: the
-//! first); the size limit holds at each insert (theirs: at each eviction pass); a worker that is gone leaves nothing.
+//! Where it differs from SGLang's on purpose: a node of the tree keeps all its holders, so among
+//! several holders of the longest prefix the least loaded is taken (theirs remembers the last one
+//! only); ties are broken at random (theirs: the first); the size limit holds at each insert
+//! (theirs: at each eviction pass); a worker that is gone leaves nothing.
 //!
-//! What it does not see, kept for compatibility: with fewer than `balance_abs_threshold` requests in flight rule 1 never
-//! acts, so one hot system prompt pins everything to one worker (test `hot_prompt_pins_one_worker`); characters are not
-//! tokens; a failed request still counts as cached.
+//! What it does not see, kept for compatibility: with fewer than `balance_abs_threshold` requests
+//! in flight rule 1 never acts, so one hot system prompt pins everything to one worker (test
+//! `hot_prompt_pins_one_worker`); characters are not tokens; a failed request still counts as
+//! cached.
 //!
 //! Budget: choose + observe < 100 µs at 128 workers and 64 KB of text (`benches/choose.rs`).
 
@@ -162,8 +166,9 @@ impl CacheAware {
         self.tree.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A panic while the tree was written may have left it half changed. It is only a hint about caches, so it restarts empty
-    /// with the same workers rather than taking every later request down.
+    /// A panic while the tree was written may have left it half changed. It is only a hint about
+    /// caches, so it restarts empty with the same workers rather than taking every later request
+    /// down.
     fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
             let mut tree = poisoned.into_inner();
@@ -364,8 +369,8 @@ mod tests {
         }
     }
 
-    /// `requests` with one system prompt of 4900 characters and their own questions, `concurrency` of them in flight, the
-    /// oldest ending first. Returns how many each of four workers got.
+    /// `requests` with one system prompt of 4900 characters and their own questions, `concurrency`
+    /// of them in flight, the oldest ending first. Returns how many each of four workers got.
     fn hot_prompt(params: CacheAwareParams, requests: usize, concurrency: usize) -> [usize; 4] {
         let policy = policy_for(4, params);
         let system =
@@ -387,8 +392,9 @@ mod tests {
         counts
     }
 
-    /// Behavior of this rule, and the reason there are better ones: sglang-router 0.3.2 with default flags sends 400 of 400
-    /// such requests to one worker at 16 and at 48 in flight, because the absolute threshold of 64 cannot be exceeded.
+    /// Behavior of this rule, and the reason there are better ones: sglang-router 0.3.2 with
+    /// default flags sends 400 of 400 such requests to one worker at 16 and at 48 in flight,
+    /// because the absolute threshold of 64 cannot be exceeded.
     #[test]
     fn hot_prompt_pins_one_worker() {
         for (concurrency, miss) in [
@@ -413,7 +419,8 @@ mod tests {
     }
 
     proptest! {
-        /// The rule again, naively, over a list of routed texts: the choice is one that rule allows.
+        /// The rule again, naively, over a list of routed texts: the choice is one that rule
+        /// allows.
         #[test]
         fn choice_is_one_the_naive_rule_allows(
             history in proptest::collection::vec((0u64..4, "[abé]{0,6}"), 0..12),

@@ -1,16 +1,20 @@
-//! `manual`: the client's key decides. The first request with a key is assigned a worker, later ones follow it.
+//! `manual`: the client's key decides. The first request with a key is assigned a worker, later
+//! ones follow it.
 //!
 //! The life of a key (header `x-smg-routing-key`, smg's name):
 //!
-//! 1. first seen: a worker by `assignment_mode`, remembered when the request is sent ([`PolicyEvent::Routed`]);
-//! 2. seen again: the first of its workers that is a candidate now. If none is, another is assigned and remembered too,
-//!    at most two, the older one first out; when the first comes back as the same candidate, the key returns to it;
-//! 3. not seen for `max_idle_secs`: forgotten by [`Policy::evict`]; with `max_keys` keys known, the one not seen longest
-//!    makes room on insert.
+//! 1. first seen: a worker by `assignment_mode`, remembered when the request is sent
+//!    ([`PolicyEvent::Routed`]);
+//! 2. seen again: the first of its workers that is a candidate now. If none is, another is assigned
+//!    and remembered too, at most two, the older one first out; when the first comes back as the
+//!    same candidate, the key returns to it;
+//! 3. not seen for `max_idle_secs`: forgotten by [`Policy::evict`]; with `max_keys` keys known, the
+//!    one not seen longest makes room on insert.
 //!
-//! New workers take no keys away from others. A worker that was gone comes back as a new candidate (its memory of the
-//! session is gone too), so keys do not return to it, unlike smg, which knows workers by address. Requests without a key
-//! go to a random candidate. Keys are kept as 128 bit hashes, so that a key's length costs nothing.
+//! New workers take no keys away from others. A worker that was gone comes back as a new candidate
+//! (its memory of the session is gone too), so keys do not return to it, unlike smg, which knows
+//! workers by address. Requests without a key go to a random candidate. Keys are kept as 128 bit
+//! hashes, so that a key's length costs nothing.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -113,7 +117,8 @@ impl ManualPolicy {
         Self { params, state }
     }
 
-    /// Each change is complete in itself: what a panic left is at worst one key with a place in no list.
+    /// Each change is complete in itself: what a panic left is at worst one key with a place in no
+    /// list.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,10 +1,11 @@
 //! Policies: one file each, all behind [`Policy`].
 //!
-//! A policy decides on a read-only view ([`Policy::choose`]) and learns from events ([`Policy::observe`]); it owns no
-//! thread, no timer and no clock. It returns a [`WorkerId`](crate::WorkerId), not an index: indices go stale.
+//! A policy decides on a read-only view ([`Policy::choose`]) and learns from events
+//! ([`Policy::observe`]); it owns no thread, no timer and no clock. It returns a
+//! [`WorkerId`](crate::WorkerId), not an index: indices go stale.
 //!
-//! Invariants: a chosen worker is one of the candidates passed in; `None` means there were none; with the same events,
-//! view and rng state the choice is the same.
+//! Invariants: a chosen worker is one of the candidates passed in; `None` means there were none;
+//! with the same events, view and rng state the choice is the same.
 
 /// `cache_aware`.
 mod cache_aware;
@@ -65,7 +66,8 @@ pub trait Policy: Send + Sync {
         None
     }
 
-    /// Choose among the `ready` candidates; `None` when there are none. Decides and changes nothing.
+    /// Choose among the `ready` candidates; `None` when there are none. Decides and changes
+    /// nothing.
     fn choose(
         &self,
         req: &RequestView<'_>,
@@ -73,13 +75,14 @@ pub trait Policy: Send + Sync {
         rng: &mut dyn RngCore,
     ) -> Option<WorkerChoice>;
 
-    /// The candidate that would begin to answer first; `None` when there is none, or the policy does not predict.
+    /// The candidate that would begin to answer first; `None` when there is none, or the policy
+    /// does not predict.
     fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<TtftEstimate> {
         None
     }
 
-    /// [`Policy::choose`], telling what it weighed. With the same arguments and state the choice is the same one: it is
-    /// made by the same code.
+    /// [`Policy::choose`], telling what it weighed. With the same arguments and state the choice is
+    /// the same one: it is made by the same code.
     fn explain(
         &self,
         req: &RequestView<'_>,
@@ -109,7 +112,8 @@ pub trait Policy: Send + Sync {
     /// Learn what happened. Locks inside are held briefly.
     fn observe(&self, _event: &PolicyEvent<'_>) {}
 
-    /// Bring memory back under its limits, forget what was not used for long; returns the characters or keys dropped.
+    /// Bring memory back under its limits, forget what was not used for long; returns the
+    /// characters or keys dropped.
     fn evict(&self, _now_ms: u64) -> usize {
         0
     }
@@ -123,7 +127,8 @@ pub trait Policy: Send + Sync {
 /// Memory of a policy. All empty or zero for policies that remember nothing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct PolicyStats {
-    /// `cache_aware`: characters remembered per worker, ordered by id; a prefix shared by two counts for both.
+    /// `cache_aware`: characters remembered per worker, ordered by id; a prefix shared by two
+    /// counts for both.
     pub chars: Vec<(WorkerId, usize)>,
     /// `cost`: per worker, ordered by id.
     pub ranks: Vec<RankStats>,
@@ -154,13 +159,15 @@ pub struct RankStats {
     pub ms_per_kilotoken: f64,
 }
 
-/// Test of who can be paired, in a fleet where not every prefill worker can hand its pages to every decode worker.
+/// Test of who can be paired, in a fleet where not every prefill worker can hand its pages to every
+/// decode worker.
 pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 
-/// Decide about a prefill and a decode worker: together if both sides are `cost`, else one after the other.
+/// Decide about a prefill and a decode worker: together if both sides are `cost`, else one after
+/// the other.
 ///
-/// With `fits` only about two that fit: the prefill policy decides among those that have a partner; `cost` then decides
-/// again among the workers like that one, jointly. `None`: there is no pair.
+/// With `fits` only about two that fit: the prefill policy decides among those that have a partner;
+/// `cost` then decides again among the workers like that one, jointly. `None`: there is no pair.
 pub fn decide_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
@@ -394,7 +401,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever was routed, added or lost before: `None` without candidates, else one of them, and `Only` for one.
+        /// Whatever was routed, added or lost before: `None` without candidates, else one of them,
+        /// and `Only` for one.
         #[test]
         fn only_candidates_are_chosen(
             kind in proptest::sample::select(PolicyKind::ALL.to_vec()),

@@ -6,7 +6,8 @@ use super::Policy;
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::types::{RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
-/// Best of two random choices: nearly as even as the global minimum, without every router herding on one worker.
+/// Best of two random choices: nearly as even as the global minimum, without every router herding
+/// on one worker.
 #[derive(Debug, Default)]
 pub struct PowerOfTwo;
 

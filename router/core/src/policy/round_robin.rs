@@ -7,14 +7,14 @@ use rand::RngCore;
 use super::Policy;
 use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerView};
 
-/// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay the same; when they
-/// change the turn goes on from wherever the counter stands.
+/// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay
+/// the same; when they change the turn goes on from wherever the counter stands.
 #[derive(Debug, Default)]
 pub struct RoundRobin {
     /// Requests sent so far that had a choice.
     turn: AtomicUsize,
-    /// True if the last request had a choice. With a single candidate (a retry that avoids the others) no worker's turn
-    /// passes.
+    /// True if the last request had a choice. With a single candidate (a retry that avoids the
+    /// others) no worker's turn passes.
     had_choice: AtomicBool,
 }
 

@@ -4,7 +4,8 @@ use rand::{Rng, RngCore};
 
 use crate::types::WorkerView;
 
-/// The item with the smallest key, ties broken at random in one pass; `None` when there are no items.
+/// The item with the smallest key, ties broken at random in one pass; `None` when there are no
+/// items.
 pub fn min_by_key_random_tie<T: Copy>(
     items: impl IntoIterator<Item = T>,
     key: impl Fn(T) -> usize,

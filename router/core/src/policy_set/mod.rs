@@ -1,8 +1,10 @@
-//! The policies of a router, one per role, and the only access to them: all questions and observations pass here, and with a
-//! [`Journal`] is written down in the order in which it happened, so that [`replay`](crate::policy_set::replay) can do it again.
+//! The policies of a router, one per role, and the only access to them: all questions and
+//! observations pass here, and with a [`Journal`] is written down in the order in which it
+//! happened, so that [`replay`](crate::policy_set::replay) can do it again.
 //!
-//! Without a journal this adds nothing to the policies but a match on `None`. With one, calls are made one at a time:
-//! the order of the lines is the order in which the policies saw the events, and an order is what makes them repeatable.
+//! Without a journal this adds nothing to the policies but a match on `None`. With one, calls are
+//! made one at a time: the order of the lines is the order in which the policies saw the events,
+//! and an order is what makes them repeatable.
 
 /// Decisions repeated from a log.
 pub mod replay;
@@ -56,7 +58,8 @@ impl PolicySet {
         &*self.policies[role.index()]
     }
 
-    /// Answers whether anything reads the text, and the block hashes, of prompts sent to these roles. A journal holds hashes.
+    /// Answers whether anything reads the text, and the block hashes, of prompts sent to these
+    /// roles. A journal holds hashes.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         let policies = || roles.iter().map(|role| self.policy(*role));
         (
@@ -114,7 +117,8 @@ impl PolicySet {
         decided
     }
 
-    /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written down.
+    /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written
+    /// down.
     pub fn dry_run(
         &self,
         role: Role,
@@ -144,7 +148,8 @@ impl PolicySet {
         self.tell(role, &PolicyEvent::WorkerAdded { worker, facts }, Some(name));
     }
 
-    /// Tell the role's policy what happened. Not for `Routed`, which [`PolicySet::decide`] tells itself.
+    /// Tell the role's policy what happened. Not for `Routed`, which [`PolicySet::decide`] tells
+    /// itself.
     pub fn observe(&self, role: Role, event: &PolicyEvent<'_>) {
         self.tell(role, event, None);
     }
@@ -254,7 +259,8 @@ pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'
     Box::new(move |p, d| make(0, p).unwrap_or_default().fits(&make(1, d).unwrap_or_default()))
 }
 
-/// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every version.
+/// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every
+/// version.
 #[derive(Debug, Clone)]
 pub struct SplitMix64(pub u64);
 

@@ -1,15 +1,17 @@
 //! A decision log decided again, by the code that decided it.
 //!
-//! 1. every line goes to new policies as it went to the ones that wrote it; `choose` is asked again with the same request,
-//!    candidates and chance;
-//! 2. what it answers is compared, and judged by a `cost` policy of its own that observes the same: how long until the
-//!    first token, how much of the prompt is there already, for the recorded and for the new choice;
-//! 3. the request goes where it went in truth: that is what all later lines are about. Another policy is asked what it
-//!    would have done in each situation the fleet was in, not what the fleet would have become under it (that needs a
-//!    model of the fleet: `examples/fleet`).
+//! 1. every line goes to new policies as it went to the ones that wrote it; `choose` is asked again
+//!    with the same request, candidates and chance;
+//! 2. what it answers is compared, and judged by a `cost` policy of its own that observes the same:
+//!    how long until the first token, how much of the prompt is there already, for the recorded and
+//!    for the new choice;
+//! 3. the request goes where it went in truth: that is what all later lines are about. Another
+//!    policy is asked what it would have done in each situation the fleet was in, not what the
+//!    fleet would have become under it (that needs a model of the fleet: `examples/fleet`).
 //!
-//! With the same policies and parameters, and no line missing, every decision must be the recorded one: state, chance and
-//! time all come from the log. Invariant: memory is that of the policies and of the requests in flight.
+//! With the same policies and parameters, and no line missing, every decision must be the recorded
+//! one: state, chance and time all come from the log. Invariant: memory is that of the policies and
+//! of the requests in flight.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -103,7 +105,8 @@ impl DecisionReplay {
         }
     }
 
-    /// Lines come in the order of their numbers; false: this one is older than one that came before.
+    /// Lines come in the order of their numbers; false: this one is older than one that came
+    /// before.
     pub fn line(&mut self, line: &LogLine) -> bool {
         if line.n < self.next {
             return false;
@@ -246,8 +249,8 @@ impl DecisionReplay {
     }
 }
 
-/// For a policy that reads text, of a log that holds none: four characters a block, equal as far as the blocks are. The
-/// rest behind the last whole block is missing.
+/// For a policy that reads text, of a log that holds none: four characters a block, equal as far as
+/// the blocks are. The rest behind the last whole block is missing.
 fn text_of(asked: &DecisionInput) -> String {
     let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
     let hashes = asked.hashes.0.iter();

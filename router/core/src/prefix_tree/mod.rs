@@ -1,17 +1,21 @@
-//! Radix tree of prompts: which worker was sent which prefixes, so probably still has them in its radix cache.
+//! Radix tree of prompts: which worker was sent which prefixes, so probably still has them in its
+//! radix cache.
 //!
 //! The life of a path, which is a text or a chain of block hashes ([`TreeSegment`]):
 //!
-//! 1. A worker was sent it: it becomes holder of the whole path from the root ([`PrefixTree::insert`]), splitting a
-//!    node where paths part. If it holds the path already, only the stamps move, under a read lock ([`PrefixTree::touch`]).
-//! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]), or for what each
-//!    candidate holds ([`PrefixTree::held_by`]). That changes nothing.
-//! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path towards its start.
-//!    A tree above `max_bytes` does so for the worker that was sent something longest ago. This happens at each insert, so memory
-//!    is bounded at every moment, not from pass to pass.
+//! 1. A worker was sent it: it becomes holder of the whole path from the root
+//!    ([`PrefixTree::insert`]), splitting a node where paths part. If it holds the path already,
+//!    only the stamps move, under a read lock ([`PrefixTree::touch`]).
+//! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]),
+//!    or for what each candidate holds ([`PrefixTree::held_by`]). That changes nothing.
+//! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path
+//!    towards its start. A tree above `max_bytes` does so for the worker that was sent something
+//!    longest ago. This happens at each insert, so memory is bounded at every moment, not from pass
+//!    to pass.
 //! 4. The request failed: what it alone had claimed is taken back ([`PrefixTree::retract`]).
-//! 5. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is freed, and a node whose
-//!    only child has the same holders and stamps is joined with it, so inner nodes do not pile up.
+//! 5. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is
+//!    freed, and a node whose only child has the same holders and stamps is joined with it, so
+//!    inner nodes do not pile up.
 //!
 //! ```text
 //!   root ─ "You are a helpful assistant. " {1,2,3} ─┬─ "Translate …" {1}
@@ -19,18 +23,20 @@
 //!                                                                     └─ "ry of …" {3}
 //! ```
 //!
-//! Unlike SGLang's tree, a node keeps *all* its holders instead of the last one seen: the caller can take the least
-//! loaded of them.
+//! Unlike SGLang's tree, a node keeps *all* its holders instead of the last one seen: the caller
+//! can take the least loaded of them.
 //!
 //! Invariants (checked by the model test after every step):
 //!
 //! * holders(child) ⊆ holders(parent), and a holder's stamp never grows towards the leaves;
 //! * for each worker the nodes it holds form a tree, whose leaves are exactly its `leaves` queue;
-//! * `units` of a worker = sum of `units` over its nodes ≤ its limit after each call, and `bytes()` ≤ `max_bytes`;
+//! * `units` of a worker = sum of `units` over its nodes ≤ its limit after each call, and `bytes()`
+//!   ≤ `max_bytes`;
 //! * no node but the root is without a label or without holders.
 //!
-//! Nothing recurses, so the depth of the tree is no concern; children are found by their first unit, not by scanning.
-//! Time is a logical counter. Cost: insert and match O(length of the path + nodes on it × log), eviction O(log) a node.
+//! Nothing recurses, so the depth of the tree is no concern; children are found by their first
+//! unit, not by scanning. Time is a logical counter. Cost: insert and match O(length of the path +
+//! nodes on it × log), eviction O(log) a node.
 
 mod segment;
 
@@ -67,8 +73,9 @@ struct Holder {
     worker: WorkerId,
     /// When it last was sent a path that passes through the whole node.
     stamp: AtomicU64,
-    /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0. It may be older than
-    /// `stamp` (which moves under the read lock); eviction notices and queues the node again.
+    /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0.
+    /// It may be older than `stamp` (which moves under the read lock); eviction notices and queues
+    /// the node again.
     queued: u64,
     /// Children of the node that the worker holds too.
     below: u32,
@@ -85,8 +92,8 @@ struct Tenant {
     units: usize,
     /// Most units it may hold.
     limit: usize,
-    /// The ends of its paths, oldest first. Keys are distinct: the nodes with one stamp lie on one path from the root,
-    /// and only the lowest of them can be an end.
+    /// The ends of its paths, oldest first. Keys are distinct: the nodes with one stamp lie on one
+    /// path from the root, and only the lowest of them can be an end.
     leaves: BTreeMap<u64, NodeId>,
     is_leaving: bool,
 }
@@ -160,13 +167,15 @@ where
         }
     }
 
-    /// From now on `worker` may hold up to `limit` units. One that does already gets the new limit at its next insert.
+    /// From now on `worker` may hold up to `limit` units. One that does already gets the new limit
+    /// at its next insert.
     pub fn add(&mut self, worker: WorkerId, limit: usize) {
         self.tenants.entry(worker).or_default().limit = limit;
     }
 
-    /// Forget at most `max_nodes` nodes of a worker that is gone; returns whether there is more to forget. From the first
-    /// call on its inserts are ignored. Called in a loop so that the lock is free in between.
+    /// Forget at most `max_nodes` nodes of a worker that is gone; returns whether there is more to
+    /// forget. From the first call on its inserts are ignored. Called in a loop so that the lock is
+    /// free in between.
     pub fn retire(&mut self, worker: WorkerId, max_nodes: usize) -> bool {
         let Some(tenant) = self.tenants.get_mut(&worker) else {
             return false;
@@ -190,7 +199,8 @@ where
         self.tenants.get(&worker).map_or(0, |tenant| tenant.units)
     }
 
-    /// The nodes along `path`, each with the units matched up to its end, or to where the path leaves it.
+    /// The nodes along `path`, each with the units matched up to its end, or to where the path
+    /// leaves it.
     fn walk<'t>(&'t self, path: &'t S) -> impl Iterator<Item = PrefixMatch<'t>> {
         let (mut next, mut rest, mut units) = (self.node(ROOT).child_for(path), path, 0);
         std::iter::from_fn(move || {
@@ -219,8 +229,8 @@ where
         path.pop().unwrap_or(PrefixMatch { units: 0, holders: &[] })
     }
 
-    /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns how many any of them
-    /// holds, candidate or not. Allocates nothing.
+    /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns
+    /// how many any of them holds, candidate or not. Allocates nothing.
     pub fn held_by(&self, path: &S, workers: &[WorkerId], held: &mut [usize]) -> usize {
         debug_assert!(workers.is_sorted() && workers.len() == held.len());
         held.fill(0);
@@ -239,7 +249,8 @@ where
         let mut last: Option<PrefixMatch<'_>> = None;
         for step in self.walk(path) {
             deepest = step.units;
-            // Holders only get fewer along the path: as many are the same ones, and only the last step of them counts.
+            // Holders only get fewer along the path: as many are the same ones, and only the last
+            // step of them counts.
             match last.replace(step) {
                 Some(before) if before.holders.len() != step.holders.len() => note(before),
                 _ => {}
@@ -251,7 +262,8 @@ where
         deepest
     }
 
-    /// If `worker` holds exactly this path as the end of a node, renew it and return true; else an insert is needed.
+    /// If `worker` holds exactly this path as the end of a node, renew it and return true; else an
+    /// insert is needed.
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
         let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
@@ -278,8 +290,9 @@ where
         true
     }
 
-    /// `worker` was sent `path`. Ignored for a worker that was not added or is leaving. Afterwards the worker and the tree
-    /// are within their limits; a path longer than that is kept up to there. Returns the stamp, for [`Self::retract`].
+    /// `worker` was sent `path`. Ignored for a worker that was not added or is leaving. Afterwards
+    /// the worker and the tree are within their limits; a path longer than that is kept up to
+    /// there. Returns the stamp, for [`Self::retract`].
     pub fn insert(&mut self, worker: WorkerId, path: &S) -> AccessStamp {
         let stamp = self.next_stamp();
         let tenant = self.tenants.get(&worker);
@@ -312,8 +325,8 @@ where
         AccessStamp(stamp)
     }
 
-    /// Take back what the insert that returned `stamp` claimed beyond the first `keep` units, unless something sent since
-    /// passes through it.
+    /// Take back what the insert that returned `stamp` claimed beyond the first `keep` units,
+    /// unless something sent since passes through it.
     pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
         let (mut id, mut rest, mut units) = (ROOT, path, 0);
         while let Some(child) = self.node(id).child_for(rest) {
@@ -367,8 +380,8 @@ where
         self.evicted_units_total
     }
 
-    /// Bring every worker under its limit; returns the units dropped. Inserts do so already, hence 0 unless an insert was
-    /// cut short or a limit has become smaller.
+    /// Bring every worker under its limit; returns the units dropped. Inserts do so already, hence
+    /// 0 unless an insert was cut short or a limit has become smaller.
     pub fn evict(&mut self) -> usize {
         let workers: Vec<WorkerId> = self.tenants.keys().copied().collect();
         workers.into_iter().map(|worker| self.shrink(worker)).sum()
@@ -387,7 +400,8 @@ where
 
     /// Estimated memory: labels, arena, holders, and links between nodes.
     pub fn bytes(&self) -> usize {
-        /// Memory of a link in `children` and one in `leaves`, both in B-trees that are about 2/3 full.
+        /// Memory of a link in `children` and one in `leaves`, both in B-trees that are about 2/3
+        /// full.
         const LINK_BYTES: usize = 48;
         /// The first leaf of a B-tree of children.
         const INNER_BYTES: usize = 160;
@@ -429,7 +443,8 @@ where
         dropped
     }
 
-    /// The end of a path that was sent longest ago, by any holder, is forgotten; false when no worker holds anything.
+    /// The end of a path that was sent longest ago, by any holder, is forgotten; false when no
+    /// worker holds anything.
     fn forget_oldest(&mut self) -> bool {
         let leaves = |(&worker, tenant): (&WorkerId, &Tenant)| {
             let (&key, &leaf) = tenant.leaves.first_key_value()?;
@@ -447,7 +462,8 @@ where
         true
     }
 
-    /// An insert adds up to three nodes (a split, a child, a cut end). If the arena may not grow for them, forget.
+    /// An insert adds up to three nodes (a split, a child, a cut end). If the arena may not grow
+    /// for them, forget.
     fn make_room(&mut self) {
         const NEW_NODES: usize = 3;
         let step = self.arena_step();
@@ -467,7 +483,8 @@ where
         self.tenants.get(&worker)?.leaves.first_key_value().map(|(&key, &leaf)| (key, leaf))
     }
 
-    /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed and joined as due.
+    /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed
+    /// and joined as due.
     fn release(&mut self, leaf: NodeId, worker: WorkerId) {
         let node = &mut self.nodes[leaf as usize];
         let (parent, units) = (node.parent, node.units);
@@ -514,8 +531,8 @@ where
         node
     }
 
-    /// Undo a split that no longer tells anything apart. The child's slot stays, because it may be queued as a leaf; `id`
-    /// cannot be, as its holders all go on to the child.
+    /// Undo a split that no longer tells anything apart. The child's slot stays, because it may be
+    /// queued as a leaf; `id` cannot be, as its holders all go on to the child.
     fn join_with_only_child(&mut self, id: NodeId) {
         let node = self.node(id);
         let Some((_, &child)) = node.children.first_key_value() else {
@@ -549,8 +566,8 @@ where
         id
     }
 
-    /// Cut a node in two at position `at`. Returns the new upper half; `id` stays the lower one, so that queued leaves and
-    /// children keep their place.
+    /// Cut a node in two at position `at`. Returns the new upper half; `id` stays the lower one, so
+    /// that queued leaves and children keep their place.
     fn split(&mut self, id: NodeId, at: usize) -> NodeId {
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);

@@ -1,5 +1,5 @@
-//! The tree against a naive model: for each worker a list of (prefix, stamp). Texts and block chains are both tried: a
-//! chain is the text's characters as numbers.
+//! The tree against a naive model: for each worker a list of (prefix, stamp). Texts and block
+//! chains are both tried: a chain is the text's characters as numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -116,7 +116,8 @@ impl Model {
         }
     }
 
-    /// The prefixes of `text` beyond the first `keep` characters that only the send with this stamp gave to `worker`.
+    /// The prefixes of `text` beyond the first `keep` characters that only the send with this stamp
+    /// gave to `worker`.
     fn retract(&mut self, worker: u64, text: &str, stamp: u64, keep: usize) {
         if let Some(held) = self.held.get_mut(&worker) {
             let is_claimed =

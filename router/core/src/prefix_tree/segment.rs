@@ -1,8 +1,10 @@
-//! Segments of the tree: text, cut between characters, or a chain of block hashes ([`crate::prompt`]).
+//! Segments of the tree: text, cut between characters, or a chain of block hashes
+//! ([`crate::prompt`]).
 
 use std::fmt::Debug;
 
-/// A piece of a path from the root. *Positions* are where it may be cut; *units* are what limits count.
+/// A piece of a path from the root. *Positions* are where it may be cut; *units* are what limits
+/// count.
 pub trait TreeSegment: Debug + Send + Sync {
     /// Key that tells the children of a node apart.
     type First: Debug + Copy + Ord + Send + Sync;

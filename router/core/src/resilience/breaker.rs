@@ -1,4 +1,5 @@
-//! Circuit breaker of one worker: stop sending to it while it fails, then try again with a few requests.
+//! Circuit breaker of one worker: stop sending to it while it fails, then try again with a few
+//! requests.
 //!
 //! ```text
 //!            failure_threshold failures in a row, all within window_ms
@@ -8,8 +9,9 @@
 //!     └──────────────────────────────────────────────────────────────── HalfOpen ──any failure──▶ Open
 //! ```
 //!
-//! Pure: time comes in as `now_ms` (any monotonic milliseconds), the caller holds the lock. What counts as a failure is
-//! the shell's decision; an answer that is the client's fault (4xx) never does.
+//! Pure: time comes in as `now_ms` (any monotonic milliseconds), the caller holds the lock. What
+//! counts as a failure is the shell's decision; an answer that is the client's fault (4xx) never
+//! does.
 
 use std::collections::VecDeque;
 
@@ -21,7 +23,8 @@ use serde::{Deserialize, Serialize};
 pub struct BreakerConfig {
     /// Failures in a row that open it.
     pub failure_threshold: u32,
-    /// Successes in a row that close a half-open one; also how many trials may be in flight at once.
+    /// Successes in a row that close a half-open one; also how many trials may be in flight at
+    /// once.
     pub success_threshold: u32,
     /// How long it stays open before trials begin.
     pub timeout_ms: u64,
@@ -107,7 +110,8 @@ impl CircuitBreaker {
         }
     }
 
-    /// True if the worker is a candidate. Changes nothing; a request that is then sent is announced by [`Self::on_sent`].
+    /// True if the worker is a candidate. Changes nothing; a request that is then sent is announced
+    /// by [`Self::on_sent`].
     pub fn allows(&self, now_ms: u64) -> bool {
         match self.state(now_ms) {
             BreakerState::Closed => true,
@@ -164,8 +168,8 @@ impl CircuitBreaker {
         (after != before).then_some(after)
     }
 
-    /// Trials without a result yet. After `timeout_ms` without a new one they are forgotten, so that a trial that never
-    /// reports cannot keep the worker out for ever.
+    /// Trials without a result yet. After `timeout_ms` without a new one they are forgotten, so
+    /// that a trial that never reports cannot keep the worker out for ever.
     fn trials_in_flight(&self, now_ms: u64) -> u32 {
         match self.state {
             State::HalfOpen { trials, last_trial_ms, .. }

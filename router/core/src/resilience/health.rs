@@ -1,4 +1,5 @@
-//! Health of one worker from its probes: a few failures in a row make it unhealthy, a few successes healthy again.
+//! Health of one worker from its probes: a few failures in a row make it unhealthy, a few successes
+//! healthy again.
 
 use serde::{Deserialize, Serialize};
 

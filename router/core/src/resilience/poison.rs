@@ -1,7 +1,9 @@
-//! Requests that break workers: how much one request may break, and which bodies are refused for a while afterwards.
+//! Requests that break workers: how much one request may break, and which bodies are refused for a
+//! while afterwards.
 //!
-//! A worker that dies takes all its requests with it, and only one of them may be the cause. A break of a worker that had
-//! no other request is strong evidence; of one that had others, weak. Progress (a token that reached the client) clears it.
+//! A worker that dies takes all its requests with it, and only one of them may be the cause. A
+//! break of a worker that had no other request is strong evidence; of one that had others, weak.
+//! Progress (a token that reached the client) clears it.
 //!
 //! Deterministic, no I/O: time comes in as `now_ms`.
 

@@ -1,8 +1,9 @@
-//! Turns of interrupted streams: a worker that dies leaves hundreds of them, and the workers that remain prefill them a few
-//! at a time, first come, first served. A stream waits for its turn; it is never refused one.
+//! Turns of interrupted streams: a worker that dies leaves hundreds of them, and the workers that
+//! remain prefill them a few at a time, first come, first served. A stream waits for its turn; it
+//! is never refused one.
 //!
-//! Deterministic, no I/O, no clock: a turn ends when the attempt ends, so the pace is what the workers really manage. The
-//! shell waits; `W` is what wakes one waiter.
+//! Deterministic, no I/O, no clock: a turn ends when the attempt ends, so the pace is what the
+//! workers really manage. The shell waits; `W` is what wakes one waiter.
 
 use std::collections::VecDeque;
 
@@ -10,7 +11,8 @@ use std::collections::VecDeque;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PacerTicket(u64);
 
-/// Invariants: a ticket is waiting or has a turn until it leaves; nothing waits while a turn is free.
+/// Invariants: a ticket is waiting or has a turn until it leaves; nothing waits while a turn is
+/// free.
 #[derive(Debug)]
 pub struct ResumePacer<W> {
     running: usize,
@@ -25,7 +27,8 @@ impl<W> Default for ResumePacer<W> {
 }
 
 impl<W> ResumePacer<W> {
-    /// Queue up for a turn. Returns the place and the waiters whose turn it is now, perhaps this one.
+    /// Queue up for a turn. Returns the place and the waiters whose turn it is now, perhaps this
+    /// one.
     pub fn enter(&mut self, waker: W, limit: usize) -> (PacerTicket, Vec<W>) {
         let ticket = PacerTicket(self.next);
         self.next += 1;
@@ -33,7 +36,8 @@ impl<W> ResumePacer<W> {
         (ticket, self.start(limit))
     }
 
-    /// Give a place back, whether it waits or has its turn. Returns the waiters whose turn it is now.
+    /// Give a place back, whether it waits or has its turn. Returns the waiters whose turn it is
+    /// now.
     pub fn leave(&mut self, ticket: PacerTicket, limit: usize) -> Vec<W> {
         match self.waiting.binary_search_by_key(&ticket, |place| place.0) {
             Ok(at) => {
@@ -48,7 +52,8 @@ impl<W> ResumePacer<W> {
         self.waiting.len()
     }
 
-    /// At least one turn is always free for the first: without ready workers the attempt itself finds that out.
+    /// At least one turn is always free for the first: without ready workers the attempt itself
+    /// finds that out.
     fn start(&mut self, limit: usize) -> Vec<W> {
         let free = limit.max(1).saturating_sub(self.running);
         let count = free.min(self.waiting.len());

@@ -30,9 +30,11 @@ impl Default for RetryConfig {
     }
 }
 
-/// A worker that is lost after it had a request for so long was not lost to a series of hasty retries [ms].
+/// A worker that is lost after it had a request for so long was not lost to a series of hasty
+/// retries [ms].
 const HELD_MS: u64 = 5_000;
-/// Such losses count as one attempt in so many: a request that waits for minutes outlives several workers.
+/// Such losses count as one attempt in so many: a request that waits for minutes outlives several
+/// workers.
 const LOSSES_PER_ATTEMPT: u32 = 4;
 
 /// Failed attempts of a request since its client last got a token.
@@ -43,7 +45,8 @@ pub struct FailedAttempts {
 }
 
 impl FailedAttempts {
-    /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker went away.
+    /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker
+    /// went away.
     pub fn add(&mut self, held_ms: u64, lost_worker: bool) {
         if lost_worker && held_ms >= HELD_MS {
             self.losses += 1;
@@ -78,13 +81,15 @@ impl RetryConfig {
 /// Class of a failure: is trying again of use?
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum RetryClass {
-    /// About this request: it would be refused anywhere, or its time or its sender's quota is used up.
+    /// About this request: it would be refused anywhere, or its time or its sender's quota is used
+    /// up.
     Refused,
     /// An unexplained error: one other worker gives a second opinion.
     Unexplained,
     /// The worker or the pair broke: another may do it.
     Broken,
-    /// The worker is going or has just come: another may do it at once, and nothing is wrong with this one.
+    /// The worker is going or has just come: another may do it at once, and nothing is wrong with
+    /// this one.
     Leaving,
     /// The worker has too much to do: another may do it, after a pause.
     Overloaded,
@@ -165,7 +170,8 @@ impl RetryClass {
 /// How many slices of time a budget's window has.
 const SLICES: usize = 16;
 
-/// How much of the recent load retries may be: a dying worker must not bring the others its whole load several times over.
+/// How much of the recent load retries may be: a dying worker must not bring the others its whole
+/// load several times over.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BudgetConfig {
@@ -184,8 +190,9 @@ impl Default for BudgetConfig {
 
 /// Requests and retries of the fleet in a sliding window.
 ///
-/// Invariant: the retries granted in the window are at most `floor + ratio * requests` of it. The window is kept in
-/// slices, so that it is between 15/16 and 16/16 of `window_ms` long. O(1) memory; time that goes back counts as standing still.
+/// Invariant: the retries granted in the window are at most `floor + ratio * requests` of it. The
+/// window is kept in slices, so that it is between 15/16 and 16/16 of `window_ms` long. O(1)
+/// memory; time that goes back counts as standing still.
 #[derive(Debug)]
 pub struct RetryBudget {
     config: BudgetConfig,

@@ -1,10 +1,12 @@
-//! Workers that refuse requests: how long each is passed over, and whether a refusal is the worker's fault.
+//! Workers that refuse requests: how long each is passed over, and whether a refusal is the
+//! worker's fault.
 //!
-//! 1. An overloaded worker (429, 503) is passed over for as long as it asks (`Retry-After`), else for 1 s, 2 s, 4 s …
-//! 2. A worker that denies requests (401, 403, 404, 405) which the others of its role do not deny is passed over likewise,
-//!    and the request gets a second opinion: see [`WorkerPenalty::judge`].
-//! 3. Passed over is no candidate for any policy while another is ([`least_objection`]). Every penalty ends by time, and
-//!    the first answer afterwards that is no refusal ends the doubling.
+//! 1. An overloaded worker (429, 503) is passed over for as long as it asks (`Retry-After`), else
+//!    for 1 s, 2 s, 4 s …
+//! 2. A worker that denies requests (401, 403, 404, 405) which the others of its role do not deny
+//!    is passed over likewise, and the request gets a second opinion: see [`WorkerPenalty::judge`].
+//! 3. Passed over is no candidate for any policy while another is ([`least_objection`]). Every
+//!    penalty ends by time, and the first answer afterwards that is no refusal ends the doubling.
 //!
 //! Deterministic, no I/O. Without it a worker that refuses fast attracts traffic: it is never busy.
 
@@ -78,9 +80,10 @@ impl WorkerPenalty {
         }
     }
 
-    /// The worker denied a request (401, 403, 404, 405); `others`: the sum of the shares of the others of its role.
-    /// Returns whether another worker's opinion is worth asking for: not when all deny alike, since then it is the request.
-    /// A worker that denies most requests, and more than the others, is passed over.
+    /// The worker denied a request (401, 403, 404, 405); `others`: the sum of the shares of the
+    /// others of its role. Returns whether another worker's opinion is worth asking for: not when
+    /// all deny alike, since then it is the request. A worker that denies most requests, and more
+    /// than the others, is passed over.
     pub fn judge(&mut self, others: DenialShare, now_ms: u64) -> bool {
         self.count(1.0, now_ms);
         let is_own = self.share.ratio() > EXCESS * others.ratio();
@@ -128,8 +131,9 @@ pub enum WorkerObjection {
     CircuitOpen,
 }
 
-/// The candidates against which least speaks: some, if there are any at all. So no number of refusals, failures or open
-/// circuits leaves a role without candidates (Envoy's panic threshold, at zero).
+/// The candidates against which least speaks: some, if there are any at all. So no number of
+/// refusals, failures or open circuits leaves a role without candidates (Envoy's panic threshold,
+/// at zero).
 pub fn least_objection<T>(
     candidates: impl Iterator<Item = (T, WorkerObjection)> + Clone,
 ) -> Vec<T> {
@@ -215,7 +219,8 @@ mod tests {
         assert!(left(&[]).is_empty());
     }
 
-    /// Requests every 20 ms for a minute, to a worker that answers in 300 ms and one that refuses at once.
+    /// Requests every 20 ms for a minute, to a worker that answers in 300 ms and one that refuses
+    /// at once.
     fn refusals_met(kind: PolicyKind, role: Role, is_denial: bool) -> usize {
         let policy = build(kind, role, &PolicyParams::default());
         let mut rng = rng(7);

@@ -1,4 +1,5 @@
-//! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates that decided.
+//! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates
+//! that decided.
 
 use super::params::CostModel;
 use super::state::{CandidateCost, CostState, PromptSize, RecomputePrice};

@@ -12,15 +12,18 @@
 //!
 //! What each part is for:
 //! * time instead of counts: a prompt of 100 000 tokens is seconds of work, ten of 100 are nothing;
-//! * beta: computing a prefix again delays everyone behind it and evicts other blocks: nearly free at low load, what
-//!   keeps the cluster stable near saturation. The plain argmin of time to first token has beta = 0;
-//! * in-flight blocks: a prefix counts from when its prompt is sent, so two turns close together meet;
+//! * beta: computing a prefix again delays everyone behind it and evicts other blocks: nearly free
+//!   at low load, what keeps the cluster stable near saturation. The plain argmin of time to first
+//!   token has beta = 0;
+//! * in-flight blocks: a prefix counts from when its prompt is sent, so two turns close together
+//!   meet;
 //! * heat: a copy of a hot prefix pays back over its next users, so those are copied early.
 //!
-//! Costs that differ by less than a prediction is worth are ties: they go to the smallest index, then to the fewest requests
-//! in flight, the least recent work, and to chance. A worker without the longest prefix must be cheaper by `hysteresis_ms`
-//! and `hysteresis_fraction` to win. When workers report their queues and the reports are old, other routers may see the
-//! same best worker: the cheaper of two drawn from the four cheapest is taken.
+//! Costs that differ by less than a prediction is worth are ties: they go to the smallest index,
+//! then to the fewest requests in flight, the least recent work, and to chance. A worker without
+//! the longest prefix must be cheaper by `hysteresis_ms` and `hysteresis_fraction` to win. When
+//! workers report their queues and the reports are old, other routers may see the same best worker:
+//! the cheaper of two drawn from the four cheapest is taken.
 //!
 //! For decode workers there is no prompt to compute:
 //!
@@ -28,15 +31,18 @@
 //! cost(j) = request_ms · requests in flight + kv_ms · k / (1 - k) + max(0, pull(i, j) - T(i))
 //! ```
 //!
-//! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j lacks from i, as far as i's
-//! prefill does not hide it. A token takes longer from another machine than from the same, and longest from another topology
-//! domain (zone, rack), where both domains are known. [`CostPolicy::decide_pair`] minimizes the sum over pairs. Regular workers have both costs.
-//! Requests and k are what this router sent, and what other routers sent as far as j reports it.
+//! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j
+//! lacks from i, as far as i's prefill does not hide it. A token takes longer from another machine
+//! than from the same, and longest from another topology domain (zone, rack), where both domains
+//! are known. [`CostPolicy::decide_pair`] minimizes the sum over pairs. Regular workers have both
+//! costs. Requests and k are what this router sent, and what other routers sent as far as j reports
+//! it.
 //!
-//! Sizes are tokens. Where they were not counted they are text units times a ratio that starts at a quarter (a token in four
-//! characters) and follows what workers report.
+//! Sizes are tokens. Where they were not counted they are text units times a ratio that starts at a
+//! quarter (a token in four characters) and follows what workers report.
 //!
-//! Budget: choose + observe < 100 µs (p99) at 128 workers and a prompt of 32 000 tokens (`benches/choose.rs`).
+//! Budget: choose + observe < 100 µs (p99) at 128 workers and a prompt of 32 000 tokens
+//! (`benches/choose.rs`).
 
 /// Sums that decay with time.
 mod decay;
@@ -73,8 +79,9 @@ use crate::types::{
     WorkerFacts, WorkerId, WorkerView,
 };
 
-/// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed preference for the one that
-/// was measured a little faster would send every prompt of an idle fleet there.
+/// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed
+/// preference for the one that was measured a little faster would send every prompt of an idle
+/// fleet there.
 const TIE_MS: f64 = 1.0;
 const TIE_FRACTION: f64 = 0.02;
 /// A fleet of more pairs than this is searched among the best few of each side.
@@ -109,7 +116,8 @@ impl CostPolicy {
         Self { state: Mutex::new(CostState::new(&params)), model: CostModel { role, params } }
     }
 
-    /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
+    /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is
+    /// the prefill side's policy.
     pub fn decide_pair(
         &self,
         decode: &CostPolicy,
@@ -164,7 +172,8 @@ impl CostPolicy {
         self.lock().reconcile(worker, news)
     }
 
-    /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not hide it.
+    /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
+    /// hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
         let to_pull = (size.tokens - j.cached).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
@@ -192,7 +201,8 @@ impl CostPolicy {
         let (mut options, deepest) = state.estimate(&self.model, req, ready);
         let size = state.size_of(&req.prompt);
         if self.model.role == Role::Decode {
-            // Where the pages come from is not known here: as if from another machine, hidden by no prefill.
+            // Where the pages come from is not known here: as if from another machine, hidden by no
+            // prefill.
             for option in &mut options {
                 option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
                 option.cost_ms += option.partner_ms;
@@ -208,8 +218,9 @@ impl CostPolicy {
         decided
     }
 
-    /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of the prompt that anybody
-    /// holds; above any number for decode workers, which have no holder to stay with.
+    /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
+    /// the prompt that anybody holds; above any number for decode workers, which have no holder to
+    /// stay with.
     fn pick(
         &self,
         options: &[CandidateCost],
@@ -268,8 +279,8 @@ impl CostPolicy {
         Some(picked)
     }
 
-    /// A panic inside may have left the state half changed. It only predicts, so it restarts with the same workers
-    /// rather than taking every later request down.
+    /// A panic inside may have left the state half changed. It only predicts, so it restarts with
+    /// the same workers rather than taking every later request down.
     fn lock(&self) -> MutexGuard<'_, CostState> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
@@ -283,7 +294,8 @@ impl CostPolicy {
     }
 }
 
-/// The option with the least cost among those that pass, and of how many equal ones; see the module for ties.
+/// The option with the least cost among those that pass, and of how many equal ones; see the module
+/// for ties.
 fn cheapest(
     options: &[CandidateCost],
     passes: impl Fn(&CandidateCost) -> bool,

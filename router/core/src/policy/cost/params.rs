@@ -11,22 +11,26 @@ use crate::types::Role;
 pub struct CostParams {
     /// Most memory of the index [bytes].
     pub max_bytes: usize,
-    /// Tokens a worker's cache is taken to hold if it does not say. Too large costs some hits, too small costs more.
+    /// Tokens a worker's cache is taken to hold if it does not say. Too large costs some hits, too
+    /// small costs more.
     pub default_capacity_tokens: u64,
     /// Highest price of computing twice; 8 is a fleet that is 8/9 busy.
     pub beta_max: f64,
     /// Memory of the utilisation [s].
     pub utilisation_secs: f64,
-    /// Margins by which a worker without the longest prefix must be cheaper, both [ms, share of the holder's cost].
+    /// Margins by which a worker without the longest prefix must be cheaper, both [ms, share of the
+    /// holder's cost].
     pub hysteresis_ms: f64,
     pub hysteresis_fraction: f64,
-    /// Cost of one more running request for those that run, and itself, on a worker that decodes [ms]. About 0.3 ms a
-    /// token on a GPU, over a few dozen tokens: small against a long prefill, decisive between equals.
+    /// Cost of one more running request for those that run, and itself, on a worker that decodes
+    /// [ms]. About 0.3 ms a token on a GPU, over a few dozen tokens: small against a long prefill,
+    /// decisive between equals.
     pub request_ms: f64,
-    /// Price of a full KV cache: this × k / (1 - k) [ms]. smg's kv barrier has the same form and size.
+    /// Price of a full KV cache: this × k / (1 - k) [ms]. smg's kv barrier has the same form and
+    /// size.
     pub kv_ms: f64,
-    /// Time to fetch the KV of a token from the same machine, from another, and from another topology domain [ms]: 128 KiB
-    /// (an 8 B model with grouped heads) at 10, 3 and 1 GB/s.
+    /// Time to fetch the KV of a token from the same machine, from another, and from another
+    /// topology domain [ms]: 128 KiB (an 8 B model with grouped heads) at 10, 3 and 1 GB/s.
     pub pull_near_ms: f64,
     pub pull_far_ms: f64,
     pub pull_crossing_ms: f64,

@@ -6,8 +6,9 @@
 //! | announces, but something was missed | of token ids | the most of announced, booked and remembered; half of it is believed |
 //! | else | any | *remembered*: what was sent there, least recently used out ([`crate::prefix_tree`]) |
 //!
-//! A booking ends when its request fails, shortly after its first token (the rank announces what it stored then), or when
-//! it is too old. The bookings of a rank are one tree of paths; what no booking that lasts was made after is dropped from it.
+//! A booking ends when its request fails, shortly after its first token (the rank announces what it
+//! stored then), or when it is too old. The bookings of a rank are one tree of paths; what no
+//! booking that lasts was made after is dropped from it.
 
 use std::collections::BTreeMap;
 
@@ -16,13 +17,15 @@ use crate::prefix_tree::{AccessStamp, PrefixTree};
 use crate::prompt::PromptView;
 use crate::types::WorkerId;
 
-/// How long after a first token the rank's announcement may take [ms]. It comes with the token, or a step later.
+/// How long after a first token the rank's announcement may take [ms]. It comes with the token, or
+/// a step later.
 const ANNOUNCED_MS: f64 = 2_000.0;
 /// Longest booking [ms]: a request that does not stream shows no first token.
 const BOOKED_MS: f64 = 60_000.0;
 /// Confidence in a rank's entry when announcements were missed.
 const DOUBT: f64 = 0.5;
-/// Above this share of found prefixes announcements are taken at their word; below, the rank reuses less than it stores.
+/// Above this share of found prefixes announcements are taken at their word; below, the rank reuses
+/// less than it stores.
 const TRUSTED: f64 = 0.95;
 
 /// Cached part of one prompt at one rank.
@@ -127,7 +130,8 @@ impl PrefixLocations {
         (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
     }
 
-    /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many blocks anybody holds.
+    /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many
+    /// blocks anybody holds.
     pub fn held_by(
         &mut self,
         prompt: &PromptView<'_>,
@@ -205,7 +209,8 @@ impl PrefixLocations {
         }
     }
 
-    /// Note that it failed before it was prefilled: take back what it alone claimed beyond the first `keep` blocks.
+    /// Note that it failed before it was prefilled: take back what it alone claimed beyond the
+    /// first `keep` blocks.
     pub fn failed(
         &mut self,
         worker: WorkerId,

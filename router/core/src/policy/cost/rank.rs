@@ -1,16 +1,20 @@
-//! Estimates of one worker (or DP rank): the prompts sent to it and not yet prefilled, and how fast it is.
+//! Estimates of one worker (or DP rank): the prompts sent to it and not yet prefilled, and how fast
+//! it is.
 //!
 //! The life of a prompt here:
 //!
 //! 1. sent: it joins the queue with its predicted time ([`RankEstimate::sent`]);
-//! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation of speed
-//!    ([`RankEstimate::first_token`]). Prompts whose first tokens come together were computed together and are observed together.
-//!    An engine that takes the shortest first works at several in turns: there a whole busy period is one observation;
-//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted time is over. Its end is an
-//!    observation of prefill and output together, where no stream took part ([`RankEstimate::answered`]);
+//! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation
+//!    of speed ([`RankEstimate::first_token`]). Prompts whose first tokens come together were
+//!    computed together and are observed together. An engine that takes the shortest first works at
+//!    several in turns: there a whole busy period is one observation;
+//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted
+//!    time is over. Its end is an observation of prefill and output together, where no stream took
+//!    part ([`RankEstimate::answered`]);
 //! 4. it fails or its client leaves: it leaves without an observation ([`RankEstimate::ended`]).
 //!
-//! The prompts run one after the other, as far as this knows; the head of the queue began when the one before left.
+//! The prompts run one after the other, as far as this knows; the head of the queue began when the
+//! one before left.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -20,18 +24,21 @@ use crate::types::{QueueOrder, RunningLoad, SendTicket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].
 const ONE_STEP_MS: f64 = 2.0;
-/// Prompts after which a busy period is observed though it goes on: what had begun before and what is unfinished at its
-/// ends is small against them.
+/// Prompts after which a busy period is observed though it goes on: what had begun before and what
+/// is unfinished at its ends is small against them.
 const BUSY_PERIOD: usize = 16;
-/// Aging of engines that take the shortest prompt first: key = remaining - this × waited (the engines' default).
+/// Aging of engines that take the shortest prompt first: key = remaining - this × waited (the
+/// engines' default).
 const AGING: f64 = 0.05;
-/// With such engines this part of the backlog counts as if it all ran before a new prompt: of prompts not yet sent, some
-/// will overtake it. The rest is what would really run before. Found by simulation (docs/routing.md).
+/// With such engines this part of the backlog counts as if it all ran before a new prompt: of
+/// prompts not yet sent, some will overtake it. The rest is what would really run before. Found by
+/// simulation (docs/routing.md).
 const OVERTAKEN: f64 = 0.25;
 
 /// A report that is not renewed is forgotten after this [ms].
 const REPORT_LIFE_MS: f64 = 30_000.0;
-/// No worker has more prompt tokens to compute than this: half an hour of work at 10 000 tokens a second.
+/// No worker has more prompt tokens to compute than this: half an hour of work at 10 000 tokens a
+/// second.
 const MOST_QUEUED_TOKENS: u64 = 1 << 24;
 /// No worker has more requests than this.
 const MOST_REQUESTS: u64 = 1 << 16;
@@ -73,20 +80,23 @@ pub struct RankEstimate {
     queued_ms: f64,
     /// When the head began to run.
     since_ms: f64,
-    /// Silent prompts in the queue, and whether the present interval saw any other disturbance: such an interval teaches
-    /// nothing about speed.
+    /// Silent prompts in the queue, and whether the present interval saw any other disturbance:
+    /// such an interval teaches nothing about speed.
     silent: usize,
     is_disturbed: bool,
-    /// First tokens of the last step (or busy period) and its time, not yet learned from: more of them may come.
+    /// First tokens of the last step (or busy period) and its time, not yet learned from: more of
+    /// them may come.
     together: Option<(PrefillWork, f64, usize)>,
     /// Requests in flight that stream, and when one was last sent or ended.
     streams: usize,
     streamed_ms: f64,
-    /// When the last answer that does not stream ended, and what is not yet learned from such answers.
+    /// When the last answer that does not stream ended, and what is not yet learned from such
+    /// answers.
     answered_ms: f64,
     answers: Option<(PrefillWork, f64, usize)>,
     pace: ObservedPace,
-    /// True once its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
+    /// True once its first prompts were observed: they met cold kernels and new connections, and
+    /// say nothing of the next ones.
     is_warm: bool,
 }
 
@@ -136,10 +146,11 @@ impl RankEstimate {
         sent.map(|pending| pending.uncached).sum()
     }
 
-    /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is others'. Of the report, what
-    /// this router sent and the worker has finished since is taken for others' too, but then it has run off
-    /// ([`RankEstimate::others_ms`]). An older report than the one known says nothing.
-    /// A number that no worker can mean is no report: a worker that reports nonsense is not passed over for it.
+    /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is
+    /// others'. Of the report, what this router sent and the worker has finished since is taken for
+    /// others' too, but then it has run off ([`RankEstimate::others_ms`]). An older report than the
+    /// one known says nothing. A number that no worker can mean is no report: a worker that reports
+    /// nonsense is not passed over for it.
     pub fn reported(
         &mut self,
         report: WorkerReport,
@@ -262,7 +273,8 @@ impl RankEstimate {
         self.streamed_ms = now_ms;
     }
 
-    /// An answer that does not stream ended: all of `work`, its output included, since the one before ended.
+    /// An answer that does not stream ended: all of `work`, its output included, since the one
+    /// before ended.
     pub fn answered(
         &mut self,
         work: PrefillWork,

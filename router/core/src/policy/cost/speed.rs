@@ -4,17 +4,18 @@
 //! T(u, h) = a + b·u + c·u·(h + u/2)       u tokens to compute behind h cached ones; the last term is attention
 //! ```
 //!
-//! An answer that does not stream shows only when all of it is there: T + d·o for o tokens of output. It is fitted with
-//! the others, so that d takes what is not prefill.
+//! An answer that does not stream shows only when all of it is there: T + d·o for o tokens of
+//! output. It is fitted with the others, so that d takes what is not prefill.
 //!
-//! One T for the fleet, by least squares with forgetting over observations, each weighted so that relative errors count
-//! alike. What the observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to
-//! them.
+//! One T for the fleet, by least squares with forgetting over observations, each weighted so that
+//! relative errors count alike. What the observations leave open (all prompts of one size, or none
+//! yet) comes from the prior's shape, scaled to them.
 //!
-//! A worker's own pace is one factor on it ([`ObservedPace`]), and deliberately slow to believe: a worker that is thought slow gets
-//! nothing at low load, so nothing would ever correct a wrong belief (measured: one cold first prompt of 100 ms, and a
-//! second worker was never used again). The first observation of a worker is dropped, each counts within bounds, a
-//! quarter of difference counts as none, and a belief fades when nothing new is seen.
+//! A worker's own pace is one factor on it ([`ObservedPace`]), and deliberately slow to believe: a
+//! worker that is thought slow gets nothing at low load, so nothing would ever correct a wrong
+//! belief (measured: one cold first prompt of 100 ms, and a second worker was never used again).
+//! The first observation of a worker is dropped, each counts within bounds, a quarter of difference
+//! counts as none, and a belief fades when nothing new is seen.
 
 /// Terms of T for one prompt, or the sum over several, scaled to numbers around one.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -114,7 +115,8 @@ impl ObservedPace {
 
 /// Observations per effective memory: what is older than this many counts little.
 const MEMORY: f64 = 200.0;
-/// Prompts by which the prior speaks [uncached tokens]; each counts for a fraction of an observation.
+/// Prompts by which the prior speaks [uncached tokens]; each counts for a fraction of an
+/// observation.
 const PRIOR_AT: [f64; 3] = [100.0, 1_000.0, 10_000.0];
 const PRIOR_WEIGHT: f64 = 0.03;
 /// Answer by which the prior speaks of output [tokens].
@@ -146,7 +148,8 @@ impl SpeedFit {
 
     /// The coefficients that fit best, given what to believe where nothing was seen.
     pub fn solve(&self, prior: PrefillSpeed) -> PrefillSpeed {
-        // The prior's shape at the observations' scale; one hundredth of an observation holds it where there are none.
+        // The prior's shape at the observations' scale; one hundredth of an observation holds it
+        // where there are none.
         let own = |row: [f64; 4]| dot(row, prior.0);
         let hold = 0.01 * prior.0[0].max(1.0).powi(2);
         let scale = (own(self.xy) + hold) / (own(self.xx.map(own)) + hold);
@@ -169,7 +172,8 @@ fn dot(a: [f64; 4], b: [f64; 4]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Solve by elimination; a coefficient that comes out negative is fixed at zero and the rest solved again.
+/// Solve by elimination; a coefficient that comes out negative is fixed at zero and the rest solved
+/// again.
 fn solve_non_negative(xx: [[f64; 4]; 4], xy: [f64; 4]) -> Option<[f64; 4]> {
     let mut is_free = [true; 4];
     loop {
@@ -228,7 +232,8 @@ mod tests {
     }
 
     proptest! {
-        /// Any engine, from a laptop to eight times a recent GPU, is learned to 10 % within fifty varied prompts.
+        /// Any engine, from a laptop to eight times a recent GPU, is learned to 10 % within fifty
+        /// varied prompts.
         #[test]
         fn varied_prompts_teach_the_speed(
             fixed in 0.1f64..50.0, per_kilotoken in 5.0f64..3000.0, attention in 0.0f64..500.0,

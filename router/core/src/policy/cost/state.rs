@@ -1,4 +1,5 @@
-//! State of `cost` for one role: the index, the ranks, the requests in flight, and what they taught.
+//! State of `cost` for one role: the index, the ranks, the requests in flight, and what they
+//! taught.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -137,8 +138,8 @@ impl CostState {
         PromptSize { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
     }
 
-    /// Candidates with their costs, in no order, and how many blocks of the prompt any worker holds. The list is the
-    /// scratch's: give it back.
+    /// Candidates with their costs, in no order, and how many blocks of the prompt any worker
+    /// holds. The list is the scratch's: give it back.
     pub(super) fn estimate(
         &mut self,
         policy: &CostModel,
@@ -303,8 +304,8 @@ impl CostState {
         self.tickets.insert(ticket, sent);
     }
 
-    /// Blocks in a cache of so many tokens. One limit for blocks of text and of token ids: by their mean, so that the rare
-    /// kind evicts nothing of the other.
+    /// Blocks in a cache of so many tokens. One limit for blocks of text and of token ids: by their
+    /// mean, so that the rare kind evicts nothing of the other.
     fn blocks_of(&mut self, tokens: f64, size: PromptSize) -> Option<usize> {
         const KEEP: f64 = 0.99;
         if size.tokens_per_block <= 0.0 {

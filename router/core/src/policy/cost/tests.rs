@@ -95,7 +95,8 @@ fn prefix_that_a_failed_request_shared_with_others_stays() {
 
 #[test]
 fn beta_makes_a_busy_fleet_keep_prefixes_together() {
-    // 400 ms queued at the holder of a prefix of 300 ms: alone, computing again is quicker; in a busy fleet it is dearer.
+    // 400 ms queued at the holder of a prefix of 300 ms: alone, computing again is quicker; in a
+    // busy fleet it is dearer.
     let answer = |busy: bool| {
         let policy = prefill(2);
         let mut sender = TestSender::default();
@@ -243,7 +244,8 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     let mut sender = TestSender { now_ms: 1_000, ..TestSender::default() };
     sender.routed(&policy, 0, &"a".repeat(10)); // 1000 tokens, 105 ms with its fixed part
     let ours = backlog_ms(&policy, 1_000);
-    // Made while ours was there: half of it is others'. A prompt sent after it was made is in neither.
+    // Made while ours was there: half of it is others'. A prompt sent after it was made is in
+    // neither.
     sender.now_ms = 1_200;
     sender.routed(&policy, 0, &"b".repeat(10));
     report_load(&policy, 0, 2_000, 50, 1_200);
@@ -688,7 +690,8 @@ fn shortest_first_engines_hide_less_of_their_queue() {
     let mut sender = TestSender::default();
     sender.routed(&policy, 0, &"a".repeat(100));
     sender.routed(&policy, 1, &"b".repeat(150));
-    // A short prompt waits a second at 0, and a quarter of 1.5 s is counted at 1, which would take it first.
+    // A short prompt waits a second at 0, and a quarter of 1.5 s is counted at 1, which would take
+    // it first.
     let short = chosen_at(&sender, &policy, "c", &views(&[0, 0]), &mut rng(1));
     assert_eq!(short.worker, WorkerId(1));
     let long = chosen_at(&sender, &policy, &"d".repeat(300), &views(&[0, 0]), &mut rng(1));
@@ -785,8 +788,8 @@ fn prompts_with_images_teach_nothing_about_text() {
     }
 }
 
-/// Requests that do not stream, one after the other, each answered after `took_ms(prompt tokens, output tokens)`; returns
-/// the learned prefill time of 1000 tokens [ms].
+/// Requests that do not stream, one after the other, each answered after
+/// `took_ms(prompt tokens, output tokens)`; returns the learned prefill time of 1000 tokens [ms].
 fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
     let policy = cost(Role::Regular, 1, CostParams::default());
     let mut now_ms = 0;
