@@ -29,6 +29,11 @@ def table_rows(text: str, header: str) -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in table]
 
 
+def screaming(variant: str) -> str:
+    """Name of an enum's variant on the wire: OpenOk → OPEN_OK."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", variant).upper()
+
+
 def test_error_table_lists_every_engine_error_with_status_and_type() -> None:
     rows = {code: (int(status), kind) for code, status, kind, _ in table_rows(PROTOCOL, "| code | status |")}
     assert {code: rows.get(code) for code in errors._all(errors.EngineError)} == {
@@ -50,7 +55,9 @@ def test_load_table_is_what_a_rank_reports() -> None:
 
 def test_reason_code_table_is_the_transfer_crates() -> None:
     source = (ROOT / "kv_transfer" / "src" / "reason_code.rs").read_text(encoding="utf-8")
-    codes = {code: kept == "true" for code, kept in re.findall(r'= "([A-Z_]+)", retryable: (true|false);', source)}
+    enum = source[source.index("pub enum ReasonCode {") :].split("\n}\n")[0]
+    never = set(re.findall(r"ReasonCode::(\w+)", source[source.index("!matches!(") :].split("\n        )\n")[0]))
+    codes = {screaming(name): name not in never for name in re.findall(r"^    ([A-Z]\w+),$", enum, re.MULTILINE)}
     rows = {
         code: retry.startswith("yes") for code, _, retry in table_rows(PROTOCOL, "| code | meaning | worth a retry")
     }
@@ -61,8 +68,8 @@ def test_protocol_messages_are_the_transfer_crates() -> None:
     source = (ROOT / "kv_transfer" / "src" / "protocol" / "mod.rs").read_text(encoding="utf-8")
     names = {name for cell, *_ in table_rows(PROTOCOL, "| message | direction |") for name in cell.split(", ")}
     messages = source[source.index("pub enum Msg {") :].split("\n}\n")[0]
-    named = re.findall(r'^    (?:#\[serde\(rename = "([A-Z_]+)"\)\]\n    )?([A-Z]\w+)[ ({,]', messages, re.MULTILINE)
-    assert names == {wire or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", variant).upper() for wire, variant in named}
+    variant = r'^    (?:#\[serde\(rename = "([A-Z_]+)"\)\]\n    #\[strum.*\]\n    )?([A-Z]\w+)[ ({,]'
+    assert names == {wire or screaming(name) for wire, name in re.findall(variant, messages, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name)

@@ -256,3 +256,22 @@ fn largest_messages_of_a_decode_rank_fit_into_its_frames() {
         assert!(body(&sealer.seal(&msg)).len() <= MAX_DECODE_FRAME_BYTES);
     }
 }
+
+/// Bytes that peers of other builds send and expect, made with Python's msgspec.
+#[test]
+fn open_is_a_map_of_named_fields() {
+    let open = Msg::Open(OpenMessage {
+        room: 7,
+        attempt: 2,
+        d_inc: "d".into(),
+        p_inc_expected: "p".into(),
+        layout_hash: "l".into(),
+        prompt_hash: vec![1, 2],
+        start_page: 3,
+        deadline_ms: 1000,
+        prio: -1,
+    });
+    let wire = b"\x81\xa4OPEN\x89\xa4room\x07\xa7attempt\x02\xa5d_inc\xa1d\xaep_inc_expected\xa1p\xablayout_hash\xa1l\xabprompt_hash\xc4\x02\x01\x02\xaastart_page\x03\xabdeadline_ms\xcd\x03\xe8\xa4prio\xff";
+    assert_eq!(open.encode(), wire);
+    assert_eq!(Msg::decode(wire).unwrap(), open);
+}
