@@ -39,7 +39,7 @@ def read(request: RequestFields, most: int, vocab_size: int) -> ResumeState | No
         return None
     state = fields.read(ResumeFields, request.baton_resume, "baton_resume.")
     ids = fields.integers("baton_resume.ids", state.ids, most, 0, vocab_size - 1)
-    if not ids:
+    if not ids or state.seed is None or state.created is None:
         raise fields.bad("baton_resume", "must have ids (at least one), seed and created")
     return ResumeState(ids, state.seed, state.created)
 

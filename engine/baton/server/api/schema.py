@@ -74,9 +74,9 @@ class StreamOptions(Struct):
 class ResumeFields(Struct):
     """`baton_resume`: the beginning of an answer that another engine began."""
 
-    ids: list[Any]
-    seed: Annotated[int, Meta(ge=0, le=INT64_MAX)]
-    created: Annotated[int, Meta(ge=0, le=INT64_MAX)]
+    ids: Any = None
+    seed: Natural = None
+    created: Natural = None
 
 
 class RequestFields(Struct, kw_only=True):
