@@ -105,6 +105,8 @@ def test_bad_names_are_refused_with_field_or_header(tmp_path: Path) -> None:
         ({}, {"x-tenant-id": "a b"}, "x-tenant-id"),
         ({"priority_class": "gold"}, {}, "priority_class"),
         ({"service_tier": "gold"}, {}, "service_tier"),
+        ({"service_tier": ["gold"]}, {}, "service_tier"),
+        ({"priority_class": {}}, {}, "priority_class"),
         ({"priority_class": "a", "service_tier": "gold"}, {}, "service_tier"),
     ):
         with pytest.raises(BadRequest) as caught:

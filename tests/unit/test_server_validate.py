@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from baton.config import build
 from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
-from baton.server.api import validation
+from baton.server.api import schema, validation
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
@@ -334,6 +334,9 @@ def test_bad_completion_fields_are_named(make: Make, body: dict[str, Any], code:
 GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": None}, "missing_field", "text"),
     ({"sampling_params": [{}]}, "unsupported_parameter", "sampling_params"),
+    ({"sampling_params": 0}, "invalid_value", "sampling_params"),
+    ({"sampling_params": ""}, "invalid_value", "sampling_params"),
+    ({"sampling_params": {"n": 1.5}}, "invalid_value", "sampling_params.n"),
     ({"sampling_params": {"top_p": 3}}, "invalid_value", "sampling_params.top_p"),
     ({"sampling_params": {"max_new_tokens": 0}}, "invalid_value", "sampling_params.max_new_tokens"),
     ({"sampling_params": {"regex": "a"}}, "unsupported_parameter", "sampling_params.regex"),
@@ -366,24 +369,22 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = [
-    "messages", "prompt", "text", "input_ids", "model", "max_tokens", "n", "stop", "logprobs", "top_logprobs",
-    "temperature", "seed", "stream", "stream_options", "logit_bias", "bootstrap_room", "bootstrap_host",
-    "bootstrap_port", "data_parallel_rank", "rid", "echo", "sampling_params", "chat_template_kwargs", "tools",
-    "response_format", "stop_token_ids", "cache_salt", "priority", "continue_final_message", "best_of",
-]  # fmt: skip
+REQUESTS = (schema.ChatCompletionRequest, schema.CompletionRequest, schema.GenerateRequest, schema.GenerateSampling)
+FIELDS = sorted({name for request in REQUESTS for name in request.__struct_fields__} | {"tools", "response_format"})
+SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
 
 
 @given(
     form=st.sampled_from([chat, completion, generate]),
     body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4),
     mode=st.sampled_from(["null", "prefill", "decode"]),
+    flags=st.sampled_from([{}, SHARING]),
 )
 @settings(max_examples=250, deadline=None)
 def test_any_json_is_accepted_or_refused_on_purpose(
-    path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str
+    path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str, flags: dict[str, Any]
 ) -> None:
-    config = build({"model_path": str(path), "disaggregation_mode": mode})
+    config = build({"model_path": str(path), "disaggregation_mode": mode, **flags})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
     status, items = 200, ()
     try:

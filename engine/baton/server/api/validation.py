@@ -234,9 +234,11 @@ class RequestValidator:
         unsupported_fields.refuse(body, unsupported_fields.GENERATE)
         if request.model != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
             self._check_model(request.model)
-        nested = request.sampling_params or {}
+        nested = _or(request.sampling_params, {})
         if type(nested) is list:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
+        if type(nested) is not dict:
+            raise bad("sampling_params", "must be an object")
         sampling = read_fields(GenerateSampling, nested, NESTED)
         unsupported_fields.refuse(nested, unsupported_fields.SHARED, NESTED)
         name, value = first(request, "text", "prompt", "input_ids")
