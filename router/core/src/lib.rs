@@ -14,7 +14,7 @@
 //! 5. Every eviction interval the router calls [`Policy::evict`]; nothing here owns a thread or a
 //!    timer.
 //!
-//! What this crate does not know: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`,
+//! Unknown to this crate: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`,
 //! randomness as `rng`, so the same code runs in the server, in unit tests and in the simulator,
 //! and the same seed gives the same decisions.
 

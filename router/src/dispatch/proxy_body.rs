@@ -330,8 +330,8 @@ impl ProxyBody {
         self.fail(StreamFailure::Theirs(broken), code);
     }
 
-    /// Nothing more comes from this worker. Returns the error if only a cut connection can tell the
-    /// client.
+    /// Handle the end of this worker's answer before its last event. Returns the error if the
+    /// client can learn of it only by a cut connection.
     fn fail(
         &mut self,
         mut words: StreamFailure,

@@ -330,8 +330,7 @@ async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescript
             }
         }
     }
-    // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this
-    // path.
+    // vLLM has no server info, but reports its version here; SGLang and Baton have no such path.
     let answer: Version = ask(fleet, worker, "/version").await?;
     Some(WorkerDescription {
         engine: Some("vllm".to_owned()),

@@ -101,8 +101,8 @@ impl Candidate {
     }
 }
 
-/// Request in flight to a candidate. Its end frees the load, feeds the breaker and tells the
-/// policy.
+/// Request in flight to a candidate. Its end frees the load and is reported to the
+/// circuit breaker and the policy.
 pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
     pub(super) deciders: Arc<PolicySet>,

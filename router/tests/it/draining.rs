@@ -56,8 +56,8 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
         let line = "baton_router_workers{role=\"decode\",state=\"draining\"}";
         assert_eq!(a.metric(line).await, 1.0);
 
-        // The other router has not probed since: the first refusal tells it, and the client does
-        // not notice.
+        // The other router has not probed since: it learns of the drain by the first refusal, which
+        // the client does not see.
         for _ in 0..6 {
             assert_eq!(b.chat().await.status, 200);
         }

@@ -16,7 +16,7 @@
 //! only); ties are broken at random (theirs: the first); the size limit holds at each insert
 //! (theirs: at each eviction pass); a worker that is gone leaves nothing.
 //!
-//! What it does not see, kept for compatibility: with fewer than `balance_abs_threshold` requests
+//! Limits, kept for compatibility: with fewer than `balance_abs_threshold` requests
 //! in flight rule 1 never acts, so one hot system prompt pins everything to one worker (test
 //! `hot_prompt_pins_one_worker`); characters are not tokens; a failed request still counts as
 //! cached.

@@ -219,8 +219,7 @@ fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, respo
     app.metrics.requests.with_label_values(&labels).inc();
 }
 
-/// The client's id from the first header that has one, else a new one that tells the API by its
-/// prefix.
+/// Id from the first header of the client that has one, else a new id whose prefix names the API.
 fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let names = app.config.listen.request_id_headers.iter();
     let given = names

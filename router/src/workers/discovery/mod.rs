@@ -1,9 +1,9 @@
 //! Workers that come and go by themselves: where they are looked for, and how what is found reaches
 //! the registry.
 //!
-//! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and tells it, each time it knows better,
-//! all workers it sees. The feed registers what is new, drains what is gone, and swaps what changed
-//! its role or bootstrap port.
+//! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and gives it the list of all its workers
+//! at each change. The feed registers new workers, drains those no longer listed, and replaces
+//! those with another role or bootstrap port.
 //!
 //! Invariants:
 //!

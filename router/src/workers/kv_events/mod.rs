@@ -6,8 +6,8 @@
 //!    there are none;
 //! 2. a task reads them, over HTTP from our engines ([`http`]) or ZeroMQ from vLLM and SGLang
 //!    ([`zmq`], [`zmtp`]), in one wire format or the other ([`wire`]);
-//! 3. the [`reader`] keeps the rank's replica and tells the deciders; the stream ends, it is begun
-//!    again with growing pauses;
+//! 3. the [`reader`] keeps the rank's replica and reports changes to the policies; a stream that
+//!    ends is opened again, with growing pauses;
 //! 4. the candidate leaves the registry: its task is stopped, and the policy forgets it.
 //!
 //! What waits to be read waits in the connection: there is no queue here that could grow.

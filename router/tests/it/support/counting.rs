@@ -1,5 +1,5 @@
-//! An engine that counts: token i of its answer is 100 + i and reads "w<i> ". It tells its tokens
-//! when asked and goes on behind `baton_resume`, as docs/protocol.md §2 has it.
+//! An engine that counts: token i of its answer is 100 + i and reads "w<i> ". It sends
+//! token ids on request and continues after `baton_resume`, as in docs/protocol.md §2.
 
 use serde_json::{Value, json};
 
