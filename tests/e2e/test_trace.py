@@ -12,8 +12,8 @@ import pytest
 from tests.support.cluster import Cluster, eventually, metric
 from tests.support.collector import Collector, GotSpan
 
-SLACK_NS = 5_000_000
-"""Router and engines read the wall clock at different moments; and the side that ends a leg sees its end first."""
+CLOCKS_NS = 1_000_000_000
+"""Router and engines each read wall and monotonic clock once, one after the other, and may be interrupted between."""
 CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -53,8 +53,7 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
         lambda spans: len([span for span in spans if span.trace == trace]) >= 12,
     )
     spans = [span for span in spans if span.trace == trace]
-    by_id = {span.id: span for span in spans}
-    assert len(by_id) == len(spans) == 12
+    assert len({span.id for span in spans}) == len(spans) == 12
     path = "POST /v1/completions"
     root = named(spans, "baton-router", path)
     assert root.parent == "00f067aa0ba902b7", "the client's span"
@@ -72,16 +71,15 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
         assert {span.parent for span in stage_spans} == {front.id}
         for one, other in itertools.pairwise(stage_spans):
             assert one.end == other.start, "one stage ends, the next begins"
+        # Only what causes order is compared: a node's answer reaches the router before the node notes its own end, and
+        # P's lease ends when it hears that D has the pages, which no answer waits for.
+        assert root.start <= sent.start <= front.start + CLOCKS_NS
+        assert front.start <= stage_spans[0].start
+        assert all(span.end <= front.end for span in stage_spans if span.name != "lease")
     for span in spans:
         assert span.start <= span.end
         assert all(span.start <= at <= span.end for at, _, _ in span.events)
         assert span.error is None
-        above = by_id.get(span.parent)
-        if above is not None:
-            assert above.start - SLACK_NS <= span.start, f"{span.name} begins before {above.name}"
-            assert span.name == "lease" or span.end <= above.end + SLACK_NS, f"{span.name} ends after {above.name}"
-        assert root.start <= span.start + SLACK_NS
-        assert span.end <= root.end + SLACK_NS
 
     prefill, lease = named(spans, "baton-prefill", "prefill"), named(spans, "baton-prefill", "lease")
     transfer, decode = named(spans, "baton-decode", "transfer"), named(spans, "baton-decode", "decode")
@@ -95,7 +93,8 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
     assert lease.attributes["baton.pages"] == transfer.attributes["baton.pages"]
     assert transfer.attributes["baton.transport"] == "shm"
     assert int(transfer.attributes["baton.bytes"]) > 0
-    assert transfer.end >= prefill.end - SLACK_NS, "D has the pages no sooner than P has computed them"
+    assert prefill.end <= transfer.end + CLOCKS_NS, "D has the pages no sooner than P has computed them"
+    assert decode.end <= root.end + CLOCKS_NS, "the answer ends no sooner than its last token"
     assert (decode.attributes["gen_ai.usage.output_tokens"], decode.attributes["baton.finish"]) == (8, "length")
 
 

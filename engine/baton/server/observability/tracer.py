@@ -124,8 +124,9 @@ class SpanTracer:
 
     def _to_unix(self) -> ToUnix:
         """Offset for all spans as long as the clock is not set, so that children lie within their parents."""
-        offset = time.time_ns() - time.monotonic_ns()
-        if abs(offset - self._offset) > CLOCKS_APART_NS:
-            self._offset = offset
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        # The thread may be interrupted between the readings, so they give a range.
+        if not wall - after - CLOCKS_APART_NS <= self._offset <= wall - before + CLOCKS_APART_NS:
+            self._offset = wall - after
         fixed = self._offset
         return lambda at: round(at * 1e9) + fixed
