@@ -669,9 +669,7 @@ impl Drop for ChildNode {
 #[test]
 #[ignore = "not a test: the process that other tests kill"]
 fn child_prefill() {
-    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else {
-        return;
-    };
+    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else { return };
     let transport = std::env::var("BATON_TEST_TRANSPORT").unwrap();
     let p = Rank::start("prefill", &json!({"transports": [transport]}));
     p.node.register("127.0.0.1", port.parse().unwrap(), TIMEOUT).unwrap();

@@ -215,7 +215,7 @@ export function notice(text) {
 
 /**
  * Calls `show` with each snapshot of the feed while the page is visible, and `say` with the state of the connection.
- * Connects anew after a failure, with growing pauses; after a refusal for the key, when the keys change.
+ * Connects again after a failure, with growing pauses; after a refusal for the key, when the keys change.
  */
 export function followFeed(show, say) {
   let controller = null;

@@ -88,8 +88,8 @@ class Answer {
     this.firstAt = null;
     this.endedAt = null;
     this.usage = null;
-    this.story = null;
-    this.storyRefusal = "";
+    this.request = null;
+    this.timelineProblem = "";
     this.abort = new AbortController();
     const { item, content } = addMessage("assistant", "");
     this.item = item;
@@ -120,8 +120,8 @@ class Answer {
 
   /** The bar from the router's timeline, or from this page's clock where the timeline is not to be had. */
   show() {
-    if (this.story) {
-      this.bar.replaceChildren(stageBar(this.story, this.elapsedMs));
+    if (this.request) {
+      this.bar.replaceChildren(stageBar(this.request, this.elapsedMs));
     } else {
       const first = this.firstAt === null ? null : this.firstAt - this.startedAt;
       const local = {
@@ -132,7 +132,7 @@ class Answer {
     }
     const rate = this.usage && this.firstAt !== null && this.endedAt > this.firstAt
       ? `${count((1000 * this.usage.completion_tokens) / (this.endedAt - this.firstAt))} tok/s` : null;
-    const parts = [milliseconds(this.elapsedMs), tokensText(this.usage), rate, this.storyRefusal];
+    const parts = [milliseconds(this.elapsedMs), tokensText(this.usage), rate, this.timelineProblem];
     const link = el("a", { href: `./#request=${encodeURIComponent(this.id)}` }, "timeline");
     this.facts.replaceChildren(parts.filter(Boolean).join(" · "), " · ", link);
   }
@@ -141,11 +141,11 @@ class Answer {
   async look() {
     try {
       const answer = await ask(`../v1/requests/${encodeURIComponent(this.id)}`, { isControl: true });
-      this.story = await answer.json();
-      this.storyRefusal = "";
+      this.request = await answer.json();
+      this.timelineProblem = "";
     } catch (error) {
       const isRefused = error instanceof RouterError;
-      this.storyRefusal = isRefused && error.isAboutKeys
+      this.timelineProblem = isRefused && error.isAboutKeys
         ? "stages need the control-plane key" : "the router's timeline is not available";
       return false;
     }
@@ -167,11 +167,11 @@ class Answer {
     this.item.removeAttribute("aria-busy");
     this.content.normalize();
     setText(this.outcome, text);
-    for (let looks = 0; looks < LAST_LOOKS && (await this.look()) && this.story.state === "running"; looks += 1) {
+    for (let looks = 0; looks < LAST_LOOKS && (await this.look()) && this.request.state === "running"; looks += 1) {
       await new Promise((resolve) => setTimeout(resolve, LAST_LOOK_MS));
     }
     this.show();
-    const decisions = this.story && decisionsOf(this.story);
+    const decisions = this.request && decisionsOf(this.request);
     if (decisions) this.why.replaceChildren(decisions);
     this.item.dataset.state = "ended";
   }

@@ -14,8 +14,8 @@ const RUNNING_POLL_MS = 1000;
 
 const sumOf = (nodes, read) => nodes.reduce((sum, node) => sum + (read(node) ?? 0), 0);
 const rateOf = (node, name) => {
-  const told = node.ranks.filter((rank) => rank[name] !== undefined);
-  return told.length ? sumOf(told, (rank) => rank[name]) : null;
+  const measured = node.ranks.filter((rank) => rank[name] !== undefined);
+  return measured.length ? sumOf(measured, (rank) => rank[name]) : null;
 };
 
 function fact(name, value, isBad = false) {
@@ -56,16 +56,16 @@ function reportsOf(node) {
 }
 
 function kvOf(node) {
-  const told = reportsOf(node).filter((report) => report.kv_pages);
-  return { used: sumOf(told, (report) => report.kv_pages_used), pages: sumOf(told, (report) => report.kv_pages) };
+  const reports = reportsOf(node).filter((report) => report.kv_pages);
+  return { used: sumOf(reports, (report) => report.kv_pages_used), pages: sumOf(reports, (report) => report.kv_pages) };
 }
 
 function queueText(node) {
-  const told = reportsOf(node);
-  if (!told.length) return "–";
-  const tokens = count(sumOf(told, (report) => report.queued_tokens));
-  if (told.every((report) => report.queued_requests === null)) return `${tokens} tok`;
-  return `${count(sumOf(told, (report) => report.queued_requests))} (${tokens} tok)`;
+  const reports = reportsOf(node);
+  if (!reports.length) return "–";
+  const tokens = count(sumOf(reports, (report) => report.queued_tokens));
+  if (reports.every((report) => report.queued_requests === null)) return `${tokens} tok`;
+  return `${count(sumOf(reports, (report) => report.queued_requests))} (${tokens} tok)`;
 }
 
 function rateText(node) {
@@ -115,8 +115,8 @@ function updateCard({ card, parts }, node) {
   setText(parts.rate, rateText(node));
   const ranks = node.ranks.length > 1 ? `${node.ranks.length} ranks` : null;
   const age = reportsOf(node).map((report) => report.age_ms);
-  const told = age.length ? `reported ${milliseconds(Math.max(...age))} ago` : null;
-  setText(parts.about, [node.model, node.version, ranks, told].filter(Boolean).join(" · "));
+  const reported = age.length ? `reported ${milliseconds(Math.max(...age))} ago` : null;
+  setText(parts.about, [node.model, node.version, ranks, reported].filter(Boolean).join(" · "));
   const verb = node.state === "draining" ? "Undrain" : "Drain";
   setText(parts.drain, verb);
   parts.drain.setAttribute("aria-label", `${verb} ${shortUrl(node.url)}`);
@@ -314,13 +314,13 @@ async function showRequest() {
   const body = byId("request-body");
   try {
     const answer = await ask(`../v1/requests/${encodeURIComponent(id)}`, { isControl: true });
-    const story = await answer.json();
+    const request = await answer.json();
     if (requestId() !== id) return;
     const opened = body.querySelector("details")?.open ?? false;
-    body.replaceChildren(timelineView(story, Date.now() - story.received_unix_ms));
+    body.replaceChildren(timelineView(request, Date.now() - request.received_unix_ms));
     const details = body.querySelector("details");
     if (details) details.open = opened;
-    if (story.state === "running" && !document.hidden) requestTimer = setTimeout(showRequest, RUNNING_POLL_MS);
+    if (request.state === "running" && !document.hidden) requestTimer = setTimeout(showRequest, RUNNING_POLL_MS);
   } catch (error) {
     if (requestId() !== id) return;
     body.replaceChildren(el("p", { class: "notice" }, error instanceof RouterError ? error.message : "The router cannot be reached."));

@@ -7,9 +7,9 @@ const STAGE_NAMES = {
 };
 
 /** Answering leg of an attempt and its prefill leg, if it has one. */
-function attemptsOf(story) {
+function attemptsOf(request) {
   const attempts = new Map();
-  for (const leg of story.legs) {
+  for (const leg of request.legs) {
     const attempt = attempts.get(leg.attempt) ?? {};
     attempt[leg.role === "prefill" ? "prefill" : "answer"] = leg;
     attempts.set(leg.attempt, attempt);
@@ -21,15 +21,15 @@ function attemptsOf(story) {
  * Stages of a request in order, `{kind, from, to, worker}` in ms since it arrived. What is not known yet ends at
  * `elapsedMs`. The stages of an attempt that failed before its first token are one.
  */
-export function stagesOf(story, elapsedMs) {
+export function stagesOf(request, elapsedMs) {
   const stages = [];
-  const ended = story.timeline.ended_ms ?? Math.max(elapsedMs ?? 0, 0);
+  const ended = request.timeline.ended_ms ?? Math.max(elapsedMs ?? 0, 0);
   const add = (kind, from, to, worker) => {
     if (to > from) stages.push({ kind, from, to, worker });
   };
   let from = 0;
-  for (const [number, { prefill, answer }] of attemptsOf(story)) {
-    const failure = story.failed_attempts.find((failed) => failed.attempt === number);
+  for (const [number, { prefill, answer }] of attemptsOf(request)) {
+    const failure = request.failed_attempts.find((failed) => failed.attempt === number);
     const first = answer?.first_token_ms ?? null;
     const until = failure?.at_ms ?? answer?.ended_ms ?? ended;
     if (failure && first === null) {
@@ -47,17 +47,17 @@ export function stagesOf(story, elapsedMs) {
     if (first !== null) add("decode", first, until, answer?.worker);
     from = until;
   }
-  if (!story.legs.length) add("queue", 0, ended);
+  if (!request.legs.length) add("queue", 0, ended);
   return stages;
 }
 
 /** Failures after which another worker resumed the answer. */
-export function failoversOf(story) {
-  return story.failed_attempts.filter((failed) => failed.failover_at_token !== undefined);
+export function failoversOf(request) {
+  return request.failed_attempts.filter((failed) => failed.failover_at_token !== undefined);
 }
 
-function transferOf(story) {
-  const leg = story.legs.findLast((one) => one.role !== "prefill" && one.stages?.pull);
+function transferOf(request) {
+  const leg = request.legs.findLast((one) => one.role !== "prefill" && one.stages?.pull);
   return leg?.stages.pull;
 }
 
@@ -80,12 +80,12 @@ function legendText(kind, { ms, workers }, pull) {
 }
 
 /** The bar with its legend. `elapsedMs`: how old a request that still runs is. */
-export function stageBar(story, elapsedMs) {
-  const stages = stagesOf(story, elapsedMs);
+export function stageBar(request, elapsedMs) {
+  const stages = stagesOf(request, elapsedMs);
   const total = Math.max(stages.at(-1)?.to ?? 0, 1e-3);
-  const pull = transferOf(story);
+  const pull = transferOf(request);
   const legend = legendOf(stages);
-  const failovers = failoversOf(story);
+  const failovers = failoversOf(request);
   const spoken = [...legend].map(([kind, sum]) => `${STAGE_NAMES[kind]} ${legendText(kind, sum, pull)}`);
   const marks = failovers.map((failed) => `failover after ${failed.failover_at_token} tokens`);
   const bar = el("div", { class: "bar", role: "img", "aria-label": [...spoken, ...marks].join("; ") });
@@ -115,9 +115,9 @@ export function stageBar(story, elapsedMs) {
   return el("div", { class: "stages" }, bar, el("ul", { class: "legend", "aria-label": "Stages" }, items, facts));
 }
 
-function usageOf(story) {
-  return story.legs.findLast((leg) => leg.usage && leg.role !== "prefill")?.usage
-    ?? story.legs.findLast((leg) => leg.usage)?.usage;
+function usageOf(request) {
+  return request.legs.findLast((leg) => leg.usage && leg.role !== "prefill")?.usage
+    ?? request.legs.findLast((leg) => leg.usage)?.usage;
 }
 
 /** Prompt, cached and answer tokens in words; empty if no worker has counted yet. */
@@ -132,16 +132,16 @@ export function tokensText(usage) {
 
 const cell = (text) => el("td", {}, text);
 
-function legsTable(story) {
+function legsTable(request) {
   const at = (ms) => cell(milliseconds(ms));
-  const rows = story.legs.map((leg) => {
+  const rows = request.legs.map((leg) => {
     const pull = leg.stages?.pull;
-    const told = pull?.bytes ? `${pull.transport}, ${bytes(pull.bytes)} in ${milliseconds(pull.pull_ms)}` : "–";
+    const transfer = pull?.bytes ? `${pull.transport}, ${bytes(pull.bytes)} in ${milliseconds(pull.pull_ms)}` : "–";
     return el(
       "tr", {},
       cell(`${leg.attempt}`), cell(leg.role), el("td", { class: "name" }, shortUrl(leg.worker)), cell(leg.why ?? "–"),
       at(leg.chosen_ms), at(leg.sent_ms), at(leg.stages?.queue_ms), at(leg.first_token_ms), at(leg.ended_ms),
-      cell(told), cell(leg.outcome ?? "running"),
+      cell(transfer), cell(leg.outcome ?? "running"),
     );
   });
   const heads = ["Attempt", "Role", "Worker", "Reason", "Chosen", "Sent", "Engine queue", "First token", "Ended",
@@ -193,33 +193,33 @@ export function explanationTable(explanation, chosen, role) {
 }
 
 /** Decisions of a timeline with all candidates; null if the request was sent without x-baton-explain. */
-export function decisionsOf(story) {
-  const explained = story.legs.filter((leg) => leg.explanation);
+export function decisionsOf(request) {
+  const explained = request.legs.filter((leg) => leg.explanation);
   if (!explained.length) return null;
   const tables = explained.map((leg) => explanationTable(leg.explanation, leg.worker, `attempt ${leg.attempt}, ${leg.role}`));
   return el("details", { class: "why" }, el("summary", {}, "Why these workers"), tables);
 }
 
 /** The whole timeline of a request, for the request view. */
-export function timelineView(story, elapsedMs) {
-  const outcome = story.state === "running" ? "running" : `${story.status} ${story.outcome}`;
+export function timelineView(request, elapsedMs) {
+  const outcome = request.state === "running" ? "running" : `${request.status} ${request.outcome}`;
   const facts = [
-    ["Id", story.id], ["Route", story.route], ["Arrived", new Date(story.received_unix_ms).toLocaleString()],
-    ["Outcome", outcome], ["First byte", milliseconds(story.timeline.first_byte_ms)],
-    ["Ended", milliseconds(story.timeline.ended_ms)], ["Tokens", tokensText(usageOf(story)) || "–"],
-    ["Trace", story.trace_id ?? "not traced"],
+    ["Id", request.id], ["Route", request.route], ["Arrived", new Date(request.received_unix_ms).toLocaleString()],
+    ["Outcome", outcome], ["First byte", milliseconds(request.timeline.first_byte_ms)],
+    ["Ended", milliseconds(request.timeline.ended_ms)], ["Tokens", tokensText(usageOf(request)) || "–"],
+    ["Trace", request.trace_id ?? "not traced"],
   ];
-  const failures = story.failed_attempts.map((failed) =>
+  const failures = request.failed_attempts.map((failed) =>
     el(
       "li", {}, `Attempt ${failed.attempt}: ${failed.role} failed with ${failed.reason} after ${milliseconds(failed.at_ms)}`,
       failed.failover_at_token === undefined ? null : `; the answer was resumed after ${failed.failover_at_token} tokens`,
     ));
   return el(
     "div", { class: "timeline" },
-    stageBar(story, elapsedMs),
+    stageBar(request, elapsedMs),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     failures.length ? el("ul", { class: "failures" }, failures) : null,
-    legsTable(story),
-    decisionsOf(story),
+    legsTable(request),
+    decisionsOf(request),
   );
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tests.structure.sources import (
     CRATES,
@@ -157,7 +157,7 @@ def bare_openings() -> Offenses:
             yield path, count
 
 
-def spoken_files() -> dict[str, list[str]]:
+def spoken_files() -> dict[str, Sequence[str]]:
     """Area → files whose words count: products, tests, tools and pages. Fixtures and recorded data are left out."""
     product = set(product_files())
     return {
@@ -165,6 +165,7 @@ def spoken_files() -> dict[str, list[str]]:
         "Rust tests": [path for path in files(".", ".rs") if path not in product],
         "tests": [path for path in files("tests", ".py", ".sh") if path != RULES_FILE],
         "tools": [*files("tools", ".py"), *files(".ci", ".sh", "run"), "Makefile"],
+        "pages": files("router/ui", ".js", ".html", ".css"),
         "docs": [*files("docs", ".md"), "README.md", "CONTRIBUTING.md"],
         "deploy": [*files("deploy", ".md", ".yaml", ".py", ".sh", ".go")],
     }

@@ -102,6 +102,11 @@ def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None)
     return read
 
 
+def _metavar(field_name: str) -> str:
+    last = field_name.upper().rsplit("_", 1)[-1]
+    return last if len(last) > 2 else "N"
+
+
 def _headings(cls: type) -> dict[str, str]:
     """Titles by the first field that each stands above: GROUPS of a config class, which may have none."""
     return {first: title for title, first in getattr(cls, "GROUPS", ())}
@@ -134,7 +139,7 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[st
                 type=reader(flag, kind, choices),
                 default=argparse.SUPPRESS,
                 help=text,
-                metavar="{" + ",".join(choices) + "}" if choices else f.name.upper().rsplit("_", 1)[-1],
+                metavar="{" + ",".join(choices) + "}" if choices else _metavar(f.name),
             )
 
 

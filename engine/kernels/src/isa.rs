@@ -57,9 +57,7 @@ impl Isa {
     /// `best()` lowered to the level called `cap`; "avx512_bf16" also raises an Intel CPU that has
     /// it.
     pub fn capped(cap: Option<&str>) -> Result<Isa, UnknownIsa> {
-        let Some(cap) = cap.filter(|s| !s.is_empty()) else {
-            return Ok(Isa::best());
-        };
+        let Some(cap) = cap.filter(|s| !s.is_empty()) else { return Ok(Isa::best()) };
         let levels = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
         let cap = levels
             .into_iter()

@@ -224,9 +224,7 @@ impl State {
     /// Returns the accepted key that signed the request, none without cluster keys. `Err`: why it
     /// is refused.
     fn authenticate(&self, head: &Parts, body: &[u8]) -> Result<Option<&str>, String> {
-        let Some(keys) = &self.cluster_keys else {
-            return Ok(None);
-        };
+        let Some(keys) = &self.cluster_keys else { return Ok(None) };
         let path = head.uri.path_and_query().map_or("", |p| p.as_str());
         let header = head.headers.get(AUTH_HEADER);
         let header = header.and_then(|value| value.to_str().ok());

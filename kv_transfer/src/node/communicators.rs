@@ -169,9 +169,7 @@ impl LoopContext {
 
     /// Record that a pair falls back to a slower transport than `from`.
     pub fn record_fallback(&self, peer: ConnectionId, from: Transport, why: &str) {
-        let Some(conn) = self.connections.get(&peer) else {
-            return;
-        };
+        let Some(conn) = self.connections.get(&peer) else { return };
         let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
         let may_stage = !from.is_staged() && conn.breaker.allows(self.now());
         let staged = self.transport_with(&conn.peer).filter(|_| may_stage);
@@ -212,9 +210,7 @@ impl LoopContext {
     /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later
     /// call succeeds.
     fn reserve_place(&mut self) -> bool {
-        let Some(staged) = &self.staged else {
-            return false;
-        };
+        let Some(staged) = &self.staged else { return false };
         if staged.num_leaked() >= MAX_LEAKED || staged.comms.len() < staged.max {
             return staged.num_leaked() < MAX_LEAKED;
         }
@@ -407,12 +403,8 @@ impl LoopContext {
 
     fn step_receiver(&mut self, key: CommKey, event: ReceiverEvent) {
         let now = self.now();
-        let Some(comm) = self.comm_mut(key) else {
-            return;
-        }; // over: late messages are expected
-        let Half::Receiver(receiver) = &mut comm.half else {
-            return;
-        };
+        let Some(comm) = self.comm_mut(key) else { return }; // over: late messages are expected
+        let Half::Receiver(receiver) = &mut comm.half else { return };
         let mut worked = false;
         if let ReceiverEvent::Received { ticket, verdict } = &event {
             comm.claims.remove(ticket);
@@ -433,12 +425,8 @@ impl LoopContext {
 
     fn step_sender(&mut self, key: CommKey, event: SenderEvent) {
         let now = self.now();
-        let Some(comm) = self.comm_mut(key) else {
-            return;
-        };
-        let Half::Sender(sender) = &mut comm.half else {
-            return;
-        };
+        let Some(comm) = self.comm_mut(key) else { return };
+        let Half::Sender(sender) = &mut comm.half else { return };
         let was_usable = sender.life().phase().is_usable();
         let actions = sender.step(event, now);
         comm.last_used = now;
@@ -449,20 +437,14 @@ impl LoopContext {
     /// Set the timer after a step, and count and report an end.
     fn after_step(&mut self, key: CommKey, was_usable: bool) {
         let now = self.now();
-        let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else {
-            return;
-        };
+        let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else { return };
         self.timers.set(&NodeTimer::Comm(key), life.next_due());
-        let Some(end) = life.end().filter(|_| was_usable) else {
-            return;
-        };
+        let Some(end) = life.end().filter(|_| was_usable) else { return };
         let is_failure = !matches!(end, CommEnd::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
         self.count_end(if is_failure { "failed" } else { "closed" });
         let conn = self.connections.get_mut(&key.0);
-        let Some(conn) = conn.filter(|conn| conn.comm == Some(key)) else {
-            return;
-        };
+        let Some(conn) = conn.filter(|conn| conn.comm == Some(key)) else { return };
         conn.comm = None;
         if let CommEnd::Failed(why) = end {
             conn.breaker.failed(now);

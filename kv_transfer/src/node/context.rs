@@ -329,9 +329,7 @@ impl NodeContext {
     }
 
     pub fn send(&mut self, peer: ConnectionId, msg: Msg) {
-        let Some(conn) = self.connections.get(&peer) else {
-            return;
-        }; // lost meanwhile: its rooms have ended
+        let Some(conn) = self.connections.get(&peer) else { return }; // lost meanwhile: its rooms have ended
         let outbox = conn.tasks.outbox.clone();
         let plain = |msg| OutgoingMessage { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {

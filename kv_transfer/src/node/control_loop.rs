@@ -267,9 +267,7 @@ impl ControlLoop {
             PeerMessage::Down(err) => self.on_connection_lost(peer, &err),
             PeerMessage::Msg(msg, _space) => {
                 let now = self.ctx.now();
-                let Some(conn) = self.ctx.connections.get_mut(&peer) else {
-                    return;
-                }; // read before the loss
+                let Some(conn) = self.ctx.connections.get_mut(&peer) else { return }; // read before the loss
                 conn.last_seen = now;
                 self.on_msg(peer, *msg);
             }
@@ -323,9 +321,7 @@ impl ControlLoop {
     /// Fail or detach every room of the connection; the next room with this peer starts from GET
     /// /route.
     pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
-        let Some(conn) = self.ctx.connections.remove(&peer) else {
-            return;
-        };
+        let Some(conn) = self.ctx.connections.remove(&peer) else { return };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
         let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
         if is_bad {
@@ -365,9 +361,7 @@ impl ControlLoop {
 
     fn heartbeat(&mut self, peer: ConnectionId, now: u64) {
         let every = self.ctx.config.heartbeat_ms;
-        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
-            return;
-        };
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else { return };
         if now.saturating_sub(conn.last_beat) > 2 * every {
             conn.last_seen = now; // this process was stopped or stalled: the peer's heartbeats may still be in the socket
         }
@@ -407,9 +401,7 @@ impl ControlLoop {
     /// transfer runtime lives.
     fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
         let (now, limit) = (self.ctx.now(), self.ctx.config.stall_ms);
-        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
-            return;
-        };
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else { return };
         if !busy || progress != conn.progress {
             (conn.progress, conn.progressed_at) = (progress, now);
         }

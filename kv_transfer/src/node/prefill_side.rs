@@ -125,9 +125,7 @@ impl PrefillSide {
     }
 
     fn hash_more(&mut self, ctx: &mut NodeContext, room: u64) {
-        let Some(entry) = self.rooms.get_mut(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get_mut(&room) else { return };
         if entry.hashing || entry.to_hash.is_empty() {
             return;
         }
@@ -230,9 +228,7 @@ impl PrefillSide {
     /// ignored.
     pub fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get_mut(&room) else { return };
         let before = entry.room.phase.name();
         let by_engine = matches!(event, PrefillEvent::Publish { .. } | PrefillEvent::Finish(_));
         let actions = match entry.room.step(event, now) {
@@ -305,9 +301,7 @@ impl PrefillSide {
     }
 
     fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
-        let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else {
-            return;
-        };
+        let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else { return };
         ctx.shared.announced.withdraw(room);
         ctx.timers.set(&NodeTimer::Prefill(room), None);
         ctx.detach_room(machine.reader(), RoomSide::Prefill, room);

@@ -40,12 +40,8 @@ impl AnnouncedPages {
 
     pub fn withdraw(&self, room: u64) {
         let tables = &mut *self.tables.lock();
-        let Some((inc, pages)) = tables.rooms.remove(&room) else {
-            return;
-        };
-        let Some(readable) = tables.readable.get_mut(&inc) else {
-            return;
-        };
+        let Some((inc, pages)) = tables.rooms.remove(&room) else { return };
+        let Some(readable) = tables.readable.get_mut(&inc) else { return };
         for page in pages {
             if let Some(rooms) = readable.get_mut(&page) {
                 *rooms -= 1;

@@ -481,9 +481,7 @@ impl DecodeRoom {
             self.pages.resize(end, PageState::Unknown);
         }
         for (index, &digest) in (first_page..).zip(pages) {
-            let Some(index) = index.checked_sub(self.start_page) else {
-                continue;
-            };
+            let Some(index) = index.checked_sub(self.start_page) else { continue };
             let state = &mut self.pages[index as usize];
             if *state == PageState::Unknown {
                 *state = PageState::Announced(digest);
@@ -544,9 +542,7 @@ impl DecodeRoom {
     }
 
     fn start_pulls(&mut self, now: u64) -> Vec<DecodeAction> {
-        let (Some(grant), true) = (&self.grant, self.accepted) else {
-            return vec![];
-        };
+        let (Some(grant), true) = (&self.grant, self.accepted) else { return vec![] };
         let mut actions = Vec::new();
         let end = self.pages.len().min(self.held + grant.len());
         let mut ready = (self.held..end)
@@ -578,9 +574,7 @@ impl DecodeRoom {
     }
 
     fn commit(&mut self) -> Vec<DecodeAction> {
-        let Some(fin) = self.fin.clone() else {
-            return vec![];
-        };
+        let Some(fin) = self.fin.clone() else { return vec![] };
         let sums = self.pages.iter().filter_map(|state| match state {
             PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum), // announced only: held here already
             _ => None,

@@ -145,9 +145,7 @@ impl EndedRooms {
         self.rooms.insert(room, EndedRoom { code, attempt, serial });
         self.order.push_back((serial, room));
         while self.order.len() > self.limit {
-            let Some((serial, room)) = self.order.pop_front() else {
-                return;
-            };
+            let Some((serial, room)) = self.order.pop_front() else { return };
             if self.rooms.get(&room).is_some_and(|ended| ended.serial == serial) {
                 self.rooms.remove(&room);
             }

@@ -369,9 +369,7 @@ impl PrefillRoom {
                 ready.push((index, digest));
             }
         }
-        let Some(reader) = &self.reader else {
-            return vec![];
-        };
+        let Some(reader) = &self.reader else { return vec![] };
         ready.retain(|&(index, _)| index >= reader.start_page);
         let mut actions = progress_runs(reader.peer, &ready);
         actions.extend(self.try_final());
@@ -459,9 +457,7 @@ impl PrefillRoom {
     /// Send FINAL once: when there is a reader, the engine has finished and all checksums are
     /// known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
-        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
-            return vec![];
-        };
+        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else { return vec![] };
         if reader.final_sent || self.pages.iter().any(|state| !matches!(state, PageState::Ready(_)))
         {
             return vec![];

@@ -129,9 +129,7 @@ fn is_name(name: &str) -> bool {
 
 fn is_label(label: &str) -> bool {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b"-_./".contains(&b);
-    let Some((key, value)) = label.split_once('=') else {
-        return false;
-    };
+    let Some((key, value)) = label.split_once('=') else { return false };
     !key.is_empty() && key.bytes().all(is_allowed) && value.bytes().all(is_allowed)
 }
 

@@ -338,9 +338,7 @@ impl RouterConfig {
     /// The clap command, each flag with its environment variable.
     pub fn command_with_env() -> clap::Command {
         RouterConfig::command().mut_args(|arg| {
-            let Some(long) = arg.get_long() else {
-                return arg;
-            };
+            let Some(long) = arg.get_long() else { return arg };
             let name = if long == "api-key" {
                 "BATON_API_KEY".to_owned() // the engine's name for it
             } else {

@@ -75,9 +75,7 @@ fn find(table: &'static str, name: &str) -> Option<&'static str> {
 pub fn complaints(args: &[String]) -> Vec<String> {
     let mut bad = Vec::new();
     for (at, arg) in args.iter().enumerate() {
-        let Some(flag) = arg.strip_prefix("--") else {
-            continue;
-        };
+        let Some(flag) = arg.strip_prefix("--") else { continue };
         let (name, value) = match flag.split_once('=') {
             Some((name, value)) => (name, Some(value)),
             None => (flag, args.get(at + 1).map(String::as_str)),

@@ -37,9 +37,7 @@ pub async fn merged(
         tracing::debug!("the prefill leg did not tell its input logprobs");
         return opened;
     }
-    let Some(words) = prefill.words().map(<[Bytes]>::concat) else {
-        return opened;
-    };
+    let Some(words) = prefill.words().map(<[Bytes]>::concat) else { return opened };
     if !opened.is_sse {
         if let Some(whole) = merge_whole(&words, &opened.pieces.concat()) {
             opened.pieces = vec![whole];

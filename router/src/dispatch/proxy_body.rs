@@ -312,9 +312,7 @@ impl ProxyBody {
 
     /// The worker broke off.
     fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
-        let Some(guard) = &self.guard else {
-            return None;
-        };
+        let Some(guard) = &self.guard else { return None };
         let candidate = &guard.candidate;
         let err = RouteError::Upstream {
             role: candidate.worker.role(),
@@ -599,9 +597,7 @@ impl Body for ProxyBody {
                 }
                 continue;
             }
-            let Some(rest) = &mut this.rest else {
-                return Poll::Ready(None);
-            };
+            let Some(rest) = &mut this.rest else { return Poll::Ready(None) };
             let cut = match rest.poll_piece(cx) {
                 Poll::Ready(Some(Ok(piece))) => {
                     this.last_piece = Instant::now();

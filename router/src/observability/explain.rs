@@ -31,9 +31,7 @@ pub enum ExplainMode {
 
 impl ExplainMode {
     pub fn of(headers: &HeaderMap) -> Result<Self, RouteError> {
-        let Some(value) = headers.get(HEADER) else {
-            return Ok(ExplainMode::Nothing);
-        };
+        let Some(value) = headers.get(HEADER) else { return Ok(ExplainMode::Nothing) };
         match value.as_bytes() {
             b"0" | b"false" => Ok(ExplainMode::Nothing),
             b"1" | b"true" => Ok(ExplainMode::Explain),

@@ -41,9 +41,7 @@ impl AdmissionController {
             let (mut last, mut owed) = (Instant::now(), 0.0);
             loop {
                 let now = turn.tick().await;
-                let Some(places) = places.upgrade() else {
-                    return;
-                };
+                let Some(places) = places.upgrade() else { return };
                 owed += f64::from(rate) * (now - last).as_secs_f64();
                 last = now;
                 let (add, forget) = fill(&mut owed, places.available_permits(), size);
@@ -75,9 +73,7 @@ impl AdmissionController {
 
     /// Refuse a request that would find the queue full, before its body is read.
     pub fn check_queue(&self) -> Result<(), RouteError> {
-        let Some(places) = &self.places else {
-            return Ok(());
-        };
+        let Some(places) = &self.places else { return Ok(()) };
         match places.available_permits() > 0 || self.queue.available_permits() > 0 {
             true => Ok(()),
             false => Err(self.queue_full()),
@@ -93,9 +89,7 @@ impl AdmissionController {
         &self,
         metrics: &RouterMetrics,
     ) -> Result<Option<OwnedSemaphorePermit>, RouteError> {
-        let Some(places) = &self.places else {
-            return Ok(None);
-        };
+        let Some(places) = &self.places else { return Ok(None) };
         if let Ok(place) = places.clone().try_acquire_owned() {
             return Ok(Some(place));
         }

@@ -118,9 +118,7 @@ pub fn oversized_body(
     limit: PromptLimit,
 ) -> Result<Option<OversizedBody>, RouteError> {
     let apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate];
-    let Some(api) = apis.into_iter().find(|api| api.path() == path) else {
-        return Ok(None);
-    };
+    let Some(api) = apis.into_iter().find(|api| api.path() == path) else { return Ok(None) };
     match BodyIndex::of(body, api) {
         Ok(scan) => Ok(OversizedBody::find(&scan, body, api, limit)),
         Err(err @ RouteError::InvalidJson { .. }) => Err(err),

@@ -228,9 +228,7 @@ impl ResumeBuffer {
     /// `{"ids":[1,2]}`; false: something else.
     fn plain_ids(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
         let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
-        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else {
-            return Ok(false);
-        };
+        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else { return Ok(false) };
         for number in list.split(|b| *b == b',') {
             let mut id: u32 = 0;
             if number.is_empty() || number.len() > 9 {

@@ -357,9 +357,7 @@ impl Streams {
         let (mut open, mut stalled) = (0, 0);
         let now_ms = now_ms();
         self.0.lock().retain(|stream| {
-            let Some(stream) = stream.upgrade() else {
-                return false;
-            };
+            let Some(stream) = stream.upgrade() else { return false };
             open += 1;
             let handed_ms = stream.handed_ms.load(Ordering::Relaxed);
             let is_stalled =

@@ -288,9 +288,7 @@ pub fn deciders(
     metrics: &RouterMetrics,
 ) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
     let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
-    let Some(path) = config.observe.decision_log.clone() else {
-        return Ok((deciders, None));
-    };
+    let Some(path) = config.observe.decision_log.clone() else { return Ok((deciders, None)) };
     let place = decision_log::LogLocation {
         path,
         max_bytes: config.observe.decision_log_max_bytes,

@@ -112,9 +112,7 @@ async fn watch(
     };
     let mut is_silent = false;
     loop {
-        let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else {
-            return;
-        };
+        let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else { return };
         if fleet.config.health.disable_health_check {
             // Whatever is registered counts as healthy; what it tells about itself is still asked
             // for, until it tells.
@@ -362,9 +360,7 @@ async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>
 
 /// Learn which models a vLLM worker serves by now.
 async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
-    let Some(names) = model_names(fleet, worker).await else {
-        return;
-    };
+    let Some(names) = model_names(fleet, worker).await else { return };
     let known = worker.description();
     if known.served_model_names != names {
         let description = WorkerDescription { served_model_names: names, ..(*known).clone() };

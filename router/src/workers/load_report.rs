@@ -91,9 +91,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
     }
     let rank = rank.and_then(|rank| u32::try_from(rank).ok());
     let rank = rank.ok_or(MalformedReport)?;
-    let Some(queued) = queued else {
-        return Ok(None);
-    };
+    let Some(queued) = queued else { return Ok(None) };
     let running = || Some(running_load(running?.saturating_add(waiting?), pages_free?, pages?));
     Ok(Some(LoadReport {
         rank,

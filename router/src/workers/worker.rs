@@ -219,9 +219,7 @@ impl Worker {
         probe_after: Option<Duration>,
     ) -> Result<T, String> {
         let asking_for_probes = async {
-            let Some(pause) = probe_after else {
-                return std::future::pending().await;
-            };
+            let Some(pause) = probe_after else { return std::future::pending().await };
             loop {
                 sleep(pause).await;
                 self.silent.notify_one();

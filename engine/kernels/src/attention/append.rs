@@ -51,9 +51,7 @@ pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &
     let size = pages.dtype.bytes();
     let bytes = pages.slot_len() * size;
     for (t, &slot) in slots.iter().enumerate() {
-        let Ok(slot) = usize::try_from(slot) else {
-            continue;
-        };
+        let Ok(slot) = usize::try_from(slot) else { continue };
         let at = pages.slot_offset(slot) * size;
         // SAFETY: the caller vouches for both ends; a token and a slot are `bytes` long and do not
         // overlap.

@@ -124,9 +124,7 @@ impl DecodeSide {
     }
 
     pub fn tick(&mut self, ctx: &mut LoopContext, room: u64) {
-        let Some(entry) = self.rooms.get(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get(&room) else { return };
         // Report why the prefill rank was not reached instead of the time that passed.
         let event = if entry.room.phase == DecodePhase::Resolving {
             let address = entry.address.as_ref();
@@ -147,9 +145,7 @@ impl DecodeSide {
     pub fn request_sizes(&mut self, ctx: &mut LoopContext, room: u64) {
         let now = ctx.now();
         let entry = self.rooms.get_mut(&room);
-        let Some(unranked) = entry.and_then(|entry| entry.unranked.as_mut()) else {
-            return;
-        };
+        let Some(unranked) = entry.and_then(|entry| entry.unranked.as_mut()) else { return };
         unranked.tried_at = now;
         let client = ctx.bootstrap_client(unranked.host.clone(), unranked.port);
         let internal = ctx.internal.clone();
@@ -168,9 +164,7 @@ impl DecodeSide {
         size: Result<u32, ConnectFailure>,
     ) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get_mut(&room) else { return };
         match (size, &mut entry.unranked) {
             (Ok(size), Some(unranked)) => {
                 let (host, port) = (unranked.host.clone(), unranked.port);
@@ -218,9 +212,7 @@ impl DecodeSide {
             Ok(established) => self.connection_up(ctx, address, established),
             Err(failure) => {
                 let failed = self.ranks.on_failure(ctx, address, failure);
-                let Some(UnreachableRooms { rooms, code, why }) = failed else {
-                    return;
-                };
+                let Some(UnreachableRooms { rooms, code, why }) = failed else { return };
                 for room in rooms {
                     let why = why.clone();
                     self.step(ctx, room, DecodeEvent::Unreachable { code, why });
@@ -271,9 +263,7 @@ impl DecodeSide {
     }
 
     fn attach_to_peer(&mut self, ctx: &mut LoopContext, room: u64, peer: ConnectionId) {
-        let Some(conn) = ctx.connections.get(&peer) else {
-            return;
-        };
+        let Some(conn) = ctx.connections.get(&peer) else { return };
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.remote = conn.remote.clone();
             ctx.attach_room(peer, RoomSide::Decode, room);
@@ -341,9 +331,7 @@ impl DecodeSide {
     // ---- pulls ----
 
     fn start_pull(&mut self, ctx: &mut LoopContext, room: u64, ticket: u64, pages: Vec<PullPage>) {
-        let Some(entry) = self.rooms.get_mut(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get_mut(&room) else { return };
         entry.first_pull.get_or_insert_with(Instant::now);
         let peer = entry.room.peer().unwrap_or_default();
         let job = PullJob::new(ctx, (room, ticket), peer, pages, entry.remote.clone());
@@ -362,9 +350,7 @@ impl DecodeSide {
 
     pub fn on_pulled(&mut self, ctx: &mut LoopContext, end: PullEnd) {
         let bytes = end.bytes;
-        let Some((room, after)) = self.pulls.on_end(ctx, end) else {
-            return;
-        };
+        let Some((room, after)) = self.pulls.on_end(ctx, end) else { return };
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.bytes += bytes;
         }
@@ -387,9 +373,7 @@ impl DecodeSide {
     /// ignored.
     pub fn step(&mut self, ctx: &mut LoopContext, room: u64, event: DecodeEvent) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else {
-            return;
-        };
+        let Some(entry) = self.rooms.get_mut(&room) else { return };
         let before = entry.room.phase.name();
         let actions = match entry.room.step(event, now) {
             Ok(actions) => actions,
@@ -427,9 +411,7 @@ impl DecodeSide {
             DecodeAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             DecodeAction::Commit(fin) => self.committed(ctx, room, fin),
             DecodeAction::Fail { code, why } => {
-                let Some(entry) = self.remove_room(ctx, room) else {
-                    return;
-                };
+                let Some(entry) = self.remove_room(ctx, room) else { return };
                 ctx.count_failure(code);
                 if let (ReasonCode::Checksum, Some(address)) = (code, &entry.address) {
                     self.ranks.record_damaged_room(ctx, address, entry.opened);
@@ -464,9 +446,7 @@ impl DecodeSide {
     }
 
     fn committed(&mut self, ctx: &mut LoopContext, room: u64, fin: FinalMessage) {
-        let Some(entry) = self.remove_room(ctx, room) else {
-            return;
-        };
+        let Some(entry) = self.remove_room(ctx, room) else { return };
         if let Some(address) = entry.address.filter(|_| entry.bytes > 0) {
             self.ranks.record_good_room(&address);
         }

@@ -217,9 +217,7 @@ fn submit_to_tcp(
 ) -> Result<(), &'static str> {
     let has_tcp = has_tcp(ctx, peer);
     let ctx = &mut **ctx;
-    let Some(conn) = ctx.connections.get_mut(&peer) else {
-        return Err("the prefill rank is gone");
-    };
+    let Some(conn) = ctx.connections.get_mut(&peer) else { return Err("the prefill rank is gone") };
     if !has_tcp {
         return Err("no other transport of the pair works, and one side has no tcp");
     }

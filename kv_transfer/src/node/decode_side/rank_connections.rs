@@ -195,9 +195,7 @@ impl RankConnections {
         // Lost meanwhile: the rooms wait for the next connection.
         let is_up =
             |rank: &&mut RankConnection| matches!(rank.state, RankState::Up(up) if up == peer);
-        let Some(rank) = rank.filter(is_up) else {
-            return BTreeSet::new();
-        };
+        let Some(rank) = rank.filter(is_up) else { return BTreeSet::new() };
         let rest = rank.waiting.iter().nth(OPENS_AT_ONCE).copied();
         let rest = rest.map(|first| rank.waiting.split_off(&first));
         let rooms = mem::replace(&mut rank.waiting, rest.unwrap_or_default());
@@ -247,9 +245,7 @@ impl RankConnections {
 
     /// The pause after a failed attempt is over, or a broken rank was not probed for some time.
     pub fn retry(&mut self, ctx: &NodeContext, address: &RankAddress) {
-        let Some(rank) = self.ranks.get_mut(address) else {
-            return;
-        };
+        let Some(rank) = self.ranks.get_mut(address) else { return };
         match rank.state {
             RankState::Connecting | RankState::Up(_) => {} // a room's probe came first
             RankState::Pausing if !rank.waiting.is_empty() => connect(rank, ctx, address),
@@ -283,9 +279,7 @@ impl RankConnections {
         address: &RankAddress,
         opened: Instant,
     ) {
-        let Some(rank) = self.ranks.get_mut(address) else {
-            return;
-        };
+        let Some(rank) = self.ranks.get_mut(address) else { return };
         if rank.damage.record_room(opened, Instant::now(), ctx.now()) {
             ctx.shared.stats.lock().quarantines += 1;
             tracing::error!(host = %address.host, port = address.port, rank = address.dp_rank, rooms = rank.damage.rooms, "{QUARANTINED}");

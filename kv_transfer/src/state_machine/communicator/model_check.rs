@@ -514,9 +514,7 @@ impl Relay {
     }
 
     fn written(&mut self, intact: bool) {
-        let Some(AtD::Writing { ticket, pages }) = self.d_jobs.pop_front() else {
-            return;
-        };
+        let Some(AtD::Writing { ticket, pages }) = self.d_jobs.pop_front() else { return };
         let verdict = if intact {
             self.verified.extend(pages.iter().map(|p| p.dst));
             Ok(())

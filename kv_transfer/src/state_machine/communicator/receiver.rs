@@ -313,9 +313,7 @@ impl SlabReceiver {
         now: u64,
         out: &mut Vec<ReceiverAction>,
     ) {
-        let Some(chunk) = self.chunks.remove(&ticket) else {
-            return;
-        };
+        let Some(chunk) = self.chunks.remove(&ticket) else { return };
         self.free.push(chunk.slab);
         self.progress(now);
         let counts = !matches!(chunk.usage, SlabUse::Dropped { .. });
@@ -337,9 +335,7 @@ impl SlabReceiver {
 
     /// End a pull: request no more of its pages and drop those in flight.
     fn finish(&mut self, pull: u64, outcome: PullOutcome, out: &mut Vec<ReceiverAction>) {
-        let Some(state) = self.pulls.get_mut(&pull) else {
-            return;
-        };
+        let Some(state) = self.pulls.get_mut(&pull) else { return };
         state.ending.get_or_insert(outcome);
         self.todo.retain(|(of, _)| *of != pull);
         for (&ticket, chunk) in self.chunks.iter_mut().filter(|(_, c)| c.pull == pull) {

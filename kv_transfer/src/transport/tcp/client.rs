@@ -334,9 +334,7 @@ impl Client {
     /// Take the checksum of a page that is complete; true after the chunk's last one.
     fn page_arrived(&mut self, before: usize, after: usize) -> bool {
         let page_bytes = self.context.pool.page_bytes();
-        let Some(chunk) = self.waiting.front_mut() else {
-            return true;
-        };
+        let Some(chunk) = self.waiting.front_mut() else { return true };
         let is_done = after == chunk.pages.len() * page_bytes;
         if self.context.pool.device().is_some() {
             return is_done;
@@ -400,9 +398,7 @@ impl Client {
     /// Verify the pages of the oldest READ. Pages on a device are scattered there now, unless their
     /// pull is over.
     fn check_oldest(&mut self) -> Result<(), PullError> {
-        let Some(chunk) = self.waiting.front_mut() else {
-            return Ok(());
-        };
+        let Some(chunk) = self.waiting.front_mut() else { return Ok(()) };
         if !self.jobs.contains_key(&chunk.job) {
             return Ok(());
         }
@@ -425,13 +421,9 @@ impl Client {
 
     /// Remove the oldest READ; its pull ends with its last READ or with an error.
     fn answered(&mut self, result: Result<(), PullError>) {
-        let Some(chunk) = self.waiting.pop_front() else {
-            return;
-        };
+        let Some(chunk) = self.waiting.pop_front() else { return };
         self.waiting_bytes -= chunk.pages.len() * self.context.pool.page_bytes();
-        let Some(job) = self.jobs.get_mut(&chunk.job) else {
-            return;
-        };
+        let Some(job) = self.jobs.get_mut(&chunk.job) else { return };
         if result.is_err() {
             self.todo.retain(|later| later.job != chunk.job);
             return self.end(chunk.job, result);

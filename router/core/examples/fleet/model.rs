@@ -110,9 +110,7 @@ impl BlockCache {
             self.by_use.insert(place, *hash);
         }
         while self.blocks.len() > capacity {
-            let Some((_, hash)) = self.by_use.pop_first() else {
-                break;
-            };
+            let Some((_, hash)) = self.by_use.pop_first() else { break };
             self.blocks.remove(&hash);
         }
     }
@@ -237,9 +235,7 @@ impl Fleet<'_> {
             .zip(&self.loads)
             .map(|(id, &load)| WorkerView { id, load, host })
             .collect();
-        let Some(choice) = self.policy.choose(&view, &ready, rng) else {
-            return;
-        };
+        let Some(choice) = self.policy.choose(&view, &ready, rng) else { return };
         self.policy.observe(&PolicyEvent::Routed {
             ticket: SendTicket(request as u64),
             worker: choice.worker,
@@ -263,9 +259,7 @@ impl Fleet<'_> {
     /// An idle worker takes its next prompt, if there is one.
     fn start(&mut self, worker: usize, now_ms: f64) {
         let shared = self.shared(worker);
-        let Some(mut job) = self.take(shared, now_ms) else {
-            return;
-        };
+        let Some(mut job) = self.take(shared, now_ms) else { return };
         let left_ms = match job.left_ms {
             Some(left_ms) => left_ms,
             None => {
@@ -312,9 +306,7 @@ impl Fleet<'_> {
     }
 
     fn ran(&mut self, worker: usize, now_ms: f64) {
-        let Some(job) = self.running[worker].take() else {
-            return;
-        };
+        let Some(job) = self.running[worker].take() else { return };
         if job.left_ms.is_some_and(|left_ms| left_ms > 1e-9) {
             let shared = self.shared(worker);
             self.queues[shared].push_front(job);

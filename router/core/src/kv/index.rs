@@ -438,9 +438,7 @@ impl KvIndex {
 
     fn drop_block(&mut self, set: u32, hash: u64) {
         let shard = &mut self.shards[shard_of(hash)];
-        let Some(holders) = shard.get_mut(&hash).filter(|holders| holders.has(set)) else {
-            return;
-        };
+        let Some(holders) = shard.get_mut(&hash).filter(|holders| holders.has(set)) else { return };
         let bytes = holders.heap_bytes();
         if holders.remove(set) {
             self.heap_bytes -= bytes;

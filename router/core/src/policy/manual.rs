@@ -156,9 +156,7 @@ impl State {
             return;
         }
         while self.keys.len() >= max_keys.max(1) && !self.keys.contains_key(&key) {
-            let Some((_, oldest)) = self.idle.pop_first() else {
-                break;
-            };
+            let Some((_, oldest)) = self.idle.pop_first() else { break };
             self.forget(oldest);
         }
         self.turn += 1;
@@ -180,9 +178,7 @@ impl State {
     }
 
     fn forget(&mut self, key: u128) {
-        let Some(entry) = self.keys.remove(&key) else {
-            return;
-        };
+        let Some(entry) = self.keys.remove(&key) else { return };
         self.idle.remove(&entry.turn);
         self.evicted_total += 1;
         for worker in entry.workers {

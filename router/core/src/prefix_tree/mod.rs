@@ -177,14 +177,10 @@ where
     /// forget. From the first call on its inserts are ignored. Called in a loop so that the lock is
     /// free in between.
     pub fn retire(&mut self, worker: WorkerId, max_nodes: usize) -> bool {
-        let Some(tenant) = self.tenants.get_mut(&worker) else {
-            return false;
-        };
+        let Some(tenant) = self.tenants.get_mut(&worker) else { return false };
         tenant.is_leaving = true;
         for _ in 0..max_nodes {
-            let Some((_, leaf)) = self.oldest_leaf(worker) else {
-                break;
-            };
+            let Some((_, leaf)) = self.oldest_leaf(worker) else { break };
             self.release(leaf, worker);
         }
         if self.oldest_leaf(worker).is_some() {
@@ -267,9 +263,7 @@ where
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
         let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
-            let Some(child) = self.node(id).child_for(rest) else {
-                return false;
-            };
+            let Some(child) = self.node(id).child_for(rest) else { return false };
             let label = &self.node(child).label;
             if label.common(rest) < label.len() {
                 return false;
@@ -424,9 +418,7 @@ where
             if excess == 0 {
                 break;
             }
-            let Some((key, leaf)) = self.oldest_leaf(worker) else {
-                break;
-            };
+            let Some((key, leaf)) = self.oldest_leaf(worker) else { break };
             if self.holder_mut(leaf, worker).stamp() != key {
                 self.queue(leaf, worker); // touched since it was queued
                 continue;
@@ -535,9 +527,7 @@ where
     /// queued as a leaf; `id` cannot be, as its holders all go on to the child.
     fn join_with_only_child(&mut self, id: NodeId) {
         let node = self.node(id);
-        let Some((_, &child)) = node.children.first_key_value() else {
-            return;
-        };
+        let Some((_, &child)) = node.children.first_key_value() else { return };
         let is_same = |(a, b): (&Holder, &Holder)| a.worker == b.worker && a.stamp() == b.stamp();
         let below = &self.node(child).holders;
         if id == ROOT

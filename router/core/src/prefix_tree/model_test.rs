@@ -98,9 +98,7 @@ struct Model {
 impl Model {
     fn send(&mut self, worker: u64, text: &str) {
         self.stamp += 1;
-        let Some(held) = self.held.get_mut(&worker) else {
-            return;
-        };
+        let Some(held) = self.held.get_mut(&worker) else { return };
         for prefix in prefixes(text) {
             held.retain(|(other, _)| other != prefix);
             held.push((prefix.to_owned(), self.stamp));

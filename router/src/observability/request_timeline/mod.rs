@@ -475,9 +475,7 @@ impl RequestHistory {
         shelf.ended.push_back((timeline.clone(), bytes));
         shelf.bytes += bytes;
         while shelf.ended.len() > self.kept || shelf.bytes > MAX_BYTES {
-            let Some((_, bytes)) = shelf.ended.pop_front() else {
-                break;
-            };
+            let Some((_, bytes)) = shelf.ended.pop_front() else { break };
             shelf.bytes -= bytes;
         }
     }

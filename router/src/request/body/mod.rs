@@ -451,9 +451,7 @@ impl<'a> Visitor<'a> for &mut TopLevelFields<'a> {
 
 /// `n` of an OpenAI request; null is 1. Anything odd is left to the engine's validation.
 fn n_of(value: &RawValue) -> Result<usize, RouteError> {
-    let Ok(n) = serde_json::from_str::<Option<u64>>(value.get()) else {
-        return Ok(1);
-    };
+    let Ok(n) = serde_json::from_str::<Option<u64>>(value.get()) else { return Ok(1) };
     Ok(usize::try_from(n.unwrap_or(1)).unwrap_or(usize::MAX).max(1))
 }
 

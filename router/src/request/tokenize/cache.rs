@@ -71,9 +71,7 @@ impl TextCache {
     }
 
     fn forget_oldest(&mut self) {
-        let Some((_, key)) = self.order.pop_first() else {
-            return;
-        };
+        let Some((_, key)) = self.order.pop_first() else { return };
         if let Some(entry) = self.entries.remove(&key) {
             self.bytes -= cost(&key, &entry.ids);
         }

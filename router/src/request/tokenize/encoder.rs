@@ -108,9 +108,7 @@ impl PromptEncoder {
 
     /// Cost: about 1 µs for four characters that no cache knows.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let Some(both) = &self.whole else {
-            return self.encode_pieces(text, add_special_tokens);
-        };
+        let Some(both) = &self.whole else { return self.encode_pieces(text, add_special_tokens) };
         let cache = &both[usize::from(add_special_tokens)];
         let known = cache.lock().get(text);
         self.count("l0", known.is_some());

@@ -104,9 +104,7 @@ impl PromptTokenizer {
         config: &TokenizerFlags,
         metrics: Arc<RouterMetrics>,
     ) -> Result<Option<Self>, String> {
-        let Some(files) = TokenizerFiles::read(config)? else {
-            return Ok(None);
-        };
+        let Some(files) = TokenizerFiles::read(config)? else { return Ok(None) };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
         let encoder =

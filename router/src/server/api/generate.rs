@@ -179,18 +179,12 @@ async fn take_in(
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.
 fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
-    let Some(max_ms) = app.config.limits.max_ttft_ms else {
-        return Ok(());
-    };
+    let Some(max_ms) = app.config.limits.max_ttft_ms else { return Ok(()) };
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.fleet.serving_roles()[0];
-    let Some(ahead) = app.fleet.registry.least_ttft(role, &request.wanted()) else {
-        return Ok(());
-    };
-    let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
-        return Ok(());
-    };
+    let Some(ahead) = app.fleet.registry.least_ttft(role, &request.wanted()) else { return Ok(()) };
+    let Some(excess_ms) = ahead.excess_ms(limit_ms) else { return Ok(()) };
     app.metrics.shed.with_label_values(&[role.into_str()]).inc();
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
 }
@@ -223,9 +217,7 @@ async fn refuse_oversized(
         return Ok(());
     }
     let limit = (app.fleet.registry).prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
-    let Some(limit) = limit else {
-        return Ok(());
-    };
+    let Some(limit) = limit else { return Ok(()) };
     let (its, bytes) = (scan.clone(), body.clone());
     let measuring = move || OversizedBody::find(&its, &bytes, api, limit);
     let part = app.body_threads.run(body.len(), measuring).await?;

@@ -202,9 +202,7 @@ pub async fn models(
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let mut merged: Vec<Value> = Vec::new();
     for asked in answers.iter().filter(|answer| answer.is_success()) {
-        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
-            continue;
-        };
+        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else { continue };
         for model in list["data"].as_array_mut().into_iter().flatten() {
             if merged.iter().all(|known| known["id"] != model["id"]) {
                 merged.push(model.take());

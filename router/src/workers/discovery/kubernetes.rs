@@ -241,9 +241,7 @@ fn is_ready(pod: &Pod) -> bool {
 }
 
 fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
-    let Some(url) = address(pod, wanted) else {
-        return Seen::Nothing;
-    };
+    let Some(url) = address(pod, wanted) else { return Seen::Nothing };
     if pod.metadata.deletion_timestamp.is_some() {
         return Seen::Ending(url);
     }

@@ -151,9 +151,7 @@ impl DiscoveryFeed {
 
     /// The source was read: bring the registry in line.
     fn apply(&mut self, found: DiscoveredWorkers) {
-        let Some(fleet) = self.fleet.upgrade() else {
-            return;
-        };
+        let Some(fleet) = self.fleet.upgrade() else { return };
         if found.named > 0 {
             fleet.discovered.lock().insert(self.source);
         }

@@ -125,9 +125,7 @@ fn numbered(frames: &[Bytes]) -> Result<(u64, Bytes), SubscriptionEnd> {
             "frames of {lengths:?} bytes, where a topic, 8 bytes and a payload are expected"
         ))
     };
-    let [_, number, payload] = frames else {
-        return Err(bad());
-    };
+    let [_, number, payload] = frames else { return Err(bad()) };
     let number: [u8; 8] = number[..].try_into().map_err(|_| bad())?;
     Ok((u64::from_be_bytes(number), payload.clone()))
 }

@@ -166,9 +166,7 @@ async fn sglang_openai(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
-    let Ok(body) = serde_json::from_slice::<Value>(&body) else {
-        return sglang_error("not JSON");
-    };
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return sglang_error("not JSON") };
     if let Err(refusal) = sglang_takes(&worker, &uri, headers, &body).await {
         return refusal;
     }
@@ -217,9 +215,7 @@ async fn sglang_generate(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
-    let Ok(body) = serde_json::from_slice::<Value>(&body) else {
-        return sglang_error("not JSON");
-    };
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return sglang_error("not JSON") };
     if let Err(refusal) = sglang_takes(&worker, &uri, headers, &body).await {
         return refusal;
     }

@@ -305,9 +305,7 @@ impl RankEstimate {
         self.unbook(ticket);
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
-        let Some(pending) = self.remove(ticket) else {
-            return false;
-        };
+        let Some(pending) = self.remove(ticket) else { return false };
         if is_head {
             self.since_ms = now_ms;
         }

@@ -261,9 +261,7 @@ impl CostState {
         }
         let kv_tokens = size.tokens + self.answer_tokens;
         let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
+        let Some(rank) = self.ranks.get_mut(&worker) else { return };
         let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
         if policy.role != Role::Prefill {
@@ -331,9 +329,7 @@ impl CostState {
             sent.is_first_token_seen = true;
             self.holdings.prefilled(worker, sent.note, now_ms);
         }
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
+        let Some(rank) = self.ranks.get_mut(&worker) else { return };
         let learned = rank.first_token(ticket, now_ms);
         self.learn(worker, learned, now_ms);
     }
@@ -353,9 +349,7 @@ impl CostState {
         worker: WorkerId,
         usage: TokenUsage,
     ) {
-        let Some(sent) = self.tickets.get_mut(&ticket) else {
-            return;
-        };
+        let Some(sent) = self.tickets.get_mut(&ticket) else { return };
         if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
             let tokens = f64::from(usage.prompt_tokens);
             let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
@@ -392,9 +386,7 @@ impl CostState {
         hashes: &[u64],
         now_ms: f64,
     ) {
-        let Some(sent) = self.tickets.remove(&ticket) else {
-            return;
-        };
+        let Some(sent) = self.tickets.remove(&ticket) else { return };
         if let Some(rank) = self.ranks.get_mut(&worker) {
             rank.ended(ticket, now_ms);
             if sent.tells {
@@ -431,9 +423,7 @@ impl CostState {
         now_ms: f64,
     ) {
         let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
+        let Some(rank) = self.ranks.get_mut(&worker) else { return };
         match policy.role {
             Role::Prefill => report.running = None,
             Role::Decode if report.running.is_none() => return,
