@@ -15,15 +15,15 @@ use super::context::{CommKey, LoopMessage, NodeContext, NodeTimer, mapped_by};
 use crate::pool::SumKind;
 use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
 use crate::reason_code::ReasonCode;
-use crate::state_machine::ConnectionId;
 use crate::state_machine::communicator::{
-    CommAction, CommEnd, CommEvent, CommLife, CommPhase, PullOutcome, ReceiverAction,
-    ReceiverEvent, SenderAction, SenderEvent, SlabLimits, SlabReceiver, SlabSender, Ticket,
+    CommAction, CommEnd, CommEvent, CommLife, CommPhase, ReceiverAction, ReceiverEvent,
+    SenderAction, SenderEvent, SlabLimits, SlabReceiver, SlabSender, Ticket,
 };
+use crate::state_machine::{ConnectionId, PullError};
 use crate::transport::communicator::{
     CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts, WriteClaim,
 };
-use crate::transport::{Pull, PullEnd, PullError};
+use crate::transport::{Pull, PullEnd};
 
 /// Communicators whose abort hangs; each keeps two threads and its slabs. At this number the
 /// transport is disabled.
@@ -478,20 +478,14 @@ impl LoopContext {
                     let claim = self.comm_mut(key).and_then(|comm| comm.claims.remove(&ticket));
                     revoked.extend(claim.filter(|claim| claim.revoke()).map(|_| ticket));
                 }
-                ReceiverAction::End { pull, pages, outcome } => ends.push((pull, pages, outcome)),
+                ReceiverAction::End { pull, pages, result } => ends.push((pull, pages, result)),
                 ReceiverAction::Comm(action) => self.act_either(key, action),
             }
         }
         for ticket in revoked {
             self.step_receiver(key, ReceiverEvent::Revoked { ticket });
         }
-        for (id, pages, outcome) in ends {
-            let result = match outcome {
-                PullOutcome::Done => Ok(()),
-                PullOutcome::Failed(code, why) => Err(PullError::Failed(code, why)),
-                PullOutcome::Cancelled => Err(PullError::Cancelled),
-                PullOutcome::Broken(why) => Err(PullError::Broken(why)),
-            };
+        for (id, pages, result) in ends {
             let bytes = (pages * self.pool.page_bytes()) as u64;
             self.end_pull(PullEnd { id, bytes, result });
         }

@@ -106,23 +106,31 @@ pub(super) type CommKey = (ConnectionId, u64);
 /// Messages to the control loop. The channel is unbounded; senders are bounded (one message per
 /// task or job).
 pub(super) enum LoopMessage {
+    /// A peer has connected and said HELLO.
     Accepted(TcpStream, Box<OpenedConnection>),
+    /// A peer's HELLO was refused.
     HelloRefused(ReasonCode),
     /// A connection without a finished HELLO was closed to make space for another one.
     HelloEvicted,
+    /// An attempt to reach a prefill rank has ended.
     Connected(RankAddress, Box<Result<EstablishedConnection, ConnectFailure>>),
     /// More rooms wait for this rank, which is connected as this peer.
     OpenWaiting(RankAddress, ConnectionId),
-    Sizes {
-        room: u64,
-        size: Result<u32, ConnectFailure>,
-    },
+    /// Answer of the bootstrap server to a room without a rank.
+    Sizes { room: u64, size: Result<u32, ConnectFailure> },
+    /// Report of a copy thread.
     Copied(CopyReport),
+    /// A pull by tcp has ended.
     Pulled(PullEnd),
+    /// Report of a communicator's thread.
     Comm(CommKey, CommReport),
+    /// P: this rank is registered and will be removed at the end.
     Registered(Box<(BootstrapClient, RankRegistration)>),
+    /// The data thread has ended, and with it all tcp pulls.
     DataThreadDead(String),
+    /// No more peers are accepted.
     ListenerDead(String),
+    /// A peer on this host could not be accepted.
     AcceptFailed,
 }
 

@@ -137,20 +137,16 @@ pub enum Msg {
         #[serde(with = "serde_bytes")]
         nonce: Vec<u8>,
     },
+    /// Identity of a node, under the other side's nonce; begins a connection on both sides.
     Hello(Hello),
+    /// D asks P for the pages of a room.
     Open(OpenMessage),
-    OpenOk {
-        room: u64,
-        attempt: u32,
-        p_inc: String,
-    },
+    /// P has the room and will announce its pages.
+    OpenOk { room: u64, attempt: u32, p_inc: String },
+    /// P does not know the room yet and keeps the OPEN for `ttl_ms`.
     #[serde(rename = "PARKED")]
     #[strum(serialize = "PARKED")]
-    OpenPending {
-        room: u64,
-        attempt: u32,
-        ttl_ms: u64,
-    },
+    OpenPending { room: u64, attempt: u32, ttl_ms: u64 },
     /// Room 0 with `connection: true` refuses the whole connection.
     Reject {
         room: u64,
@@ -160,6 +156,7 @@ pub enum Msg {
         retry_after_ms: u64,
         connection: bool,
     },
+    /// P announces pages from `first_page` on: ids, generations and checksums.
     Progress {
         room: u64,
         attempt: u32,
@@ -168,6 +165,7 @@ pub enum Msg {
         gens: Vec<u64>,
         sums: Vec<u64>,
     },
+    /// P has computed the prompt; `payload` is the engine's.
     Final {
         room: u64,
         attempt: u32,
@@ -179,21 +177,11 @@ pub enum Msg {
         payload: Vec<u8>,
     },
     /// All pages are copied and verified; P may end the lease.
-    Done {
-        room: u64,
-        attempt: u32,
-        bytes: u64,
-        root: u64,
-    },
-    Abort {
-        room: u64,
-        attempt: u32,
-        code: ReasonCode,
-    },
-    AbortAck {
-        room: u64,
-        attempt: u32,
-    },
+    Done { room: u64, attempt: u32, bytes: u64, root: u64 },
+    /// Either side gives the room up.
+    Abort { room: u64, attempt: u32, code: ReasonCode },
+    /// Answer to ABORT.
+    AbortAck { room: u64, attempt: u32 },
     /// `rooms`: live rooms shared with this peer; D's list renews P's leases.
     Heartbeat {
         inc: String,
@@ -207,22 +195,12 @@ pub enum Msg {
         #[serde(default)]
         busy: bool,
     },
-    Read {
-        ticket: u64,
-        ids: Vec<u32>,
-        gens: Vec<u64>,
-    },
+    /// D requests these pages on a data stream.
+    Read { ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
     /// `pages` pages of raw bytes follow this frame.
-    Data {
-        ticket: u64,
-        pages: u32,
-        page_bytes: u64,
-    },
+    Data { ticket: u64, pages: u32, page_bytes: u64 },
     /// Follows the raw bytes; `stale` is a page whose generation changed while it was sent.
-    DataEnd {
-        ticket: u64,
-        stale: Option<u32>,
-    },
+    DataEnd { ticket: u64, stale: Option<u32> },
     /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to
     /// this decode rank.
     Stale {
@@ -233,12 +211,7 @@ pub enum Msg {
     },
     /// D requests a communicator with P; `comm` is its number on this connection, in all messages
     /// about it.
-    CommOpen {
-        comm: u64,
-        transport: String,
-        slabs: u32,
-        pages_per_slab: u32,
-    },
+    CommOpen { comm: u64, transport: String, slabs: u32, pages_per_slab: u32 },
     /// Unique id made by P; both sides join now.
     CommId {
         comm: u64,
@@ -246,24 +219,11 @@ pub enum Msg {
         id: Vec<u8>,
     },
     /// Either side ends the communicator. No code: it was closed to free its place.
-    CommEnd {
-        comm: u64,
-        code: Option<ReasonCode>,
-        why: String,
-    },
+    CommEnd { comm: u64, code: Option<ReasonCode>, why: String },
     /// D has a free slab for these pages and will receive them.
-    SlabRead {
-        comm: u64,
-        ticket: u64,
-        ids: Vec<u32>,
-        gens: Vec<u64>,
-    },
+    SlabRead { comm: u64, ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
     /// The pages are in P's slab; they are its `seq`-th send.
-    SlabSend {
-        comm: u64,
-        ticket: u64,
-        seq: u64,
-    },
+    SlabSend { comm: u64, ticket: u64, seq: u64 },
     /// Sent instead of SLAB_SEND; `code` as in STALE.
     SlabStale {
         comm: u64,

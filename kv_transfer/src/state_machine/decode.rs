@@ -113,76 +113,39 @@ pub struct PullPage {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DecodeEvent {
-    Connected {
-        peer: ConnectionId,
-    },
+    /// A connection to the prefill rank is up.
+    Connected { peer: ConnectionId },
     /// The prefill rank cannot be found or refuses us before OPEN.
-    Unreachable {
-        code: ReasonCode,
-        why: String,
-    },
-    Accepted {
-        peer: ConnectionId,
-        attempt: u32,
-    },
-    OpenPending {
-        peer: ConnectionId,
-        attempt: u32,
-    },
-    Rejected {
-        peer: ConnectionId,
-        attempt: u32,
-        code: ReasonCode,
-        why: String,
-    },
-    Progress {
-        peer: ConnectionId,
-        attempt: u32,
-        first_page: u32,
-        pages: Vec<PageDigest>,
-    },
-    Final {
-        peer: ConnectionId,
-        attempt: u32,
-        fin: FinalMessage,
-    },
-    PeerAbort {
-        peer: ConnectionId,
-        attempt: u32,
-        code: ReasonCode,
-    },
+    Unreachable { code: ReasonCode, why: String },
+    /// OPEN_OK came.
+    Accepted { peer: ConnectionId, attempt: u32 },
+    /// P keeps our OPEN until its request arrives.
+    OpenPending { peer: ConnectionId, attempt: u32 },
+    /// REJECT came.
+    Rejected { peer: ConnectionId, attempt: u32, code: ReasonCode, why: String },
+    /// P announced pages from prompt page `first_page` on.
+    Progress { peer: ConnectionId, attempt: u32, first_page: u32, pages: Vec<PageDigest> },
+    /// P's engine has finished the prompt.
+    Final { peer: ConnectionId, attempt: u32, fin: FinalMessage },
+    /// P gave the room up.
+    PeerAbort { peer: ConnectionId, attempt: u32, code: ReasonCode },
     /// `readable`: the peer's pool can still be read without it (shm).
-    PeerGone {
-        peer: ConnectionId,
-        code: ReasonCode,
-        readable: bool,
-    },
+    PeerGone { peer: ConnectionId, code: ReasonCode, readable: bool },
     /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
-    PeerStalled {
-        peer: ConnectionId,
-        why: String,
-    },
+    PeerStalled { peer: ConnectionId, why: String },
     /// Own engine: the prompt's pages before start_page are here; `pages` are for the later ones.
-    Grant {
-        start_page: u32,
-        pages: Vec<u32>,
-    },
+    Grant { start_page: u32, pages: Vec<u32> },
     /// Own engine: take the granted pages back, unless they are being filled.
     Revoke,
     /// Own engine; the code is sent to the peer.
     Abort(ReasonCode),
-    Pulled {
-        ticket: u64,
-    },
-    PullFailed {
-        ticket: u64,
-        code: ReasonCode,
-        why: String,
-    },
+    /// The pages of this pull are copied and verified.
+    Pulled { ticket: u64 },
+    /// The pull has ended without its pages.
+    PullFailed { ticket: u64, code: ReasonCode, why: String },
     /// The pull was cancelled and writes no more pages.
-    PullStopped {
-        ticket: u64,
-    },
+    PullStopped { ticket: u64 },
+    /// The time of `next_due` has come.
     Tick,
 }
 
@@ -228,34 +191,27 @@ impl DecodeEvent {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DecodeAction {
-    Open {
-        peer: ConnectionId,
-    },
-    Pull {
-        ticket: u64,
-        pages: Vec<PullPage>,
-    },
+    /// Send OPEN.
+    Open { peer: ConnectionId },
+    /// Copy these pages; one event with this ticket answers.
+    Pull { ticket: u64, pages: Vec<PullPage> },
+    /// Stop all pulls of the room.
     CancelPulls,
     /// Report to the engine that P holds pages for this room.
     Announced,
     /// The granted pages are the engine's again.
     Revoked,
-    Done {
-        peer: ConnectionId,
-        root: u64,
-    },
-    SendAbort {
-        peer: ConnectionId,
-        code: ReasonCode,
-    },
-    AckAbort {
-        peer: ConnectionId,
-    },
+    /// Send DONE: P may release its pages.
+    Done { peer: ConnectionId, root: u64 },
+    /// Send ABORT.
+    SendAbort { peer: ConnectionId, code: ReasonCode },
+    /// Answer P's ABORT.
+    AckAbort { peer: ConnectionId },
+    /// Report to the engine that the prompt is here; the room is over.
     Commit(FinalMessage),
-    Fail {
-        code: ReasonCode,
-        why: String,
-    },
+    /// Report the failure to the engine; the room is over.
+    Fail { code: ReasonCode, why: String },
+    /// Report to the engine that its abort is done; the room is over.
     Aborted,
 }
 

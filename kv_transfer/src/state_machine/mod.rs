@@ -21,8 +21,21 @@ mod model_check;
 #[cfg(test)]
 mod properties;
 
+use crate::reason_code::ReasonCode;
+
 /// Number of a control connection. A reconnect gets another number.
 pub type ConnectionId = u64;
+
+/// Why a pull ended without its pages.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum PullError {
+    /// The pull fails, and its room with this code.
+    Failed(ReasonCode, String),
+    /// The transport does not work; another one may.
+    Broken(String),
+    /// Stopped on request.
+    Cancelled,
+}
 
 /// Event that the room's state does not allow: a bug of the I/O layer or the engine, never caused
 /// by the peer.

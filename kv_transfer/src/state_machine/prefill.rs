@@ -92,39 +92,24 @@ pub struct PrefillRoom {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum PrefillEvent {
     /// Own engine: prompt pages [first, first + n) are final, as (page, generation).
-    Publish {
-        first: u32,
-        pages: Vec<(u32, u64)>,
-    },
+    Publish { first: u32, pages: Vec<(u32, u64)> },
     /// Own copy thread: checksums of pages published before, as (index in the prompt, page).
     Hashed(Vec<(u32, PageDigest)>),
     /// Own engine: the forward passes are over.
     Finish(PrefillOutput),
     /// Own engine.
     Abort(ReasonCode),
-    Open {
-        peer: ConnectionId,
-        attempt: u32,
-        prompt_hash: Vec<u8>,
-        start_page: u32,
-    },
-    Done {
-        peer: ConnectionId,
-        attempt: u32,
-    },
-    PeerAbort {
-        peer: ConnectionId,
-        attempt: u32,
-        code: ReasonCode,
-    },
-    PeerGone {
-        peer: ConnectionId,
-        code: ReasonCode,
-    },
+    /// A decode rank asks for the room.
+    Open { peer: ConnectionId, attempt: u32, prompt_hash: Vec<u8>, start_page: u32 },
+    /// The reader has all pages.
+    Done { peer: ConnectionId, attempt: u32 },
+    /// The reader gave the room up.
+    PeerAbort { peer: ConnectionId, attempt: u32, code: ReasonCode },
+    /// The reader's connection is lost.
+    PeerGone { peer: ConnectionId, code: ReasonCode },
     /// Heartbeat of the peer that lists this room.
-    Renew {
-        peer: ConnectionId,
-    },
+    Renew { peer: ConnectionId },
+    /// The time of `next_due` has come.
     Tick,
 }
 
@@ -149,35 +134,20 @@ impl PrefillEvent {
 pub enum PrefillAction {
     /// Compute checksums of (index in the prompt, page, generation).
     Hash(Vec<(u32, u32, u64)>),
-    Accept {
-        peer: ConnectionId,
-    },
-    Reject {
-        peer: ConnectionId,
-        code: ReasonCode,
-        why: String,
-    },
-    Progress {
-        peer: ConnectionId,
-        first_page: u32,
-        pages: Vec<PageDigest>,
-    },
-    Final {
-        peer: ConnectionId,
-        finish: PrefillOutput,
-        root: u64,
-    },
-    SendAbort {
-        peer: ConnectionId,
-        code: ReasonCode,
-    },
-    AckAbort {
-        peer: ConnectionId,
-    },
+    /// Send OPEN_OK.
+    Accept { peer: ConnectionId },
+    /// Send REJECT.
+    Reject { peer: ConnectionId, code: ReasonCode, why: String },
+    /// Announce these pages.
+    Progress { peer: ConnectionId, first_page: u32, pages: Vec<PageDigest> },
+    /// Send FINAL; `root` covers the checksums of all pages that the reader gets.
+    Final { peer: ConnectionId, finish: PrefillOutput, root: u64 },
+    /// Send ABORT.
+    SendAbort { peer: ConnectionId, code: ReasonCode },
+    /// Answer the reader's ABORT.
+    AckAbort { peer: ConnectionId },
     /// The reader has left; the room waits for another.
-    ReaderLeft {
-        peer: ConnectionId,
-    },
+    ReaderLeft { peer: ConnectionId },
     /// The room is over: the engine may unlock its pages. `None` means DONE.
     Released(Option<ReasonCode>),
 }

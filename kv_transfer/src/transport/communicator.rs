@@ -16,14 +16,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::checksum_copy;
 use super::copy_threads::{
     check_sum, check_sums_on, corrupt_for_test, panic_text, scatter_to_device,
 };
 use super::fault_injection::Faults;
-use super::{PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, DeviceSlabs};
 use crate::pool::{KvPool, SumKind};
 use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::communicator::{
     CommEvent, ReceiverEvent, SenderEvent, SlabReceive, SlabSend,
 };

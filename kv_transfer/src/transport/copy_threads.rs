@@ -13,40 +13,33 @@ use std::thread::JoinHandle;
 use parking_lot::{Condvar, Mutex};
 
 use super::fault_injection::Faults;
-use super::{Pull, PullEnd, PullError, checksum_copy};
+use super::{Pull, PullEnd, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, PeerPages};
 use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::PageDigest;
 use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 
 pub enum CopyJob {
     /// Pages of a room, as (index in the prompt, page, generation).
-    Hash {
-        room: u64,
-        pages: Vec<(u32, u32, u64)>,
-    },
-    Pull {
-        pull: Pull,
-        from: Arc<RemotePool>,
-    },
+    Hash { room: u64, pages: Vec<(u32, u32, u64)> },
+    /// Copy pages from a peer's memory and verify them.
+    Pull { pull: Pull, from: Arc<RemotePool> },
     /// The peer is disconnected: release its pages on the device, after the running copies.
     Close(Arc<RemotePool>),
 }
 
 pub enum CopyReport {
-    Hashed {
-        room: u64,
-        sums: Vec<(u32, PageDigest)>,
-    },
+    /// Checksums of a room's pages, by index in the prompt.
+    Hashed { room: u64, sums: Vec<(u32, PageDigest)> },
+    /// A pull has ended.
     Pulled(PullEnd),
+    /// A peer's pages on the device are released.
     Closed,
     /// A job panicked, or the device failed; the thread continues, but the node is unhealthy. A
     /// room whose checksums are lost must end.
-    Broken {
-        what: String,
-        room: Option<u64>,
-    },
+    Broken { what: String, room: Option<u64> },
 }
 
 /// Bytes of one copy between devices; in between a pull can be stopped. Each copy takes the GIL and

@@ -17,7 +17,7 @@ pub mod tcp;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 
 /// Batch of pages to fetch.
@@ -29,16 +29,6 @@ pub struct Pull {
     /// Set by the node to stop a pull of a copy thread at the next page. (tcp pulls are stopped by
     /// a command.)
     pub cancel: Arc<AtomicBool>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PullError {
-    /// The pull fails, and its room with this code.
-    Failed(ReasonCode, String),
-    /// The transport does not work; another one may.
-    Broken(String),
-    /// Stopped on request.
-    Cancelled,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -11,10 +11,10 @@ use crate::node::config::Transport;
 use crate::node::context::mapped_by;
 use crate::pool::RemotePool;
 use crate::reason_code::ReasonCode;
-use crate::state_machine::ConnectionId;
 use crate::state_machine::decode::{DecodeEvent, PullPage};
+use crate::state_machine::{ConnectionId, PullError};
 use crate::transport::copy_threads::CopyJob;
-use crate::transport::{Pull, PullEnd, PullError};
+use crate::transport::{Pull, PullEnd};
 
 /// Pull submitted to a transport.
 pub struct PullJob {

@@ -46,13 +46,14 @@ pub fn is_final(code: ReasonCode) -> bool {
 }
 
 enum RankState {
+    /// An attempt is under way.
     Connecting,
+    /// The last attempt failed; the next follows after a pause.
     Pausing,
+    /// Connected.
     Up(ConnectionId),
     /// Unreachable: rooms fail at once until then; the next one after it probes the rank.
-    Broken {
-        until: u64,
-    },
+    Broken { until: u64 },
 }
 
 /// Attempts in a row without an answer.

@@ -24,6 +24,7 @@ pub struct PullStats {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum NodeEvent {
+    /// D: the prompt's pages are here.
     Committed {
         room: u64,
         payload: Vec<u8>,
@@ -31,28 +32,17 @@ pub enum NodeEvent {
         last_page_tokens: u32,
         stats: PullStats,
     },
-    Failed {
-        room: u64,
-        code: ReasonCode,
-        message: String,
-    },
-    Aborted {
-        room: u64,
-    },
+    /// D: the room failed; `message` is for the client.
+    Failed { room: u64, code: ReasonCode, message: String },
+    /// D: the engine's abort is done.
+    Aborted { room: u64 },
     /// D: P holds pages for a room without a grant, or a revocation came too late; the room
     /// continues.
-    Announced {
-        room: u64,
-    },
+    Announced { room: u64 },
     /// D: the granted pages are free again; the room continues.
-    Revoked {
-        room: u64,
-    },
+    Revoked { room: u64 },
     /// `None` = DONE.
-    Released {
-        room: u64,
-        code: Option<ReasonCode>,
-    },
+    Released { room: u64, code: Option<ReasonCode> },
 }
 
 impl NodeEvent {

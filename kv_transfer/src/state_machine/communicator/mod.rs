@@ -29,7 +29,7 @@ mod sender;
 #[cfg(test)]
 mod model_check;
 
-pub use receiver::{PullOutcome, ReceiverAction, ReceiverEvent, SlabReceiver};
+pub use receiver::{ReceiverAction, ReceiverEvent, SlabReceiver};
 pub use sender::{SenderAction, SenderEvent, SlabSender};
 
 use super::decode::PullPage;

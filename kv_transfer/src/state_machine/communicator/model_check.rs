@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::*;
 use crate::protocol::PageDigest;
 use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -190,8 +191,8 @@ impl Relay {
                 }
                 ReceiverAction::Revoke { ticket } if self.revoke(ticket) => revoked.push(ticket),
                 ReceiverAction::Revoke { .. } => {}
-                ReceiverAction::End { pull, pages, outcome } => {
-                    self.pull_ended(pull, pages, &outcome)
+                ReceiverAction::End { pull, pages, result } => {
+                    self.pull_ended(pull, pages, &result)
                 }
                 ReceiverAction::Comm(CommAction::SendEnd(_)) => {
                     self.to_p.push_back(WireMessage::CommEnd)
@@ -231,16 +232,16 @@ impl Relay {
         panic!("ticket {ticket} is not on the thread");
     }
 
-    fn pull_ended(&mut self, pull: u64, pages: usize, outcome: &PullOutcome) {
-        let name = match outcome {
-            PullOutcome::Done => "done",
-            PullOutcome::Failed(ReasonCode::StalePage, _) => "stale",
-            PullOutcome::Failed(..) => "checksum",
-            PullOutcome::Cancelled => "cancelled",
-            PullOutcome::Broken(_) => "broken",
+    fn pull_ended(&mut self, pull: u64, pages: usize, result: &Result<(), PullError>) {
+        let name = match result {
+            Ok(()) => "done",
+            Err(PullError::Failed(ReasonCode::StalePage, _)) => "stale",
+            Err(PullError::Failed(..)) => "checksum",
+            Err(PullError::Cancelled) => "cancelled",
+            Err(PullError::Broken(_)) => "broken",
         };
         assert_eq!(self.ended.insert(pull, name), None, "pull {pull} ended twice");
-        if *outcome == PullOutcome::Done {
+        if result.is_ok() {
             let wanted = &self.wanted[&pull];
             assert_eq!(pages, wanted.len());
             assert!(

@@ -4,35 +4,19 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, SlabReceive, Ticket};
 use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
-
-/// How a pull ended.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum PullOutcome {
-    Done,
-    Failed(ReasonCode, String),
-    Cancelled,
-    /// The communicator does not work; another transport may.
-    Broken(String),
-}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ReceiverEvent {
     /// Fetch these pages. Answered by one `ReceiverAction::End`.
-    Pull {
-        pull: u64,
-        pages: Vec<PullPage>,
-    },
-    Cancel {
-        pull: u64,
-    },
+    Pull { pull: u64, pages: Vec<PullPage> },
+    /// Stop this pull.
+    Cancel { pull: u64 },
     /// COMM_ID came.
     Id(Vec<u8>),
     /// SLAB_SEND came: P's `seq`-th send is this ticket's.
-    Announced {
-        ticket: Ticket,
-        seq: u64,
-    },
+    Announced { ticket: Ticket, seq: u64 },
     /// SLAB_STALE came: nothing is sent for this ticket.
     Stale {
         ticket: Ticket,
@@ -42,14 +26,10 @@ pub enum ReceiverEvent {
     },
     /// Own thread: the slab is received, and unless it was revoked before, scattered and compared
     /// with the announced checksums.
-    Received {
-        ticket: Ticket,
-        verdict: Result<(), (ReasonCode, String)>,
-    },
+    Received { ticket: Ticket, verdict: Result<(), (ReasonCode, String)> },
     /// Answer to `Revoke`: the thread had not begun to write and will not.
-    Revoked {
-        ticket: Ticket,
-    },
+    Revoked { ticket: Ticket },
+    /// Event of either side.
     Comm(CommEvent),
 }
 
@@ -60,23 +40,15 @@ pub enum ReceiverAction {
     /// Own thread: join as rank 1.
     Join(Vec<u8>),
     /// Send SLAB_READ.
-    Read {
-        ticket: Ticket,
-        pages: Vec<PullPage>,
-    },
+    Read { ticket: Ticket, pages: Vec<PullPage> },
     /// Own thread: post the next receive.
     Receive(SlabReceive),
     /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else
     /// its `Received` will.
-    Revoke {
-        ticket: Ticket,
-    },
+    Revoke { ticket: Ticket },
     /// The pull is over; none of its pages is written from now on.
-    End {
-        pull: u64,
-        pages: usize,
-        outcome: PullOutcome,
-    },
+    End { pull: u64, pages: usize, result: Result<(), PullError> },
+    /// Action of either side.
     Comm(CommAction),
 }
 
@@ -84,19 +56,18 @@ pub enum ReceiverAction {
 struct PullProgress {
     chunks_left: usize,
     pages: usize,
-    ending: Option<PullOutcome>,
+    ending: Option<Result<(), PullError>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum SlabUse {
+    /// P was asked to fill it.
     Asked,
     /// On the thread, which may write the pages.
     Receiving,
     /// On the thread, or to be answered by P; its bytes are received, because the order demands it,
     /// and dropped.
-    Dropped {
-        receiving: bool,
-    },
+    Dropped { receiving: bool },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -154,7 +125,9 @@ impl SlabReceiver {
         let mut out = Vec::new();
         match event {
             ReceiverEvent::Pull { pull, pages } => self.accept_pull(pull, &pages, &mut out),
-            ReceiverEvent::Cancel { pull } => self.finish(pull, PullOutcome::Cancelled, &mut out),
+            ReceiverEvent::Cancel { pull } => {
+                self.finish(pull, Err(PullError::Cancelled), &mut out)
+            }
             ReceiverEvent::Id(id) if self.life.phase == CommPhase::Asking => {
                 self.life.phase = CommPhase::Opening;
                 out.push(ReceiverAction::Join(id));
@@ -167,7 +140,7 @@ impl SlabReceiver {
                 self.on_stale(ticket, page, code, now, &mut out);
             }
             ReceiverEvent::Received { ticket, verdict } => {
-                self.received(ticket, verdict, now, &mut out);
+                self.free_slab(ticket, verdict, now, &mut out);
             }
             ReceiverEvent::Revoked { ticket } => {
                 if let Some(chunk) = self.chunks.get_mut(&ticket) {
@@ -201,10 +174,10 @@ impl SlabReceiver {
         self.pulls.insert(pull, state);
         if !self.life.phase.is_usable() {
             let why = "the communicator is ending".to_owned();
-            return self.finish(pull, PullOutcome::Broken(why), out);
+            return self.finish(pull, Err(PullError::Broken(why)), out);
         }
         if empty {
-            return self.finish(pull, PullOutcome::Done, out);
+            return self.finish(pull, Ok(()), out);
         }
         for part in pages.chunks(self.life.limits.pages_per_slab) {
             self.todo.push_back((pull, part.to_vec()));
@@ -293,18 +266,6 @@ impl SlabReceiver {
         self.free_slab(ticket, Err((code, why)), now, out);
     }
 
-    fn received(
-        &mut self,
-        ticket: Ticket,
-        verdict: Result<(), (ReasonCode, String)>,
-        now: u64,
-        out: &mut Vec<ReceiverAction>,
-    ) {
-        if self.chunks.contains_key(&ticket) {
-            self.free_slab(ticket, verdict, now, out);
-        }
-    }
-
     /// Free the slab of an answered ticket.
     fn free_slab(
         &mut self,
@@ -322,11 +283,11 @@ impl SlabReceiver {
                 pull.chunks_left -= 1;
                 pull.pages += chunk.pages.len();
                 if pull.chunks_left == 0 {
-                    pull.ending.get_or_insert(PullOutcome::Done);
+                    pull.ending.get_or_insert(Ok(()));
                 }
             }
             (Some(_), Err((code, why))) => {
-                self.finish(chunk.pull, PullOutcome::Failed(code, why), out);
+                self.finish(chunk.pull, Err(PullError::Failed(code, why)), out);
             }
             _ => {}
         }
@@ -334,9 +295,9 @@ impl SlabReceiver {
     }
 
     /// End a pull: request no more of its pages and drop those in flight.
-    fn finish(&mut self, pull: u64, outcome: PullOutcome, out: &mut Vec<ReceiverAction>) {
+    fn finish(&mut self, pull: u64, result: Result<(), PullError>, out: &mut Vec<ReceiverAction>) {
         let Some(state) = self.pulls.get_mut(&pull) else { return };
-        state.ending.get_or_insert(outcome);
+        state.ending.get_or_insert(result);
         self.todo.retain(|(of, _)| *of != pull);
         for (&ticket, chunk) in self.chunks.iter_mut().filter(|(_, c)| c.pull == pull) {
             match chunk.usage {
@@ -358,11 +319,11 @@ impl SlabReceiver {
             return;
         }
         if let Some(state) = self.pulls.get(&pull)
-            && let Some(outcome) = state.ending.clone()
+            && let Some(result) = state.ending.clone()
         {
             let pages = state.pages;
             self.pulls.remove(&pull);
-            out.push(ReceiverAction::End { pull, pages, outcome });
+            out.push(ReceiverAction::End { pull, pages, result });
         }
     }
 
@@ -377,7 +338,7 @@ impl SlabReceiver {
         };
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
-            self.finish(pull, PullOutcome::Broken(why.clone()), out);
+            self.finish(pull, Err(PullError::Broken(why.clone())), out);
         }
         // P will not answer any more: requested slabs need no receive.
         let asked: Vec<Ticket> = self

@@ -9,24 +9,15 @@ pub enum SenderEvent {
     /// Own thread: the unique id is made.
     Id(Vec<u8>),
     /// SLAB_READ came: (page, generation) each.
-    Read {
-        ticket: Ticket,
-        pages: Vec<(u32, u64)>,
-    },
+    Read { ticket: Ticket, pages: Vec<(u32, u64)> },
     /// Own thread: the pages are in the slab, under the generations asked for; the send is being
     /// posted.
-    Gathered {
-        ticket: Ticket,
-    },
+    Gathered { ticket: Ticket },
     /// Own thread: this page is no longer what was announced; nothing is sent.
-    Stale {
-        ticket: Ticket,
-        page: u32,
-    },
+    Stale { ticket: Ticket, page: u32 },
     /// Own thread: the peer has it.
-    Sent {
-        ticket: Ticket,
-    },
+    Sent { ticket: Ticket },
+    /// Event of either side.
     Comm(CommEvent),
 }
 
@@ -39,15 +30,10 @@ pub enum SenderAction {
     /// Own thread: gather into the slab and post the next send.
     Send(SlabSend),
     /// Send SLAB_SEND.
-    Announce {
-        ticket: Ticket,
-        seq: u64,
-    },
+    Announce { ticket: Ticket, seq: u64 },
     /// Send SLAB_STALE.
-    SendStale {
-        ticket: Ticket,
-        page: u32,
-    },
+    SendStale { ticket: Ticket, page: u32 },
+    /// Action of either side.
     Comm(CommAction),
 }
 

@@ -18,9 +18,10 @@ use crate::protocol::{
     Channel, FrameOpener, FrameSealer, HEADER_BYTES, MAX_READ_PAGES, Msg, frame_len,
 };
 use crate::reason_code::ReasonCode;
+use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
-use crate::transport::{Pull, PullEnd, PullError, checksum_copy};
+use crate::transport::{Pull, PullEnd, checksum_copy};
 
 /// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P
 /// never waits for the next READ.
