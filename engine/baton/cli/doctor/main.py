@@ -10,7 +10,7 @@ import os
 import ssl
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text
 from baton.cli.doctor.client import HttpClient
@@ -109,9 +109,10 @@ def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult
     for url in routers:
         offset = client.get(f"{url.rstrip('/')}/livez").clock_offset_secs
         if offset is None:
-            results.append(skip("host.clock", f"router {url} does not answer with its time"))
+            result = skip(f"router {url} does not answer with its time")
         else:
-            results.append(skew(f"router {url}, against this one,", offset).under("host"))
+            result = skew(f"router {url}, against this one,", offset)
+        results.append(replace(result, name="host.clock"))
     return results + check_gpu(read_gpu_facts())
 
 
