@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +58,6 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         return sum(t.tokens for t in self.timings) / self.seconds
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between the nearest ranks."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * q
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def prompts(work: Work, seed: int) -> list[list[int]]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
 
-from baton.cli.bench.load import Timing, percentile, send
+from baton.cli.bench.load import Round, Timing, send
 from baton.cli.bench.words import words
 from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.sim.report import SummaryStat
 from baton.sim.trace import TraceRequest, arrivals
 
 _REQUESTS = re.compile(rb'^baton_http_requests_total\{(?=[^}]*code="ok").*\} (\S+)$', re.MULTILINE)
@@ -78,12 +80,9 @@ def prompt_text(request: TraceRequest, scale: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a replay; a failure is the reason as text."""
+class Outcome(Round):
+    """Outcome of a replay."""
 
-    seconds: float
-    timings: tuple[Timing, ...]
-    failures: tuple[str, ...]
     late_secs: float
     """How much after its time the latest request left, because this process was busy."""
 
@@ -141,24 +140,30 @@ async def replay(
 
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     """The workers that a router at `url` names; empty when it names none."""
-    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        async with session.get(f"{url}/workers", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
-            body: Any = await response.json(content_type=None)
-            found = body.get("workers", []) if isinstance(body, dict) else []
-            return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
-    return []
+    try:
+        body = json.loads(await _read(session, f"{url}/workers"))
+    except ValueError:
+        return []
+    found = body.get("workers", []) if isinstance(body, dict) else []
+    return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
 
 
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
     """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
-    counts = {}
-    for url in dict.fromkeys(urls):
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-            async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
-                text = await response.read()
-                if b"baton_http_requests" in text:
-                    counts[url] = int(sum(float(value) for value in _REQUESTS.findall(text)))
-    return counts
+    pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
+    return {
+        url: int(sum(map(float, _REQUESTS.findall(page))))
+        for url, page in pages.items()
+        if b"baton_http_requests" in page
+    }
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    """What is at the URL, empty when nothing answers."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
+            return await response.read()
+    return b""
 
 
 HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
@@ -188,11 +193,12 @@ def report(outcome: Outcome, split: dict[str, int]) -> str:
 def rows(outcome: Outcome) -> dict[str, dict[str, float]]:
     """Distribution of each time [ms]."""
     times = {
-        "TTFT ms": [t.ttft for t in outcome.timings],
-        "TPOT ms": [t.tpot for t in outcome.timings if t.tokens > 1],
-        "E2E ms": [t.e2e for t in outcome.timings],
+        "TTFT ms": [t.ttft * 1e3 for t in outcome.timings],
+        "TPOT ms": [t.tpot * 1e3 for t in outcome.timings if t.tokens > 1],
+        "E2E ms": [t.e2e * 1e3 for t in outcome.timings],
     }
-    return {name: _spread([v * 1e3 for v in values]) for name, values in times.items() if values}
+    stats = {name: SummaryStat.of(values) for name, values in times.items()}
+    return {name: asdict(stat) for name, stat in stats.items() if stat is not None}
 
 
 def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
@@ -204,12 +210,4 @@ def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
         "hit_rate": outcome.hit_rate,
         "times": rows(outcome),
         "requests_per_worker": split,
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": sum(values) / len(values),
-        **{f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)},
-        "max": max(values),
     }

@@ -27,13 +27,14 @@ from typing import Any
 import aiohttp
 
 from baton.cli.bench import replay
-from baton.cli.bench.load import Round, Work, percentile, run_round
+from baton.cli.bench.load import Round, Work, run_round
 from baton.config.simulated import BLOCK_TOKENS
 from baton.errors import ConfigError
 from baton.server.launch import local_cluster
 from baton.server.launch.smoke_test import served_model
 from baton.server.launch.supervisor import ChildFailed
 from baton.sim import trace as traces
+from baton.sim.report import percentile
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -48,11 +49,11 @@ class Arm:
 
 COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
     ("tokens/s", lambda r: r.tokens_per_second),
-    ("TTFT p50 ms", lambda r: percentile([t.ttft for t in r.timings], 0.5) * 1e3),
-    ("TTFT p95 ms", lambda r: percentile([t.ttft for t in r.timings], 0.95) * 1e3),
-    ("TPOT p50 ms", lambda r: percentile([t.tpot for t in r.timings], 0.5) * 1e3),
-    ("TPOT p95 ms", lambda r: percentile([t.tpot for t in r.timings], 0.95) * 1e3),
-    ("E2E p95 ms", lambda r: percentile([t.e2e for t in r.timings], 0.95) * 1e3),
+    ("TTFT p50 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.5) * 1e3),
+    ("TTFT p95 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.95) * 1e3),
+    ("TPOT p50 ms", lambda r: percentile(sorted(t.tpot for t in r.timings), 0.5) * 1e3),
+    ("TPOT p95 ms", lambda r: percentile(sorted(t.tpot for t in r.timings), 0.95) * 1e3),
+    ("E2E p95 ms", lambda r: percentile(sorted(t.e2e for t in r.timings), 0.95) * 1e3),
 )
 
 
