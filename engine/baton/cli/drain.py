@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 import urllib.error
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.cli.kubectl import Kubectl, KubectlError
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -254,7 +253,7 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     add_flags(parser, DrainConfig)
     values, bad = parser.read(argv)
     targets = values.pop("targets")
-    values.setdefault("key", os.environ.get(KEY_ENV) or None)
+    bad += add_environment(DrainConfig, values)
     config = DrainConfig(**values)
     if not targets:
         bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 import typing
@@ -107,6 +108,21 @@ def _metavar(field_name: str) -> str:
     return last if len(last) > 2 else "N"
 
 
+def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
+    """Add to `values` the fields of `cls` that are absent and whose environment variable is set; returns mistakes."""
+    hints = typing.get_type_hints(cls)
+    bad = []
+    for f in dataclasses.fields(cls):
+        env = f.metadata["env"]
+        if env and f.name not in values and os.environ.get(env):
+            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
+            if isinstance(value, FlagMistake):
+                bad.append(f"environment {env}: {value.text}")
+            else:
+                values[f.name] = value
+    return bad
+
+
 def _headings(cls: type) -> dict[str, str]:
     """Titles by the first field that each stands above: GROUPS of a config class, which may have none."""
     return {first: title for title, first in getattr(cls, "GROUPS", ())}
@@ -129,18 +145,11 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[st
         shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
         text = f.metadata["help"].replace("%", "%%") + env + shown
-        also = f.metadata["also"]
-        if kind is bool:
-            into.add_argument(flag, *also, action="store_true", default=argparse.SUPPRESS, help=text)
-        else:
-            into.add_argument(
-                flag,
-                *also,
-                type=reader(flag, kind, choices),
-                default=argparse.SUPPRESS,
-                help=text,
-                metavar="{" + ",".join(choices) + "}" if choices else _metavar(f.name),
-            )
+        options: dict[str, Any] = {"action": "store_true"}
+        if kind is not bool:
+            metavar = "{" + ",".join(choices) + "}" if choices else _metavar(f.name)
+            options = {"type": reader(flag, kind, choices), "metavar": metavar}
+        into.add_argument(flag, *f.metadata["also"], default=argparse.SUPPRESS, help=text, **options)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -162,12 +171,10 @@ class FlagParser(argparse.ArgumentParser):
         bad, after_flag = [], False
         for word in rest:
             is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
-            if is_flag:
-                name = word.partition("=")[0]
-                if name in self._elsewhere:
-                    bad.append(f"{name}: {self._elsewhere[name]}")
-                    after_flag = "=" not in word
-                    continue
+            name = word.partition("=")[0]
+            if is_flag and name in self._elsewhere:
+                bad.append(f"{name}: {self._elsewhere[name]}")
+            elif is_flag:
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
                 bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
             elif not after_flag:  # else it is the unknown flag's value

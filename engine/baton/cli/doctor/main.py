@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text
 from baton.cli.doctor.client import HttpClient
 from baton.cli.doctor.fleet import FleetKeys
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
 
 PROG = "baton doctor"
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
@@ -51,8 +51,7 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
     add_flags(parser, DoctorConfig)
     values, bad = parser.read(argv)
-    values.setdefault("key", os.environ.get(CONTROL_KEY_ENV) or None)
-    values.setdefault("api_key", os.environ.get(API_KEY_ENV) or None)
+    bad += add_environment(DoctorConfig, values)
     config = DoctorConfig(**values)
     bad += wrong_urls(config.routers)
     if bad:
