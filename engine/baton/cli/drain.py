@@ -21,10 +21,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from baton.cli.kubectl import Kubectl, KubectlError
 from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
@@ -84,16 +84,6 @@ class DrainReport:
     def text(self) -> str:
         what = self.error or _left_text(self.left)
         return f"{self.target}  {self.state}  {what}" + (f"  ({self.note})" if self.note else "")
-
-
-class Place(Protocol):
-    """Where an engine can be asked. Methods raise DrainFailed."""
-
-    name: str
-
-    def ask(self, verb: str) -> DrainReport:
-        """`verb`: drain, undrain or status."""
-        ...
 
 
 def _left_text(left: dict[str, Any]) -> str:
@@ -191,6 +181,10 @@ class PodPlace:
         return report
 
 
+Place = UrlPlace | PodPlace
+"""Where an engine can be asked. `ask` takes drain, undrain or status, and raises DrainFailed."""
+
+
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     """Raises DrainFailed for pods that cannot be found."""
     kubectl = Kubectl(config.kubectl, config.namespace, EXEC_SECS)
@@ -218,11 +212,10 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> list
     if "deletionTimestamp" in meta or status.get("phase") != "Running" or not address:
         return []
     host = f"[{address}]" if ":" in address else address
-    containers = pod["spec"]["containers"]
     ports = [
-        (c["name"], port["containerPort"])
-        for c in containers
-        for port in c.get("ports", ())
+        (container["name"], port["containerPort"])
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", ())
         if port.get("name", "").startswith("http")
     ]
     places: list[Place] = []
@@ -272,31 +265,24 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
 class DrainCommand:
     """Run of the command over some places."""
 
-    def __init__(self, config: DrainConfig, places: Sequence[Place], show: Callable[[str], None]) -> None:
+    def __init__(self, config: DrainConfig, places: Sequence[Place]) -> None:
         self._config = config
         self._places = places
-        self._show = show
         self._last: dict[str, DrainReport] = {}
 
     def run(self) -> int:
         """Returns the exit code."""
         deadline = time.monotonic() + self._config.timeout_secs
-        verb = "undrain" if self._config.undo else "status" if self._config.status else "drain"
-        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            reports = list(pool.map(lambda place: self._ask(place, verb), self._places))
-            self._tell(reports)
-            while self._config.wait and not any(self._is_lost(r) for r in reports):
-                if all(r.is_drained for r in reports):
-                    return self._end(0, f"safe to stop: {', '.join(r.target for r in reports)}")
-                if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
-                    rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
-                    return self._end(LEFT, f"not drained after {self._config.timeout_secs:g} s: {rest}")
-                time.sleep(pause)
-                waiting = [place for place in self._places if not self._last[place.name].is_drained]
-                list(pool.map(lambda place: self._ask(place, "status"), waiting))
-                reports = [self._last[place.name] for place in self._places]
-                self._tell(reports)
-        lost = [r for r in reports if self._is_lost(r)]
+        reports = self._ask_all("undrain" if self._config.undo else "status" if self._config.status else "drain")
+        while self._config.wait and not any(map(self._is_lost, reports)):
+            if all(r.is_drained for r in reports):
+                return self._end(0, f"safe to stop: {', '.join(r.target for r in reports)}")
+            if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
+                rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
+                return self._end(LEFT, f"not drained after {self._config.timeout_secs:g} s: {rest}")
+            time.sleep(pause)
+            reports = self._ask_all("status")
+        lost = list(filter(self._is_lost, reports))
         for report in lost:
             why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
             print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
@@ -307,8 +293,24 @@ class DrainCommand:
         is_back = self._config.wait and report.state in ("ready", "accepted") and not report.is_drained
         return report.error is not None or is_back
 
+    def _ask_all(self, verb: str) -> list[DrainReport]:
+        """Ask the places that are not drained yet; show the last reports of all, and return them."""
+        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+            reports = list(pool.map(lambda place: self._ask(place, verb), self._places))
+        if self._config.json:
+            is_drained = all(r.is_drained for r in reports)
+            rows = [dataclasses.asdict(r) for r in reports]
+            print(json.dumps({"targets": rows, "is_drained": is_drained}), flush=True)
+        else:
+            for report in reports:
+                if report.error is None:
+                    print(report.text(), flush=True)
+        return reports
+
     def _ask(self, place: Place, verb: str) -> DrainReport:
         before = self._last.get(place.name)
+        if before is not None and before.is_drained:
+            return before
         try:
             report = place.ask(verb)
         except Gone as err:
@@ -324,19 +326,9 @@ class DrainCommand:
         self._last[place.name] = report
         return report
 
-    def _tell(self, reports: Sequence[DrainReport]) -> None:
-        if self._config.json:
-            is_drained = all(r.is_drained for r in reports)
-            rows = [dataclasses.asdict(r) for r in reports]
-            self._show(json.dumps({"targets": rows, "is_drained": is_drained}))
-            return
-        for report in reports:
-            if report.error is None:
-                self._show(report.text())
-
     def _end(self, code: int, text: str) -> int:
         if not self._config.json:
-            self._show(text)
+            print(text, flush=True)
         elif code:
             print(f"{PROG}: {text}", file=sys.stderr)
         return code
@@ -350,7 +342,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:
-        return DrainCommand(config, places, lambda line: print(line, flush=True)).run()
+        return DrainCommand(config, places).run()
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
         return 130

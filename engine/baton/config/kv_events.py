@@ -103,7 +103,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hwm": (lambda value: _is_count(value, 2**31 - 1), "an integer from 1 to 2147483647"),
     "topic": (lambda value: isinstance(value, str), "a string"),
 }
-"""What fits, and how a mistake's sentence names it, by key."""
+"""By key: a test of the value, and what to give instead of one that fails it."""
 
 
 def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:

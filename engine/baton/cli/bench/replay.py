@@ -159,7 +159,7 @@ async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> 
 
 
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
-    """What is at the URL, empty when nothing answers."""
+    """Body of the page, empty when nothing answers."""
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
             return await response.read()
