@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -120,20 +121,17 @@ def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> Flee
     targets = [{"host": host_name, "port": port} for host_name, port in prefill]
     diagnose = partial(_diagnose, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client)
     diagnosed = in_parallel(diagnose, engines)
-    closed: list[tuple[str, int]] = []
-    if any(engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed):
-        closed = [
-            address for address, is_open in zip(prefill, in_parallel(_connects, prefill), strict=True) if not is_open
-        ]
+    is_unknown = any(engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed)
+    closed = compress(prefill, in_parallel(_is_closed, prefill)) if is_unknown else ()
     return FleetView(routers, diagnosed, frozenset(closed))
 
 
-def _connects(address: tuple[str, int]) -> bool:
+def _is_closed(address: tuple[str, int]) -> bool:
     try:
-        with socket.create_connection(address, CONNECT_SECS):
-            return True
+        socket.create_connection(address, CONNECT_SECS).close()
     except OSError:
-        return False
+        return True
+    return False
 
 
 def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
@@ -166,9 +164,8 @@ def _outer_address(url: str, client: HttpClient) -> str | None:
     if not is_loopback(name):
         return f"{name}:{parts.port}"
     outer = source_address(socket.AF_INET, "192.0.2.1")
-    if outer is None or not client.get(f"{parts.scheme}://{outer}:{parts.port}/livez").is_ok:
-        return None
-    return f"{outer}:{parts.port}"
+    address = f"{outer}:{parts.port}"
+    return address if outer and client.get(f"{parts.scheme}://{address}/livez").is_ok else None
 
 
 def _read_engine(listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: HttpClient) -> EngineView:

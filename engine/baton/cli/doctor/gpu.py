@@ -156,13 +156,10 @@ GPU_CHECKS: dict[str, Callable[[GpuFacts], CheckResult]] = {
 
 def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
     """All checks, skipped with the reason where there is no GPU, or no driver for the others."""
-    results = []
-    for name, check in GPU_CHECKS.items():
-        if facts is None:
-            result = skip("this machine has no NVIDIA GPU")
-        elif facts.driver_problem and check is not check_driver:
-            result = skip("the driver does not answer")
-        else:
-            result = check(facts)
-        results.append(replace(result, name=f"gpu.{name}"))
-    return results
+    if facts is None:
+        results = dict.fromkeys(GPU_CHECKS, skip("this machine has no NVIDIA GPU"))
+    elif facts.driver_problem:
+        results = dict.fromkeys(GPU_CHECKS, skip("the driver does not answer")) | {"driver": check_driver(facts)}
+    else:
+        results = {name: check(facts) for name, check in GPU_CHECKS.items()}
+    return [replace(result, name=f"gpu.{name}") for name, result in results.items()]

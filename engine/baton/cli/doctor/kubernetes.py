@@ -19,6 +19,7 @@ KUBECTL_SECS = 30.0
 SPARE_GRACE_SECS = 10
 """Between the end of the drain and the kill: last events leave, processes end."""
 KINDS = ("deployments", "statefulsets", "pods", "services", "configmaps", "nodes")
+KEY_NAMES = '{{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
 ROUTER_VERBS = ("list", "watch")
 DRAIN_FLAGS = {"router": ("--shutdown-grace-period-secs", 180.0), "engine": ("--drain-timeout-secs", 60.0)}
 """By program, the flag that limits its drain, and the default."""
@@ -37,7 +38,6 @@ class KubeView:
     """Keys of each Secret that a pod template names; None: it is not there."""
     access: dict[str, str] = field(default_factory=dict)
     """By `ACCOUNT VERB`, for each account of a router: yes, no, or why it is unknown."""
-    problem: str = ""
 
     def of_kind(self, kind: str) -> list[Object]:
         return self.objects.get(kind, [])
@@ -54,19 +54,16 @@ class KubeView:
 
 def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
     kubectl = Kubectl(f"{command} --request-timeout=20s", namespace, KUBECTL_SECS)
-    objects: dict[str, list[Object]] = {}
-    unreadable: dict[str, str] = {}
+    view = KubeView(namespace)
     for kind in KINDS:
         try:
-            objects[kind] = kubectl.items(kind)
+            view.objects[kind] = kubectl.items(kind)
         except KubectlError as err:
-            unreadable[kind] = str(err)
-    if not objects:
-        return KubeView(namespace, unreadable=unreadable, problem=next(iter(unreadable.values())))
-    view = KubeView(namespace, objects, unreadable)
+            view.unreadable[kind] = str(err)
     for name in sorted({name for workload in view.workloads for name, _ in referenced_secrets(workload)}):
         try:
-            view.secrets[name] = _secret_keys(kubectl, name)
+            # The Secret's values are not printed by kubectl and never reach this process.
+            view.secrets[name] = kubectl.run("get", "secret", name, "-o", f"go-template={KEY_NAMES}").split()
         except KubectlError as err:
             if "NotFound" in str(err) or "not found" in str(err):
                 view.secrets[name] = None
@@ -76,12 +73,6 @@ def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
         for verb in ROUTER_VERBS:
             view.access[f"{account} {verb}"] = _can(kubectl, namespace, account, verb)
     return view
-
-
-def _secret_keys(kubectl: Kubectl, name: str) -> list[str]:
-    """Names of a Secret's keys; its values are not printed by kubectl and never reach this process."""
-    template = '{{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
-    return kubectl.run("get", "secret", name, "-o", f"go-template={template}").split()
 
 
 def _can(kubectl: Kubectl, namespace: str, account: str, verb: str) -> str:
@@ -104,24 +95,24 @@ def containers(workload: Object) -> list[Object]:
     return list(pod_spec(workload).get("containers", []))
 
 
-def main_container(workload: Object) -> Object | None:
-    """The container that runs `baton router`, `baton engine` or one of their binaries."""
-    return next((c for c in containers(workload) if _program_of(c) is not None), None)
+def main_container(workload: Object) -> Object:
+    """The container that runs `baton router`, `baton engine` or one of their binaries; empty when none does."""
+    return next(filter(_program_of, containers(workload)), {})
 
 
 def _program_of(container: Object) -> str | None:
-    words = [*container.get("command", []), *container.get("args", [])]
-    names = [word.rsplit("/", 1)[-1] for word in words]
-    if "baton-router" in names[:1] or ("baton" in names[:1] and "router" in names[1:2]):
+    words = [word.rsplit("/", 1)[-1] for word in _command_line(container)]
+    if words[:1] == ["baton-router"] or words[:2] == ["baton", "router"]:
         return "router"
-    if "baton" in names[:1] and "engine" in names[1:2]:
-        return "engine"
-    return None
+    return "engine" if words[:2] == ["baton", "engine"] else None
+
+
+def _command_line(container: Object) -> list[str]:
+    return [*container.get("command", []), *container.get("args", [])]
 
 
 def program(workload: Object) -> str | None:
-    container = main_container(workload)
-    return None if container is None else _program_of(container)
+    return _program_of(main_container(workload))
 
 
 def label(workload: Object) -> str:
@@ -134,14 +125,13 @@ def account_of(workload: Object) -> str:
 
 def arguments(workload: Object, view: KubeView) -> list[str]:
     """Command line of the main container with $(NAME) replaced from ConfigMaps and plain environment."""
-    container = main_container(workload) or {}
+    container = main_container(workload)
     values: dict[str, str] = {}
     maps = {m["metadata"]["name"]: m.get("data", {}) for m in view.of_kind("configmaps")}
     for source in container.get("envFrom", []):
         values |= maps.get(source.get("configMapRef", {}).get("name"), {})
     values |= {entry["name"]: str(entry["value"]) for entry in container.get("env", []) if "value" in entry}
-    words = [*container.get("command", []), *container.get("args", [])]
-    return [re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), word) for word in words]
+    return [re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), word) for word in _command_line(container)]
 
 
 def flag_value(words: list[str], flag: str) -> str | None:
@@ -282,7 +272,7 @@ def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
 def check_probes(view: KubeView) -> Iterator[CheckResult]:
     for workload in view.workloads:
         who, is_engine = label(workload), program(workload) == "engine"
-        container = main_container(workload) or {}
+        container = main_container(workload)
         readiness, liveness, startup = (
             container.get(f"{kind}Probe", {}).get("httpGet", {}).get("path")
             for kind in ("readiness", "liveness", "startup")
@@ -317,7 +307,7 @@ def check_grace(view: KubeView) -> Iterator[CheckResult]:
         except ValueError:
             yield warn(f"{label(workload)}: {flag} is {text!r}, which no ConfigMap resolves", "write the number")
             continue
-        pause = _prestop_seconds(main_container(workload) or {})
+        pause = _prestop_seconds(main_container(workload))
         grace = int(pod_spec(workload).get("terminationGracePeriodSeconds", 30))
         needed = pause + drain + SPARE_GRACE_SECS
         notes.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
@@ -419,8 +409,8 @@ def _gpus(spec: Object) -> int:
 
 
 def check_namespace(view: KubeView) -> list[CheckResult]:
-    if view.problem:
-        remedy = "check kubectl (--kubectl, KUBECONFIG) and what its user may read"
-        problem = fail(f"namespace {view.namespace} cannot be read: {view.problem}", remedy)
+    if view.unreadable and not view.objects:
+        sentence = f"namespace {view.namespace} cannot be read: {next(iter(view.unreadable.values()))}"
+        problem = fail(sentence, "check kubectl (--kubectl, KUBECONFIG) and what its user may read")
         return [replace(problem, name="kube.api")]
     return run_checks(KUBE_CHECKS, view) if view.workloads else check_workloads(view)
