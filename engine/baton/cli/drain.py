@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from baton.cli.kubectl import Kubectl, KubectlError
@@ -262,76 +263,74 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     return config, targets
 
 
-class DrainCommand:
-    """Run of the command over some places."""
+def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
+    """Returns the exit code."""
+    deadline = time.monotonic() + config.timeout_secs
+    verb = "undrain" if config.undo else "status" if config.status else "drain"
+    reports = _ask_all(config, places, verb, [None] * len(places))
+    while config.wait and not any(_is_lost(config, r) for r in reports):
+        if all(r.is_drained for r in reports):
+            return _end(config, 0, f"safe to stop: {', '.join(r.target for r in reports)}")
+        if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
+            rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
+            return _end(config, LEFT, f"not drained after {config.timeout_secs:g} s: {rest}")
+        time.sleep(pause)
+        reports = _ask_all(config, places, "status", reports)
+    lost = [r for r in reports if _is_lost(config, r)]
+    for report in lost:
+        why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
+        print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
+    return FAILED if lost else 0
 
-    def __init__(self, config: DrainConfig, places: Sequence[Place]) -> None:
-        self._config = config
-        self._places = places
-        self._last: dict[str, DrainReport] = {}
 
-    def run(self) -> int:
-        """Returns the exit code."""
-        deadline = time.monotonic() + self._config.timeout_secs
-        reports = self._ask_all("undrain" if self._config.undo else "status" if self._config.status else "drain")
-        while self._config.wait and not any(map(self._is_lost, reports)):
-            if all(r.is_drained for r in reports):
-                return self._end(0, f"safe to stop: {', '.join(r.target for r in reports)}")
-            if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
-                rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
-                return self._end(LEFT, f"not drained after {self._config.timeout_secs:g} s: {rest}")
-            time.sleep(pause)
-            reports = self._ask_all("status")
-        lost = list(filter(self._is_lost, reports))
-        for report in lost:
-            why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
-            print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
-        return FAILED if lost else 0
+def _is_lost(config: DrainConfig, report: DrainReport) -> bool:
+    """True for a target that could not be asked, or that does not drain although this command waits for it."""
+    is_back = config.wait and report.state in ("ready", "accepted") and not report.is_drained
+    return report.error is not None or is_back
 
-    def _is_lost(self, report: DrainReport) -> bool:
-        """True for a target that could not be asked, or that does not drain although this command waits for it."""
-        is_back = self._config.wait and report.state in ("ready", "accepted") and not report.is_drained
-        return report.error is not None or is_back
 
-    def _ask_all(self, verb: str) -> list[DrainReport]:
-        """Ask the places that are not drained yet; show the last reports of all, and return them."""
-        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            reports = list(pool.map(lambda place: self._ask(place, verb), self._places))
-        if self._config.json:
-            is_drained = all(r.is_drained for r in reports)
-            rows = [dataclasses.asdict(r) for r in reports]
-            print(json.dumps({"targets": rows, "is_drained": is_drained}), flush=True)
-        else:
-            for report in reports:
-                if report.error is None:
-                    print(report.text(), flush=True)
-        return reports
+def _ask_all(
+    config: DrainConfig, places: Sequence[Place], verb: str, before: Sequence[DrainReport | None]
+) -> list[DrainReport]:
+    """Ask the places that are not drained yet; show the last reports of all, and return them."""
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        reports = list(pool.map(partial(_ask, verb), places, before))
+    if config.json:
+        is_drained = all(r.is_drained for r in reports)
+        rows = [dataclasses.asdict(r) for r in reports]
+        print(json.dumps({"targets": rows, "is_drained": is_drained}), flush=True)
+    else:
+        for report in reports:
+            if report.error is None:
+                print(report.text(), flush=True)
+    return reports
 
-    def _ask(self, place: Place, verb: str) -> DrainReport:
-        before = self._last.get(place.name)
-        if before is not None and before.is_drained:
-            return before
-        try:
-            report = place.ask(verb)
-        except Gone as err:
-            # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
-            has_ended = before is not None and (before.is_final or before.drained_by == "router")
-            report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
-        except (DrainFailed, KubectlError) as err:
-            report = DrainReport(place.name, "unknown", error=str(err))
-        if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
-            report = dataclasses.replace(report, state="gone", is_drained=True)
-        if before is not None and report.note is None:
-            report = dataclasses.replace(report, note=before.note)
-        self._last[place.name] = report
-        return report
 
-    def _end(self, code: int, text: str) -> int:
-        if not self._config.json:
-            print(text, flush=True)
-        elif code:
-            print(f"{PROG}: {text}", file=sys.stderr)
-        return code
+def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
+    """`before`: its last report, which stays once it is drained."""
+    if before is not None and before.is_drained:
+        return before
+    try:
+        report = place.ask(verb)
+    except Gone as err:
+        # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
+        has_ended = before is not None and (before.is_final or before.drained_by == "router")
+        report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
+    except (DrainFailed, KubectlError) as err:
+        report = DrainReport(place.name, "unknown", error=str(err))
+    if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
+        report = dataclasses.replace(report, state="gone", is_drained=True)
+    if before is not None and report.note is None:
+        report = dataclasses.replace(report, note=before.note)
+    return report
+
+
+def _end(config: DrainConfig, code: int, text: str) -> int:
+    if not config.json:
+        print(text, flush=True)
+    elif code:
+        print(f"{PROG}: {text}", file=sys.stderr)
+    return code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -342,7 +341,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:
-        return DrainCommand(config, places).run()
+        return run_drain(config, places)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
         return 130

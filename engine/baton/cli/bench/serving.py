@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import aiohttp
 
 from baton.cli.bench import replay
 from baton.cli.bench.load import Round, Work, run_round
+from baton.config.flags import flag_name
 from baton.config.simulated import BLOCK_TOKENS
 from baton.errors import ConfigError
 from baton.server.launch import local_cluster
@@ -114,18 +115,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unused = ROUNDS if options.trace else TRACE
     for name in unused:
         if hasattr(options, name):
-            parser.error(f"{_flag(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out")
+            parser.error(
+                f"{flag_name(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out"
+            )
     for name, (default, _) in {**ROUNDS, **TRACE}.items():
         setattr(options, name, getattr(options, name, default))
     for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
         if getattr(options, name) < 1:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must be at least 1")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be at least 1")
     for name in ("speed", "timeout_secs"):
         if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must be above 0")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be above 0")
     for name in ("rate", "limit"):
         if not 0 <= getattr(options, name) < math.inf:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must not be negative")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must not be negative")
     if not options.trace and (options.hold_turns or options.chat or options.json):
         parser.error("--hold-turns, --chat and --json mean nothing without --trace; leave them out")
     if options.trace and not options.url:
@@ -140,13 +143,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
     for name, (default, text) in flags.items():
         group.add_argument(
-            _flag(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
+            flag_name(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
             metavar=name.upper().rpartition("_")[2],
         )  # fmt: skip
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
@@ -163,9 +162,7 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
 
 
 async def _bench(options: argparse.Namespace) -> int:
-    work = Work(
-        options.requests, options.concurrency, options.prompt_tokens, options.output_tokens, options.shared_tokens
-    )
+    work = Work(**{f.name: getattr(options, f.name) for f in fields(Work)})
     async with AsyncExitStack() as stack:
         named = [(url, url) for url in options.url] or await _start_built_in(stack, options.model_path)
         arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
