@@ -16,19 +16,21 @@ from typing import Any
 
 import aiohttp
 
+from baton.config.flags import opt
+
 FIRST_ID, LAST_ID = 3, 1000
 """Ids every tokenizer has and that are not special in common models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests of one round."""
+    """Requests of one round, as flags say."""
 
-    requests: int
-    concurrency: int
-    prompt_tokens: int
-    output_tokens: int
-    shared_tokens: int
+    requests: int = opt(16, "requests per round")
+    concurrency: int = opt(4, "requests at once")
+    prompt_tokens: int = opt(512, "prompt length [tokens]")
+    output_tokens: int = opt(32, "answer length [tokens]")
+    shared_tokens: int = opt(0, "equal start of all prompts [tokens]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,19 +120,17 @@ async def replay(
         finally:
             done[index].set()
 
-    running: set[asyncio.Task[None]] = set()
+    tasks: list[asyncio.Task[None]] = []
     try:
         for index, ask in enumerate(work):
             wait = began + ask.at - time.perf_counter()
             late = max(late, -wait)
             if wait > 0:
                 await asyncio.sleep(wait)
-            task = asyncio.create_task(one(index, ask))
-            running.add(task)
-            task.add_done_callback(running.discard)
-        await asyncio.gather(*running)
+            tasks.append(asyncio.create_task(one(index, ask)))
+        await asyncio.gather(*tasks)
     finally:
-        for task in running:
+        for task in tasks:
             task.cancel()
     seconds = time.perf_counter() - began
     return Outcome(seconds, tuple(t for t in timings if t is not None), tuple(failures), late)

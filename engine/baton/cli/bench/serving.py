@@ -76,11 +76,7 @@ def table(arms: Sequence[Arm]) -> str:
 
 ROUNDS: dict[str, tuple[Any, str]] = {
     "rounds": (5, "rounds per server"),
-    "requests": (16, "requests per round"),
-    "concurrency": (4, "requests at once"),
-    "prompt_tokens": (512, "prompt length [tokens]"),
-    "output_tokens": (32, "answer length [tokens]"),
-    "shared_tokens": (0, "equal start of all prompts [tokens]"),
+    **{f.name: (f.default, f.metadata["help"]) for f in fields(Work)},
 }
 TRACE: dict[str, tuple[Any, str]] = {
     "speed": (1.0, "let requests arrive this many times faster than recorded"),

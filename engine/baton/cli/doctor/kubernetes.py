@@ -155,10 +155,6 @@ def referenced_secrets(workload: Object) -> Iterator[tuple[str, str | None]]:
             yield reference.get("secretName") or reference["name"], reference.get("key")
 
 
-def pod_labels(workload: Object) -> dict[str, str]:
-    return dict(workload["spec"]["template"]["metadata"].get("labels") or {})
-
-
 def pods_matching(view: KubeView, *selectors: Mapping[str, str]) -> list[Object]:
     """Pods that one of the selectors selects."""
     return [
@@ -255,9 +251,10 @@ def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
 
     A Service is meant for a workload if its selector has a key of the workload's labels, with whatever value.
     """
+    keys = {key for w in view.workloads for key in w["spec"]["template"]["metadata"].get("labels") or {}}
     for service in view.of_kind("services"):
         selector = service["spec"].get("selector") or {}
-        if any(selector.keys() & pod_labels(workload).keys() for workload in view.workloads):
+        if keys & selector.keys():
             name = f"service/{service['metadata']['name']}"
             yield name, name, selector
     for workload in view.workloads:
@@ -379,16 +376,14 @@ def check_secrets(view: KubeView) -> Iterator[CheckResult]:
 
 @add_check(KUBE_CHECKS, "kube.gpus")
 def check_gpus(view: KubeView) -> Iterator[CheckResult]:
-    wanted = sum(_gpus(pod_spec(w)) * int(w["spec"].get("replicas", 1)) for w in view.workloads)
-    if not wanted:
-        yield skip(f"no workload asks for {GPU_RESOURCE}")
-        return
-    if "nodes" in view.unreadable:
-        yield skip(f"nodes cannot be read: {view.unreadable['nodes']}")
-        return
+    wanted = sum(_gpus(w) * int(w["spec"].get("replicas", 1)) for w in view.workloads)
     offers = [node.get("status", {}).get("allocatable", {}).get(GPU_RESOURCE, 0) for node in view.of_kind("nodes")]
     there = sum(map(int, offers))
-    if there == 0:
+    if not wanted:
+        yield skip(f"no workload asks for {GPU_RESOURCE}")
+    elif "nodes" in view.unreadable:
+        yield skip(f"nodes cannot be read: {view.unreadable['nodes']}")
+    elif there == 0:
         sentence = f"{wanted} GPUs are asked for, no node offers {GPU_RESOURCE}"
         yield fail(sentence, "install NVIDIA's device plugin or GPU operator; kubectl describe node")
     elif there < wanted:
@@ -397,15 +392,15 @@ def check_gpus(view: KubeView) -> Iterator[CheckResult]:
     else:
         for workload in view.workloads:
             surge = workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
-            extra = _gpus(pod_spec(workload)) if workload.get("kind") != "StatefulSet" else 0
+            extra = _gpus(workload) if workload.get("kind") != "StatefulSet" else 0
             if extra and str(surge) not in ("0", "0%") and there < wanted + extra:
                 sentence = f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a rollout would hang"
                 yield warn(sentence, "strategy: rollingUpdate: {maxSurge: 0, maxUnavailable: 1}")
-    yield ok(f"GPUs asked for: {wanted}, offered by nodes: {there}")
+        yield ok(f"GPUs asked for: {wanted}, offered by nodes: {there}")
 
 
-def _gpus(spec: Object) -> int:
-    return sum(int(c.get("resources", {}).get("limits", {}).get(GPU_RESOURCE, 0)) for c in spec.get("containers", []))
+def _gpus(workload: Object) -> int:
+    return sum(int(c.get("resources", {}).get("limits", {}).get(GPU_RESOURCE, 0)) for c in containers(workload))
 
 
 def check_namespace(view: KubeView) -> list[CheckResult]:
