@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from baton.cli.bench.load import Round, Timing, send
-from baton.cli.bench.words import words
+from baton.cli.bench.words import CHARS, words
 from baton.config.simulated import BLOCK_TOKENS, scaled
 from baton.sim.report import SummaryStat
 from baton.sim.trace import TraceRequest, arrivals
@@ -58,9 +58,7 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
     found: list[int | None] = []
     for index, request in enumerate(trace):
         full = request.blocks[: request.input_length // BLOCK_TOKENS]
-        shared = 0
-        while shared < len(full) and full[shared] in seen:
-            shared += 1
+        shared = next((n for n, block in enumerate(full) if block not in seen), len(full))
         found.append(ended.get(full[shared - 1]) if shared else None)
         if shared < len(full):
             ended[full[-1]] = index
@@ -70,13 +68,8 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
 
 def prompt_text(request: TraceRequest, scale: int) -> str:
     """A word per token; one of them stands for `scale` real tokens."""
-    left = scaled(request.input_length, scale)
-    parts = []
-    for block in request.blocks:
-        count = min(BLOCK_TOKENS // scale, left)
-        parts.append(words(f"block {block}", BLOCK_TOKENS // scale)[: 4 * count])
-        left -= count
-    return "".join(parts)
+    text = "".join(words(f"block {block}", BLOCK_TOKENS // scale) for block in request.blocks)
+    return text[: CHARS * scaled(request.input_length, scale)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,15 +344,15 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
     for account, verb, answer in answers:
         if account in accounts and answer == "no":
             sentence = f"the router's service account {account} may not {verb} pods: it finds no worker"
-            yield fail(
-                sentence, "bind it to a Role that may list and watch pods, as deploy/kubernetes/base/rbac.yaml does"
-            )
+            remedy = "bind it to a Role that may list and watch pods, as deploy/kubernetes/base/rbac.yaml does"
+            yield fail(sentence, remedy)
     yield ok(f"{', '.join(sorted(accounts))} may list and watch pods")
 
 
 @add_check(KUBE_CHECKS, "kube.secrets")
 def check_secrets(view: KubeView) -> Iterator[CheckResult]:
     wanted = {reference for workload in view.workloads for reference in referenced_secrets(workload)}
+    create = f"kubectl -n {view.namespace} create secret generic"
     remedies: dict[str, str] = {}
     for secret, key in sorted(wanted, key=str):
         keys = view.secrets.get(secret, [])
@@ -362,9 +362,7 @@ def check_secrets(view: KubeView) -> Iterator[CheckResult]:
             sentence = f"Secret {secret} has no key {key}, only {', '.join(keys) or 'none'}"
         else:
             continue
-        remedies[sentence] = (
-            f"kubectl -n {view.namespace} create secret generic {secret} --from-literal={key or 'KEY'}=…"
-        )
+        remedies[sentence] = f"{create} {secret} --from-literal={key or 'KEY'}=…"
     for sentence, remedy in remedies.items():
         yield fail(sentence, remedy)
     for kind, reason in view.unreadable.items():
