@@ -96,37 +96,33 @@ async def replay(
     hold_turns: bool = False,
 ) -> Outcome:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
-    done = [asyncio.Event() for _ in work]
-    timings: list[Timing | None] = [None] * len(work)
+    tasks: list[asyncio.Task[None]] = []
+    timings: list[Timing] = []
     failures: list[str] = []
     late = 0.0
     began = time.perf_counter()
 
-    async def one(index: int, ask: Ask) -> None:
+    async def one(ask: Ask) -> None:
         try:
             if hold_turns and ask.continues is not None:
-                await done[ask.continues].wait()
+                await asyncio.wait([tasks[ask.continues]])
             prompt, answer = prompt_text(ask.request, scale), scaled(ask.request.output_length, scale)
-            timings[index] = await send(session, url, model, prompt, answer, chat=chat)
+            timings.append(await send(session, url, model, prompt, answer, chat=chat))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")
-        finally:
-            done[index].set()
 
-    tasks: list[asyncio.Task[None]] = []
     try:
-        for index, ask in enumerate(work):
+        for ask in work:
             wait = began + ask.at - time.perf_counter()
             late = max(late, -wait)
             if wait > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(one(index, ask)))
+            tasks.append(asyncio.create_task(one(ask)))
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    seconds = time.perf_counter() - began
-    return Outcome(seconds, tuple(t for t in timings if t is not None), tuple(failures), late)
+    return Outcome(time.perf_counter() - began, tuple(timings), tuple(failures), late)
 
 
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:

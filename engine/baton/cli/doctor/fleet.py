@@ -41,8 +41,7 @@ class RouterView:
 
     @property
     def version(self) -> str | None:
-        named = [s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"]
-        return named[0] if named else None
+        return next((s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,8 @@ def read_gpu_facts() -> GpuFacts | None:
     found = next((line.removeprefix("FOUND ") for line in shown.splitlines() if line.startswith("FOUND ")), None)
     problem = "" if found else (error.strip().splitlines() or [f"it ended with {code}"])[-1]
     nvlink = _run([smi, "nvlink", "--status"], SMI_SECS)[1]
-    return GpuFacts(
-        [name.strip() for name, _ in rows], rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink
-    )
+    devices = [name.strip() for name, _ in rows]
+    return GpuFacts(devices, rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink)
 
 
 def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:

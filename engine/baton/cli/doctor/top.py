@@ -184,14 +184,14 @@ def read_poll(
     for worker in workers:
         url = str(worker["url"]).rstrip("/")
         own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
-        names = {sample.name for sample in own}
         pages = total(own, "baton_kv_pages")
         free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-        rate = total(own, "baton_generated_tokens_per_s") if "baton_generated_tokens_per_s" in names else None
+        rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
         nodes.append(
             NodeRow(
                 url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"),
-                int(worker.get("load", 0)), None, 1 - free / pages if pages else None, None, rate,
+                int(worker.get("load", 0)), None, 1 - free / pages if pages else None, None,
+                sum(rates) if rates else None,
             )
         )  # fmt: skip
     return TopSnapshot("poll", int(total(router, "baton_router_queued_requests")), nodes)
