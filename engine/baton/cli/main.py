@@ -21,13 +21,7 @@ def _main_of(module: str) -> Callable[[Sequence[str]], int]:
 
 def _native(*command: str) -> Callable[[Sequence[str]], int]:
     """The router's program under the name, and with the subcommand, that `command` gives it."""
-
-    def run(argv: Sequence[str]) -> int:
-        from baton._native import router_main
-
-        return int(router_main([*command, *argv]))
-
-    return run
+    return lambda argv: int(import_module("baton._native").router_main([*command, *argv]))
 
 
 def _engine(argv: Sequence[str]) -> int:

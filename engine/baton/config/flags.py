@@ -75,17 +75,13 @@ def flag_name(field_name: str) -> str:
 
 
 def base_type(annotation: Any) -> Callable[[str], Any]:
-    args = [a for a in typing.get_args(annotation) if a is not type(None)]
-    base = args[0] if args else annotation
+    base = (*typing.get_args(annotation), annotation)[0]  # the type before `| None`, or alone
     assert base in (int, float, str, bool), annotation
     return typing.cast(Callable[[str], Any], base)
 
 
-@dataclass(frozen=True, slots=True)
-class FlagMistake:
-    """Stands where a value would be, so that parsing goes on and finds the other mistakes."""
-
-    text: str
+class FlagMistake(str):
+    """Sentence that stands where a value would be, so that parsing goes on and finds the other mistakes."""
 
 
 def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], Any]:
@@ -117,7 +113,7 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
         if env and f.name not in values and os.environ.get(env):
             value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
             if isinstance(value, FlagMistake):
-                bad.append(f"environment {env}: {value.text}")
+                bad.append(f"environment {env}: {value}")
             else:
                 values[f.name] = value
     return bad
@@ -164,7 +160,7 @@ class FlagParser(argparse.ArgumentParser):
         """The values given, by field name, and what is wrong with the others."""
         space, rest = self.parse_known_args(argv)
         values = vars(space)
-        bad = [value.text for value in values.values() if isinstance(value, FlagMistake)]
+        bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
         return {k: v for k, v in values.items() if not isinstance(v, FlagMistake)}, bad + self._unknown(rest)
 
     def _unknown(self, rest: Sequence[str]) -> list[str]:

@@ -60,8 +60,7 @@ COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
 
 def table(arms: Sequence[Arm]) -> str:
     """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
-    head = f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)
-    lines = [head]
+    lines = [f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)]
     for arm in arms:
         cells = [statistics.median(value(r) for r in arm.rounds) for _, value in COLUMNS]
         lines.append(f"{arm.name[:21]:<21}" + "".join(f"{cell:>20.2f}" for cell in cells))

@@ -59,13 +59,11 @@ def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
 
 @add_check(ENGINE_CHECKS, "engine.versions")
 def check_engine_versions(view: FleetView) -> Iterator[CheckResult]:
+    members = [(str(engine.info.get("version")), engine.label) for engine in view.engines if engine.is_baton]
+    members += [(router.version, f"router {router.url}") for router in view.routers if router.version is not None]
     by_version: dict[str, list[str]] = {}
-    for engine in view.engines:
-        if engine.is_baton:
-            by_version.setdefault(str(engine.info.get("version")), []).append(engine.label)
-    for router in view.routers:
-        if router.version is not None:
-            by_version.setdefault(router.version, []).append(f"router {router.url}")
+    for version, label in members:
+        by_version.setdefault(version, []).append(label)
     if len(by_version) > 1:
         listed = "; ".join(f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items()))
         remedy = "finish the rollout; until then only nodes with equal fingerprints are paired"
