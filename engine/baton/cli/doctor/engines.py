@@ -96,10 +96,9 @@ def check_engine_keys(view: FleetView) -> Iterator[CheckResult]:
             remedy = "give engines and routers the same --api-key (BATON_API_KEY), or --host an inner address"
             yield warn(sentence, remedy)
         if engine.info.get("insecure_kv"):
-            yield warn(
-                f"{engine.label} runs with --insecure-kv: who reaches its KV ports can read prompts and forge answers",
-                "give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead",
-            )
+            risk = "who reaches its KV ports can read prompts and forge answers"
+            remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
+            yield warn(f"{engine.label} runs with --insecure-kv: {risk}", remedy)
     yield ok("no engine is open to other hosts without a key")
 
 
@@ -150,6 +149,7 @@ def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
         if engine.diagnosis:
             asked_at, answered_at = engine.diagnosis["asked_at"], engine.diagnosis["answered_at"]
             time_there = engine.diagnosis["host"]["unix_seconds"]
+            # It read its clock at some time between the two: only what lies outside is an offset.
             offset = time_there - min(max(time_there, asked_at), answered_at)
         if offset is not None:
             yield host.skew(engine.label, offset)
@@ -176,13 +176,12 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
         if engine.role == "prefill" and lease < HEARTBEATS_SECS:
             text = f"it holds KV for {lease:g} s, but decode nodes may be silent for {HEARTBEATS_SECS:g} s"
             yield warn(f"{engine.label}: {text}", "raise --kv-lease-secs")
-        within_request = {"--queue-timeout-secs": queue}
-        if engine.role == "decode":
-            within_request["--kv-transfer-timeout-secs"] = transfer
-        for flag, secs in within_request.items():
-            if secs >= request:
-                text = f"{flag} {secs:g} is never reached: requests end after {request:g} s"
-                yield warn(f"{engine.label}: {text}", "lower it")
+        if queue >= request:
+            text = f"--queue-timeout-secs {queue:g} is never reached: requests end after {request:g} s"
+            yield warn(f"{engine.label}: {text}", "lower it")
+        if engine.role == "decode" and transfer >= request:
+            text = f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after {request:g} s"
+            yield warn(f"{engine.label}: {text}", "lower it")
     yield ok("no time limit contradicts another")
 
 

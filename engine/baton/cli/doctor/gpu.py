@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from baton.cli.doctor.check import CheckResult, fail, ok, skip, warn
 
 SMI_SECS = 30.0
 TORCH_SECS = 120.0
+GPU_CHECKS = ("driver", "torch", "p2p", "nvlink", "flashinfer")
 TORCH_SCRIPT = """
 import importlib, json, torch
 found = {"cuda_build": torch.version.cuda, "is_available": torch.cuda.is_available(), "devices": [], "no_peer": []}
@@ -86,10 +86,10 @@ def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
 
 def check_driver(facts: GpuFacts) -> CheckResult:
     if facts.driver_problem:
-        return fail(
-            f"the NVIDIA driver does not answer: {facts.driver_problem}",
-            "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)",
+        remedy = (
+            "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)"
         )
+        return fail(f"the NVIDIA driver does not answer: {facts.driver_problem}", remedy)
     names = ", ".join(sorted(set(facts.devices)))
     return ok(f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
 
@@ -138,27 +138,16 @@ def check_flashinfer(facts: GpuFacts) -> CheckResult:
         return skip("torch does not run")
     if version := facts.torch.get("flashinfer"):
         return ok(f"flashinfer {version} can be imported")
-    return fail(
-        f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}",
-        "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower",
-    )
-
-
-GPU_CHECKS: dict[str, Callable[[GpuFacts], CheckResult]] = {
-    "driver": check_driver,
-    "torch": check_torch,
-    "p2p": check_p2p,
-    "nvlink": check_nvlink,
-    "flashinfer": check_flashinfer,
-}
+    remedy = "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower"
+    return fail(f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}", remedy)
 
 
 def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
     """All checks, skipped with the reason where there is no GPU, or no driver for the others."""
     if facts is None:
-        results = dict.fromkeys(GPU_CHECKS, skip("this machine has no NVIDIA GPU"))
+        results = [skip("this machine has no NVIDIA GPU")] * len(GPU_CHECKS)
     elif facts.driver_problem:
-        results = dict.fromkeys(GPU_CHECKS, skip("the driver does not answer")) | {"driver": check_driver(facts)}
+        results = [check_driver(facts)] + [skip("the driver does not answer")] * (len(GPU_CHECKS) - 1)
     else:
-        results = {name: check(facts) for name, check in GPU_CHECKS.items()}
-    return [replace(result, name=f"gpu.{name}") for name, result in results.items()]
+        results = [check(facts) for check in (check_driver, check_torch, check_p2p, check_nvlink, check_flashinfer)]
+    return [replace(result, name=f"gpu.{name}") for name, result in zip(GPU_CHECKS, results, strict=True)]

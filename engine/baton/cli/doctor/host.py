@@ -28,10 +28,9 @@ def mib(count: int) -> str:
 def check_memfd(facts: HostFacts) -> CheckResult:
     if facts.sealed_memfd_error is None:
         return ok(f"kernel {facts.kernel} makes sealed memory files, which KV pools are")
-    return fail(
-        f"kernel {facts.kernel} makes no sealed memory file: {facts.sealed_memfd_error}",
-        "use Linux 3.17 or newer, and a seccomp profile that allows memfd_create and fcntl(F_ADD_SEALS)",
-    )
+    sentence = f"kernel {facts.kernel} makes no sealed memory file: {facts.sealed_memfd_error}"
+    remedy = "use Linux 3.17 or newer, and a seccomp profile that allows memfd_create and fcntl(F_ADD_SEALS)"
+    return fail(sentence, remedy)
 
 
 def check_shm(facts: HostFacts) -> CheckResult:
@@ -59,10 +58,8 @@ def check_locked_memory(facts: HostFacts) -> CheckResult:
         return skip("no RDMA device: the limit of locked memory does not matter")
     if limit is None or limit >= MIN_LOCKED_BYTES:
         return ok(f"{'any amount' if limit is None else mib(limit)} of memory can be locked for RDMA")
-    return warn(
-        f"only {mib(limit)} of memory can be locked, RDMA registers whole buffers",
-        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: the capability IPC_LOCK",
-    )
+    sentence = f"only {mib(limit)} of memory can be locked, RDMA registers whole buffers"
+    return warn(sentence, "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: the capability IPC_LOCK")
 
 
 def check_memory(facts: HostFacts) -> CheckResult:
@@ -88,10 +85,8 @@ def check_clock(facts: HostFacts) -> CheckResult:
     if facts.is_clock_synchronized is None:
         return skip("this kernel does not tell whether the clock is synchronized")
     if not facts.is_clock_synchronized:
-        return warn(
-            "the kernel says that no time service disciplines the clock",
-            "run chronyd or systemd-timesyncd; in a virtual machine whose host keeps the time, ignore this",
-        )
+        remedy = "run chronyd or systemd-timesyncd; in a virtual machine whose host keeps the time, ignore this"
+        return warn("the kernel says that no time service disciplines the clock", remedy)
     return ok("the clock is synchronized")
 
 

@@ -29,12 +29,11 @@ def _count(workers: list[dict[str, Any]]) -> str:
 @add_check(ROUTER_CHECKS, "router.ready")
 def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
-        if not router.problem and not router.is_ready:
-            reason = router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
-            remedy = (
-                "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
-            )
-            yield fail(f"{router.url} is not ready: {reason}", remedy)
+        if router.problem or router.is_ready:
+            continue
+        reason = router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
+        remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
+        yield fail(f"{router.url} is not ready: {reason}", remedy)
     yield ok(f"routers that accept requests: {len(view.routers)}")
 
 
