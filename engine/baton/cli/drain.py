@@ -115,16 +115,12 @@ class UrlPlace:
                 answer |= self._send("GET", "drain")
             except Gone:
                 answer |= {"state": "gone", "is_drained": True, "left": {}}
-        alone = answer.get("drained_by") == "router"
-        return DrainReport(
-            self.name,
-            str(answer.get("state") or answer.get("status")),
-            bool(answer.get("is_drained")),
-            answer.get("left") or {},
-            bool(answer.get("is_final")),
-            answer.get("drained_by"),
-            f"drained at this router only: {reason or 'other routers still send to it'}" if alone else None,
-        )
+        state = str(answer.get("state") or answer.get("status"))
+        is_drained, is_final = bool(answer.get("is_drained")), bool(answer.get("is_final"))
+        left, drained_by = answer.get("left") or {}, answer.get("drained_by")
+        alone = f"drained at this router only: {reason or 'other routers still send to it'}"
+        note = alone if drained_by == "router" else None
+        return DrainReport(self.name, state, is_drained, left, is_final, drained_by, note)
 
     def _send(self, method: str, path: str) -> dict[str, Any]:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}

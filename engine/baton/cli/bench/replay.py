@@ -86,14 +86,7 @@ class Outcome(Round):
 
 
 async def replay(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    work: Sequence[Ask],
-    *,
-    scale: int = 1,
-    chat: bool = False,
-    hold_turns: bool = False,
+    session: aiohttp.ClientSession, url: str, model: str, work: list[Ask], *, scale: int, chat: bool, hold_turns: bool
 ) -> Outcome:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
     tasks: list[asyncio.Task[None]] = []

@@ -107,12 +107,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
     group.add_argument("--json", metavar="FILE", help="write the results to this file too")
     options = parser.parse_args(argv)
-    unused = ROUNDS if options.trace else TRACE
+    unused, why = (ROUNDS, "with") if options.trace else (TRACE, "without")
     for name in unused:
         if hasattr(options, name):
-            parser.error(
-                f"{flag_name(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out"
-            )
+            parser.error(f"{flag_name(name)} means nothing {why} --trace; leave it out")
     for name, (default, _) in {**ROUNDS, **TRACE}.items():
         setattr(options, name, getattr(options, name, default))
     for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
@@ -156,21 +154,23 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
     return started
 
 
+def _session(timeout_secs: float) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=timeout_secs)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
 async def _bench(options: argparse.Namespace) -> int:
     work = Work(**{f.name: getattr(options, f.name) for f in fields(Work)})
     async with AsyncExitStack() as stack:
         named = [(url, url) for url in options.url] or await _start_built_in(stack, options.model_path)
         arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
-        )
+        session = await stack.enter_async_context(_session(600))
         for number in range(-1, options.rounds):
             for arm in arms if number % 2 else reversed(arms):
                 done = await run_round(session, arm.url, arm.model, work, seed=number)
                 if done.failures:
-                    print(
-                        f"{arm.name}: {len(done.failures)} requests failed, first: {done.failures[0]}", file=sys.stderr
-                    )
+                    failed = f"{len(done.failures)} requests failed, first: {done.failures[0]}"
+                    print(f"{arm.name}: {failed}", file=sys.stderr)
                     return 1
                 if number >= 0:
                     arm.rounds.append(done)
@@ -191,9 +191,7 @@ async def _replay(options: argparse.Namespace) -> int:
     held = "; turns wait for the answer before" if options.hold_turns else ""
     print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
     results = []
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=options.timeout_secs)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with _session(options.timeout_secs) as session:
         for url in (url.rstrip("/") for url in options.url):
             workers = await replay.worker_urls(session, url) or [url]
             before = await replay.worker_counts(session, workers)

@@ -85,13 +85,11 @@ def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
 
 
 def check_driver(facts: GpuFacts) -> CheckResult:
-    if facts.driver_problem:
-        remedy = (
-            "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)"
-        )
-        return fail(f"the NVIDIA driver does not answer: {facts.driver_problem}", remedy)
-    names = ", ".join(sorted(set(facts.devices)))
-    return ok(f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
+    if not facts.driver_problem:
+        names = ", ".join(sorted(set(facts.devices)))
+        return ok(f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
+    remedy = "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)"
+    return fail(f"the NVIDIA driver does not answer: {facts.driver_problem}", remedy)
 
 
 def check_torch(facts: GpuFacts) -> CheckResult:

@@ -180,21 +180,20 @@ def read_poll(
     workers: Sequence[dict[str, Any]], engines: Sequence[MetricSample], router: Sequence[MetricSample]
 ) -> TopSnapshot:
     """The same from /workers, the metrics of all workers with the label `worker`, and those of the router."""
-    nodes = []
-    for worker in workers:
-        url = str(worker["url"]).rstrip("/")
-        own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
-        pages = total(own, "baton_kv_pages")
-        free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-        rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
-        nodes.append(
-            NodeRow(
-                url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"),
-                int(worker.get("load", 0)), None, 1 - free / pages if pages else None, None,
-                sum(rates) if rates else None,
-            )
-        )  # fmt: skip
+    nodes = [_node_of_poll(worker, engines) for worker in workers]
     return TopSnapshot("poll", int(total(router, "baton_router_queued_requests")), nodes)
+
+
+def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> NodeRow:
+    url = str(worker["url"]).rstrip("/")
+    own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
+    pages = total(own, "baton_kv_pages")
+    free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
+    rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
+    return NodeRow(
+        url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
+        None, 1 - free / pages if pages else None, None, sum(rates) if rates else None,
+    )  # fmt: skip
 
 
 # ---- the table -------------------------------------------------------------------------------------------------
