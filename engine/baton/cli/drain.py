@@ -149,9 +149,8 @@ class UrlPlace:
         what = f"{method} {self.url}/{path}: {err.code}, {said}"
         if err.code in (404, 405):
             return Gone(f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker")
-        if err.code in (401, 403):
-            return DrainFailed(f"{what}; give --key, or {KEY_ENV}")
-        return DrainFailed(what)
+        remedy = f"; give --key, or {KEY_ENV}" if err.code in (401, 403) else ""
+        return DrainFailed(what + remedy)
 
 
 @dataclass(slots=True)

@@ -42,13 +42,7 @@ def _plain(bound: float) -> str:
 
 
 def opt(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    env: str | None = None,
-    also: Sequence[str] = (),
-    **bounds: float,
+    default: Any, help: str, *, choices: Sequence[str] = (), env: str = "", also: Sequence[str] = (), **bounds: float
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
 
@@ -84,7 +78,7 @@ class FlagMistake(str):
     """Sentence that stands where a value would be, so that parsing goes on and finds the other mistakes."""
 
 
-def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], Any]:
+def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str]) -> Callable[[str], Any]:
     what = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
 
     def read(text: str) -> Any:
@@ -200,7 +194,7 @@ def markdown(cls: type) -> str:
             rows += [*([""] if rows else []), f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**", "", *head]
         kind = base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
-        value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
+        value = " ".join(f"`{c}`" for c in f.metadata["choices"]) or names[typing.cast(type, kind)]
         value += f", {f.metadata['range']}" if f.metadata["range"] else ""
         default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
         env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""

@@ -57,18 +57,17 @@ def merge(results: Iterable[CheckResult]) -> list[CheckResult]:
     return problems or well[:1] or all_results[:1]
 
 
+Find = Callable[[View], Iterable[CheckResult]]
 Check = Callable[[View], list[CheckResult]]
 
 
-def add_check(
-    checks: list[Check[View]], name: str, *, shows_all: bool = False
-) -> Callable[[Callable[[View], Iterable[CheckResult]]], Check[View]]:
+def add_check(checks: list[Check[View]], name: str, *, shows_all: bool = False) -> Callable[[Find[View]], Check[View]]:
     """Add the decorated function to `checks`. Its results get the name and, unless `shows_all`, are merged.
 
     So a check yields each problem, then what is well without any, then why it is skipped without either.
     """
 
-    def add(find: Callable[[View], Iterable[CheckResult]]) -> Check[View]:
+    def add(find: Find[View]) -> Check[View]:
         @functools.wraps(find)
         def check(view: View) -> list[CheckResult]:
             results = [replace(result, name=result.name or name) for result in find(view)]

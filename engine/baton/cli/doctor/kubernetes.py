@@ -155,13 +155,14 @@ def referenced_secrets(workload: Object) -> Iterator[tuple[str, str | None]]:
             yield reference.get("secretName") or reference["name"], reference.get("key")
 
 
+def labels_of(thing: Object) -> dict[str, str]:
+    """Labels of a pod, or of a pod template."""
+    return dict(thing["metadata"].get("labels") or {})
+
+
 def pods_matching(view: KubeView, *selectors: Mapping[str, str]) -> list[Object]:
     """Pods that one of the selectors selects."""
-    return [
-        pod
-        for pod in view.of_kind("pods")
-        if any(selector.items() <= (pod["metadata"].get("labels") or {}).items() for selector in selectors)
-    ]
+    return [pod for pod in view.of_kind("pods") if any(s.items() <= labels_of(pod).items() for s in selectors)]
 
 
 def is_pod_ready(pod: Object) -> bool:
@@ -251,7 +252,7 @@ def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
 
     A Service is meant for a workload if its selector has a key of the workload's labels, with whatever value.
     """
-    keys = {key for w in view.workloads for key in w["spec"]["template"]["metadata"].get("labels") or {}}
+    keys = {key for workload in view.workloads for key in labels_of(workload["spec"]["template"])}
     for service in view.of_kind("services"):
         selector = service["spec"].get("selector") or {}
         if keys & selector.keys():
@@ -309,10 +310,8 @@ def check_grace(view: KubeView) -> Iterator[CheckResult]:
         needed = pause + drain + SPARE_GRACE_SECS
         notes.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
         if grace < needed:
-            sentence = (
-                f"{label(workload)}: Kubernetes kills its pods after {grace} s, but they need {needed:g} s: "
-                f"preStop {pause:g} + {flag} {drain:g} + {SPARE_GRACE_SECS}"
-            )
+            why = f"they need {needed:g} s: preStop {pause:g} + {flag} {drain:g} + {SPARE_GRACE_SECS}"
+            sentence = f"{label(workload)}: Kubernetes kills its pods after {grace} s, but {why}"
             yield fail(sentence, f"terminationGracePeriodSeconds: {needed:g}, or a smaller {flag}")
         if pause == 0:
             sentence = f"{label(workload)} has no preStop pause: requests still arrive when it refuses them already"

@@ -86,12 +86,10 @@ def keys_of(config: DoctorConfig) -> FleetKeys:
 def examine(config: DoctorConfig) -> list[CheckResult]:
     """All results that the flags ask for."""
     client = make_client(PROG, config.ca_cert)
-    keys = keys_of(config)
-    results: list[CheckResult] = []
-    if config.node or not (config.fleet or config.namespace):
-        results += examine_node(config.routers, client)
+    is_alone = not config.fleet and not config.namespace
+    results = examine_node(config.routers, client) if config.node or is_alone else []
     if config.fleet:
-        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys, client)
+        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys_of(config), client)
         results += check_routers(view) + check_engines(view) + check_pairs(view)
     if config.namespace:
         results += check_namespace(read_namespace(config.namespace, config.kubectl))

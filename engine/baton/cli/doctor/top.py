@@ -114,20 +114,12 @@ class SourceFailed(Exception):
 def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     """Snapshots without end, one a second. Raises SourceFailed when the router is away."""
     try:
-        yield from _feed(router, key, client)
+        for line in client.lines(f"{router}/ui/feed", key):
+            if line.startswith("data: {"):
+                yield read_feed(json.loads(line.removeprefix("data: ")))
     except StreamEnded as err:
         if err.status not in NO_FEED:
             raise SourceFailed(f"{router} sends no state of the fleet: {err}") from err
-    yield from _poll(router, key, client)
-
-
-def _feed(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
-    for line in client.lines(f"{router}/ui/feed", key):
-        if line.startswith("data: {"):
-            yield read_feed(json.loads(line.removeprefix("data: ")))
-
-
-def _poll(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     while True:
         listed = client.get(f"{router}/workers", key)
         if not listed.is_ok:
