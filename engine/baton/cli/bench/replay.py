@@ -131,11 +131,8 @@ async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
     """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
     pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
-    return {
-        url: int(sum(map(float, _REQUESTS.findall(page))))
-        for url, page in pages.items()
-        if b"baton_http_requests" in page
-    }
+    counts = {url: _REQUESTS.findall(page) for url, page in pages.items() if b"baton_http_requests" in page}
+    return {url: int(sum(map(float, values))) for url, values in counts.items()}
 
 
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:

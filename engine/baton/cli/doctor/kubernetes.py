@@ -271,10 +271,8 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
     for workload in view.workloads:
         who, is_engine = label(workload), program(workload) == "engine"
         container = main_container(workload)
-        readiness, liveness, startup = (
-            container.get(f"{kind}Probe", {}).get("httpGet", {}).get("path")
-            for kind in ("readiness", "liveness", "startup")
-        )
+        probes = [container.get(f"{kind}Probe", {}) for kind in ("readiness", "liveness", "startup")]
+        readiness, liveness, startup = (probe.get("httpGet", {}).get("path") for probe in probes)
         if "readinessProbe" not in container:
             sentence = f"{who} has no readiness probe: pods get requests while they load"
             yield fail(sentence, "readinessProbe: httpGet /readyz")

@@ -119,10 +119,8 @@ def check_kv_events(view: FleetView) -> Iterator[CheckResult]:
     off = sorted(url for url, found in states.items() if "off" in found)
     if len(view.routers) > 1 and off:
         sentence = f"{', '.join(off)}: without KV events each router knows only the prefixes that it sent itself"
-        remedy = (
-            "--kv-events on for all routers, --kv-events-config '{\"enable_kv_cache_events\": true}' for all engines"
-        )
-        yield warn(sentence, remedy)
+        engine_flag = "--kv-events-config '{\"enable_kv_cache_events\": true}'"
+        yield warn(sentence, f"--kv-events on for all routers, {engine_flag} for all engines")
     yield ok(f"KV events: {', '.join(sorted(set().union(*states.values()))) or 'no worker'}")
 
 
