@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton.cli.bench.load import Timing, percentile, send
+from baton.cli.bench.load import Timing, send
+from baton.sim.report import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Seen:
     timings: tuple[Timing, ...]
 
     def ms(self, name: str, q: float) -> float:
-        return percentile([getattr(t, name) for t in self.timings], q) * 1e3
+        return percentile(sorted(getattr(t, name) for t in self.timings), q) * 1e3
 
     @property
     def hit_rate(self) -> float:

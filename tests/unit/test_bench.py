@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.cli.bench.load import Round, Timing, Work, prompts
-from baton.cli.bench.serving import Arm, parse, percentile, table
+from baton.cli.bench.serving import Arm, parse, table
+from baton.sim.report import percentile
 
 WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
 
@@ -25,7 +26,7 @@ def test_tpot_counts_the_tokens_after_the_first() -> None:
 
 
 def test_percentiles_interpolate() -> None:
-    assert percentile([3, 1, 2], 0.5) == 2
+    assert percentile(sorted([3, 1, 2]), 0.5) == 2
     assert percentile([0, 10], 0.95) == 9.5
     assert percentile([7], 0.95) == 7
 

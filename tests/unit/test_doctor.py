@@ -511,10 +511,13 @@ def test_workers_of_other_engines_are_not_judged_by_what_only_ours_report() -> N
 
 
 def test_exit_code_and_output_follow_the_worst_result() -> None:
-    results = [check.ok("a.b", "well"), check.skip("c", "no GPU"), check.warn("d", "odd", "do this")]
+    results = [
+        CheckResult("a.b", CheckStatus.OK, "well"), CheckResult("c", CheckStatus.SKIP, "no GPU"),
+        CheckResult("d", CheckStatus.WARN, "odd", "do this"),
+    ]  # fmt: skip
     assert check.exit_code(results[:2]) == 0
     assert check.exit_code(results) == 1
-    assert check.exit_code([*results, check.fail("e", "bad", "do that")]) == 2
+    assert check.exit_code([*results, check.fail("bad", "do that")]) == 2
     text = check.render_text(results, is_colored=False)
     assert text.splitlines()[2:4] == ["warn  d    odd", "           -> do this"]
     assert text.endswith("1 ok, 1 warnings, 0 failures, 1 skipped")

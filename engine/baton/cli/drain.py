@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from baton.cli.kubectl import Kubectl, KubectlError
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -87,16 +87,6 @@ class DrainReport:
         return f"{self.target}  {self.state}  {what}" + (f"  ({self.note})" if self.note else "")
 
 
-class Place(Protocol):
-    """Where an engine can be asked. Methods raise DrainFailed."""
-
-    name: str
-
-    def ask(self, verb: str) -> DrainReport:
-        """`verb`: drain, undrain or status."""
-        ...
-
-
 def _left_text(left: dict[str, Any]) -> str:
     if not any(value for name, value in left.items() if name != "oldest_secs"):
         return "nothing left"
@@ -125,16 +115,12 @@ class UrlPlace:
                 answer |= self._send("GET", "drain")
             except Gone:
                 answer |= {"state": "gone", "is_drained": True, "left": {}}
-        alone = answer.get("drained_by") == "router"
-        return DrainReport(
-            self.name,
-            str(answer.get("state") or answer.get("status")),
-            bool(answer.get("is_drained")),
-            answer.get("left") or {},
-            bool(answer.get("is_final")),
-            answer.get("drained_by"),
-            f"drained at this router only: {reason or 'other routers still send to it'}" if alone else None,
-        )
+        state = str(answer.get("state") or answer.get("status"))
+        is_drained, is_final = bool(answer.get("is_drained")), bool(answer.get("is_final"))
+        left, drained_by = answer.get("left") or {}, answer.get("drained_by")
+        alone = f"drained at this router only: {reason or 'other routers still send to it'}"
+        note = alone if drained_by == "router" else None
+        return DrainReport(self.name, state, is_drained, left, is_final, drained_by, note)
 
     def _send(self, method: str, path: str) -> dict[str, Any]:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
@@ -163,9 +149,8 @@ class UrlPlace:
         what = f"{method} {self.url}/{path}: {err.code}, {said}"
         if err.code in (404, 405):
             return Gone(f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker")
-        if err.code in (401, 403):
-            return DrainFailed(f"{what}; give --key, or {KEY_ENV}")
-        return DrainFailed(what)
+        remedy = f"; give --key, or {KEY_ENV}" if err.code in (401, 403) else ""
+        return DrainFailed(what + remedy)
 
 
 @dataclass(slots=True)
@@ -190,6 +175,10 @@ class PodPlace:
         if report.error is not None:
             raise (Gone if report.state == "gone" else DrainFailed)(report.error)
         return report
+
+
+Place = UrlPlace | PodPlace
+"""Where an engine can be asked. `ask` takes drain, undrain or status, and raises DrainFailed."""
 
 
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
@@ -219,11 +208,10 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> list
     if "deletionTimestamp" in meta or status.get("phase") != "Running" or not address:
         return []
     host = f"[{address}]" if ":" in address else address
-    containers = pod["spec"]["containers"]
     ports = [
-        (c["name"], port["containerPort"])
-        for c in containers
-        for port in c.get("ports", ())
+        (container["name"], port["containerPort"])
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", ())
         if port.get("name", "").startswith("http")
     ]
     places: list[Place] = []
@@ -254,7 +242,7 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     add_flags(parser, DrainConfig)
     values, bad = parser.read(argv)
     targets = values.pop("targets")
-    values.setdefault("key", os.environ.get(KEY_ENV) or None)
+    bad += add_environment(DrainConfig, values)
     config = DrainConfig(**values)
     if not targets:
         bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")
@@ -270,77 +258,74 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     return config, targets
 
 
-class DrainCommand:
-    """Run of the command over some places."""
+def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
+    """Returns the exit code."""
+    deadline = time.monotonic() + config.timeout_secs
+    verb = "undrain" if config.undo else "status" if config.status else "drain"
+    reports = _ask_all(config, places, verb, [None] * len(places))
+    while config.wait and not any(_is_lost(config, r) for r in reports):
+        if all(r.is_drained for r in reports):
+            return _end(config, 0, f"safe to stop: {', '.join(r.target for r in reports)}")
+        if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
+            rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
+            return _end(config, LEFT, f"not drained after {config.timeout_secs:g} s: {rest}")
+        time.sleep(pause)
+        reports = _ask_all(config, places, "status", reports)
+    lost = [r for r in reports if _is_lost(config, r)]
+    for report in lost:
+        why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
+        print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
+    return FAILED if lost else 0
 
-    def __init__(self, config: DrainConfig, places: Sequence[Place], show: Callable[[str], None]) -> None:
-        self._config = config
-        self._places = places
-        self._show = show
-        self._last: dict[str, DrainReport] = {}
 
-    def run(self) -> int:
-        """Returns the exit code."""
-        deadline = time.monotonic() + self._config.timeout_secs
-        verb = "undrain" if self._config.undo else "status" if self._config.status else "drain"
-        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            reports = list(pool.map(lambda place: self._ask(place, verb), self._places))
-            self._tell(reports)
-            while self._config.wait and not any(self._is_lost(r) for r in reports):
-                if all(r.is_drained for r in reports):
-                    return self._end(0, f"safe to stop: {', '.join(r.target for r in reports)}")
-                if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
-                    rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
-                    return self._end(LEFT, f"not drained after {self._config.timeout_secs:g} s: {rest}")
-                time.sleep(pause)
-                waiting = [place for place in self._places if not self._last[place.name].is_drained]
-                list(pool.map(lambda place: self._ask(place, "status"), waiting))
-                reports = [self._last[place.name] for place in self._places]
-                self._tell(reports)
-        lost = [r for r in reports if self._is_lost(r)]
-        for report in lost:
-            why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
-            print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
-        return FAILED if lost else 0
+def _is_lost(config: DrainConfig, report: DrainReport) -> bool:
+    """True for a target that could not be asked, or that does not drain although this command waits for it."""
+    is_back = config.wait and report.state in ("ready", "accepted") and not report.is_drained
+    return report.error is not None or is_back
 
-    def _is_lost(self, report: DrainReport) -> bool:
-        """True for a target that could not be asked, or that does not drain although this command waits for it."""
-        is_back = self._config.wait and report.state in ("ready", "accepted") and not report.is_drained
-        return report.error is not None or is_back
 
-    def _ask(self, place: Place, verb: str) -> DrainReport:
-        before = self._last.get(place.name)
-        try:
-            report = place.ask(verb)
-        except Gone as err:
-            # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
-            has_ended = before is not None and (before.is_final or before.drained_by == "router")
-            report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
-        except (DrainFailed, KubectlError) as err:
-            report = DrainReport(place.name, "unknown", error=str(err))
-        if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
-            report = dataclasses.replace(report, state="gone", is_drained=True)
-        if before is not None and report.note is None:
-            report = dataclasses.replace(report, note=before.note)
-        self._last[place.name] = report
-        return report
-
-    def _tell(self, reports: Sequence[DrainReport]) -> None:
-        if self._config.json:
-            is_drained = all(r.is_drained for r in reports)
-            rows = [dataclasses.asdict(r) for r in reports]
-            self._show(json.dumps({"targets": rows, "is_drained": is_drained}))
-            return
+def _ask_all(
+    config: DrainConfig, places: Sequence[Place], verb: str, before: Sequence[DrainReport | None]
+) -> list[DrainReport]:
+    """Ask the places that are not drained yet; show the last reports of all, and return them."""
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        reports = list(pool.map(partial(_ask, verb), places, before))
+    if config.json:
+        is_drained = all(r.is_drained for r in reports)
+        rows = [dataclasses.asdict(r) for r in reports]
+        print(json.dumps({"targets": rows, "is_drained": is_drained}), flush=True)
+    else:
         for report in reports:
             if report.error is None:
-                self._show(report.text())
+                print(report.text(), flush=True)
+    return reports
 
-    def _end(self, code: int, text: str) -> int:
-        if not self._config.json:
-            self._show(text)
-        elif code:
-            print(f"{PROG}: {text}", file=sys.stderr)
-        return code
+
+def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
+    """`before`: its last report, which stays once it is drained."""
+    if before is not None and before.is_drained:
+        return before
+    try:
+        report = place.ask(verb)
+    except Gone as err:
+        # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
+        has_ended = before is not None and (before.is_final or before.drained_by == "router")
+        report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
+    except (DrainFailed, KubectlError) as err:
+        report = DrainReport(place.name, "unknown", error=str(err))
+    if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
+        report = dataclasses.replace(report, state="gone", is_drained=True)
+    if before is not None and report.note is None:
+        report = dataclasses.replace(report, note=before.note)
+    return report
+
+
+def _end(config: DrainConfig, code: int, text: str) -> int:
+    if not config.json:
+        print(text, flush=True)
+    elif code:
+        print(f"{PROG}: {text}", file=sys.stderr)
+    return code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -351,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:
-        return DrainCommand(config, places, lambda line: print(line, flush=True)).run()
+        return run_drain(config, places)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
         return 130

@@ -24,9 +24,8 @@ class Kubectl:
         command = [*self._command, *words]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self._timeout_secs, check=False,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                command, capture_output=True, text=True, timeout=self._timeout_secs, stdin=subprocess.DEVNULL
+            )
         except OSError as err:
             raise KubectlError(f"{command[0]} cannot be run ({err.strerror}); install it, or give --kubectl") from err
         except subprocess.TimeoutExpired as err:

@@ -8,27 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from baton import DISTRIBUTION
 
 
-def _up(argv: Sequence[str]) -> int:
-    from baton.server.launch.local_cluster import main
-
-    return main(argv)
-
-
-def _router(argv: Sequence[str]) -> int:
-    from baton._native import router_main
-
-    return int(router_main(["baton router", *argv]))
+def _main_of(module: str) -> Callable[[Sequence[str]], int]:
+    """`main` of a module that is imported when it is called."""
+    return lambda argv: int(import_module(module).main(argv))
 
 
-def _replay(argv: Sequence[str]) -> int:
-    from baton._native import router_main
-
-    return int(router_main(["baton", "replay", *argv]))
+def _native(*command: str) -> Callable[[Sequence[str]], int]:
+    """The router's program under the name, and with the subcommand, that `command` gives it."""
+    return lambda argv: int(import_module("baton._native").router_main([*command, *argv]))
 
 
 def _engine(argv: Sequence[str]) -> int:
@@ -38,36 +31,6 @@ def _engine(argv: Sequence[str]) -> int:
     return run_engine(parse(argv))
 
 
-def _drain(argv: Sequence[str]) -> int:
-    from baton.cli.drain import main
-
-    return main(argv)
-
-
-def _bench(argv: Sequence[str]) -> int:
-    from baton.cli.bench.serving import main
-
-    return main(argv)
-
-
-def _simulate(argv: Sequence[str]) -> int:
-    from baton.sim.main import main
-
-    return main(argv)
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from baton.cli.doctor.main import main
-
-    return main(argv)
-
-
-def _top(argv: Sequence[str]) -> int:
-    from baton.cli.doctor.top import main
-
-    return main(argv)
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -75,15 +38,25 @@ class Command:
 
 
 COMMANDS = {
-    "up": Command("start a whole cluster on this machine: router, prefill and decode nodes", _up),
-    "router": Command("run the router", _router),
-    "replay": Command("decide a router's decision log again, and compare", _replay),
+    "up": Command(
+        "start a whole cluster on this machine: router, prefill and decode nodes",
+        _main_of("baton.server.launch.local_cluster"),
+    ),
+    "router": Command("run the router", _native("baton router")),
+    "replay": Command("decide a router's decision log again, and compare", _native("baton", "replay")),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
-    "drain": Command("take engines out of service without breaking a stream, or return them", _drain),
-    "doctor": Command("check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do", _doctor),
-    "top": Command("show nodes, pairs and slow requests of a running fleet", _top),
-    "bench": Command("send the same load to several servers and compare them", _bench),
-    "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
+    "drain": Command(
+        "take engines out of service without breaking a stream, or return them", _main_of("baton.cli.drain")
+    ),
+    "doctor": Command(
+        "check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do",
+        _main_of("baton.cli.doctor.main"),
+    ),
+    "top": Command("show nodes, pairs and slow requests of a running fleet", _main_of("baton.cli.doctor.top")),
+    "bench": Command("send the same load to several servers and compare them", _main_of("baton.cli.bench.serving")),
+    "simulate": Command(
+        "replay a trace through the scheduler in virtual time and compare queue orders", _main_of("baton.sim.main")
+    ),
 }
 
 
@@ -101,9 +74,7 @@ def own_version() -> str:
 
 def router() -> int:
     """Entry point of the command `baton-router`, for where the native program of that name is not installed."""
-    from baton._native import router_main
-
-    return int(router_main(["baton-router", *sys.argv[1:]]))
+    return _native("baton-router")(sys.argv[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,10 +43,8 @@ class ClassRules:
         if priority is None or self.classes[0].bound is None:
             return self.of_tier("default")
         sign = -1 if self.low_values_first else 1
-        for c in self.classes:
-            if c.bound is not None and sign * priority >= sign * c.bound:
-                return c.name
-        return self.classes[-1].name
+        reached = (c.name for c in self.classes if c.bound is not None and sign * priority >= sign * c.bound)
+        return next(reached, self.classes[-1].name)
 
     def no_better(self, name: str, ceiling: str) -> str:
         """`name`, or `ceiling` where that is the less important class."""

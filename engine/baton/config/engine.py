@@ -61,9 +61,7 @@ class EngineConfig:
         also=("--model",),
     )
     tokenizer_path: str | None = opt(
-        None,
-        "directory or cached hub id with tokenizer.json (default: the model's)",
-        also=("--tokenizer",),
+        None, "directory or cached hub id with tokenizer.json (default: the model's)", also=("--tokenizer",)
     )
     served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
     load_format: str = opt(

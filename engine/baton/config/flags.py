@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 import typing
@@ -41,13 +42,7 @@ def _plain(bound: float) -> str:
 
 
 def opt(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    env: str | None = None,
-    also: Sequence[str] = (),
-    **bounds: float,
+    default: Any, help: str, *, choices: Sequence[str] = (), env: str = "", also: Sequence[str] = (), **bounds: float
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
 
@@ -74,20 +69,16 @@ def flag_name(field_name: str) -> str:
 
 
 def base_type(annotation: Any) -> Callable[[str], Any]:
-    args = [a for a in typing.get_args(annotation) if a is not type(None)]
-    base = args[0] if args else annotation
+    base = (*typing.get_args(annotation), annotation)[0]  # the type before `| None`, or alone
     assert base in (int, float, str, bool), annotation
     return typing.cast(Callable[[str], Any], base)
 
 
-@dataclass(frozen=True, slots=True)
-class FlagMistake:
-    """Stands where a value would be, so that parsing goes on and finds the other mistakes."""
-
-    text: str
+class FlagMistake(str):
+    """Sentence that stands where a value would be, so that parsing goes on and finds the other mistakes."""
 
 
-def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], Any]:
+def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str]) -> Callable[[str], Any]:
     what = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
 
     def read(text: str) -> Any:
@@ -105,6 +96,21 @@ def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None)
 def _metavar(field_name: str) -> str:
     last = field_name.upper().rsplit("_", 1)[-1]
     return last if len(last) > 2 else "N"
+
+
+def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
+    """Add to `values` the fields of `cls` that are absent and whose environment variable is set; returns mistakes."""
+    hints = typing.get_type_hints(cls)
+    bad = []
+    for f in dataclasses.fields(cls):
+        env = f.metadata["env"]
+        if env and f.name not in values and os.environ.get(env):
+            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
+            if isinstance(value, FlagMistake):
+                bad.append(f"environment {env}: {value}")
+            else:
+                values[f.name] = value
+    return bad
 
 
 def _headings(cls: type) -> dict[str, str]:
@@ -129,18 +135,11 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[st
         shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
         text = f.metadata["help"].replace("%", "%%") + env + shown
-        also = f.metadata["also"]
-        if kind is bool:
-            into.add_argument(flag, *also, action="store_true", default=argparse.SUPPRESS, help=text)
-        else:
-            into.add_argument(
-                flag,
-                *also,
-                type=reader(flag, kind, choices),
-                default=argparse.SUPPRESS,
-                help=text,
-                metavar="{" + ",".join(choices) + "}" if choices else _metavar(f.name),
-            )
+        options: dict[str, Any] = {"action": "store_true"}
+        if kind is not bool:
+            metavar = "{" + ",".join(choices) + "}" if choices else _metavar(f.name)
+            options = {"type": reader(flag, kind, choices), "metavar": metavar}
+        into.add_argument(flag, *f.metadata["also"], default=argparse.SUPPRESS, help=text, **options)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -155,19 +154,17 @@ class FlagParser(argparse.ArgumentParser):
         """The values given, by field name, and what is wrong with the others."""
         space, rest = self.parse_known_args(argv)
         values = vars(space)
-        bad = [value.text for value in values.values() if isinstance(value, FlagMistake)]
+        bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
         return {k: v for k, v in values.items() if not isinstance(v, FlagMistake)}, bad + self._unknown(rest)
 
     def _unknown(self, rest: Sequence[str]) -> list[str]:
         bad, after_flag = [], False
         for word in rest:
             is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
-            if is_flag:
-                name = word.partition("=")[0]
-                if name in self._elsewhere:
-                    bad.append(f"{name}: {self._elsewhere[name]}")
-                    after_flag = "=" not in word
-                    continue
+            name = word.partition("=")[0]
+            if is_flag and name in self._elsewhere:
+                bad.append(f"{name}: {self._elsewhere[name]}")
+            elif is_flag:
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
                 bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
             elif not after_flag:  # else it is the unknown flag's value
@@ -197,7 +194,7 @@ def markdown(cls: type) -> str:
             rows += [*([""] if rows else []), f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**", "", *head]
         kind = base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
-        value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
+        value = " ".join(f"`{c}`" for c in f.metadata["choices"]) or names[typing.cast(type, kind)]
         value += f", {f.metadata['range']}" if f.metadata["range"] else ""
         default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
         env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""

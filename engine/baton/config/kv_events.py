@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,8 @@ class KvEventsConfig:
 
     def of_rank(self, dp_rank: int) -> KvEventsConfig:
         """With the endpoints of this DP rank."""
-        replay = self.replay_endpoint
-        return dataclasses.replace(
-            self,
-            endpoint=_offset(self.endpoint, dp_rank),
-            replay_endpoint=None if replay is None else _offset(replay, dp_rank),
-        )
+        replay = None if self.replay_endpoint is None else _offset(self.replay_endpoint, dp_rank)
+        return dataclasses.replace(self, endpoint=_offset(self.endpoint, dp_rank), replay_endpoint=replay)
 
 
 def _offset(endpoint: str, dp_rank: int) -> str:
@@ -75,54 +72,48 @@ def mistakes(text: str, dp_size: int) -> list[str]:
         return [f"{FLAG} {text[:100]}: is no JSON ({err}); give an object like " + '{"enable_kv_cache_events": true}']
     if not isinstance(values, dict):
         return [f"{FLAG} {text[:100]}: give a JSON object like " + '{"enable_kv_cache_events": true}']
-    known = {f.name for f in dataclasses.fields(KvEventsConfig)}
     bad = [
-        f"{FLAG}: there is no key {key!r}; there are {', '.join(sorted(known))}"
-        for key in sorted(values.keys() - known)
+        f"{FLAG}: there is no key {key!r}; there are {', '.join(sorted(_VALUES))}"
+        for key in sorted(values.keys() - _VALUES.keys())
     ]
-    for key in sorted(values.keys() & known):
-        if not _fits(key, values[key]):
-            bad.append(f"{FLAG}: {key} {json.dumps(values[key])[:100]}: give {_WANTED[key]}")
-    if bad:
-        return bad
-    config = KvEventsConfig(**values)
-    return _port_mistakes(config, dp_size)
+    for key in sorted(values.keys() & _VALUES.keys()):
+        fits, wanted = _VALUES[key]
+        if not fits(values[key]):
+            bad.append(f"{FLAG}: {key} {json.dumps(values[key])[:100]}: give {wanted}")
+    return bad or _port_mistakes(KvEventsConfig(**values), dp_size)
 
 
-_WANTED = {
-    "enable_kv_cache_events": "true or false",
-    "publisher": '"zmq", or "null" for events over HTTP only',
-    "endpoint": '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one) or "ipc://PATH"',
-    "replay_endpoint": '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one), "ipc://PATH", or null for none',
-    "buffer_steps": f"an integer from 1 to {MAX_BUFFER_STEPS}",
-    "hwm": "an integer from 1 to 2147483647",
-    "topic": "a string",
+def _is_endpoint(value: Any) -> bool:
+    return isinstance(value, str) and _BOUND.fullmatch(value) is not None
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enable_kv_cache_events": (lambda value: isinstance(value, bool), "true or false"),
+    "publisher": (lambda value: value in ("", "zmq", "null"), '"zmq", or "null" for events over HTTP only'),
+    "endpoint": (_is_endpoint, '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one) or "ipc://PATH"'),
+    "replay_endpoint": (
+        lambda value: value is None or _is_endpoint(value),
+        '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one), "ipc://PATH", or null for none',
+    ),
+    "buffer_steps": (lambda value: _is_count(value, MAX_BUFFER_STEPS), f"an integer from 1 to {MAX_BUFFER_STEPS}"),
+    "hwm": (lambda value: _is_count(value, 2**31 - 1), "an integer from 1 to 2147483647"),
+    "topic": (lambda value: isinstance(value, str), "a string"),
 }
-
-
-def _fits(key: str, value: Any) -> bool:
-    if key == "enable_kv_cache_events":
-        return isinstance(value, bool)
-    if key == "publisher":
-        return value in ("", "zmq", "null")
-    if key in ("buffer_steps", "hwm"):
-        most = MAX_BUFFER_STEPS if key == "buffer_steps" else 2**31 - 1
-        return type(value) is int and 1 <= value <= most
-    if value is None:
-        return key == "replay_endpoint"
-    return isinstance(value, str) and (key == "topic" or _BOUND.fullmatch(value) is not None)
+"""By key: a test of the value, and what to give instead of one that fails it."""
 
 
 def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:
     bad = []
     taken: dict[str, str] = {}
-    for key, endpoint in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
-        if endpoint is None:
-            continue
+    for key in ("endpoint", "replay_endpoint"):
         for rank in range(dp_size):
-            mine = _offset(endpoint, rank)
-            found = _TCP.fullmatch(mine)
-            if found is not None and found[2] == "*":
+            mine = getattr(config.of_rank(rank), key)
+            found = None if mine is None else _TCP.fullmatch(mine)
+            if mine is None or (found is not None and found[2] == "*"):
                 continue
             if found is not None and not 1 <= int(found[2]) <= 65535:
                 bad.append(f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower first port")

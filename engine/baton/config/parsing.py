@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import typing
 from collections.abc import Sequence
 from typing import Any
 
 from baton.config import simulated
 from baton.config.engine import CUDA_DEFAULTS, EngineConfig
-from baton.config.flags import FlagMistake, FlagParser, add_flags, base_type, flag_name, reader, refuse
+from baton.config.flags import FlagParser, add_environment, add_flags, refuse
 from baton.config.rules import mistakes
 from baton.errors import ConfigError
 
@@ -25,15 +22,7 @@ def build(values: dict[str, Any]) -> EngineConfig:
             values = {**simulated.defaults(values["simulate"]), **values}
         except ConfigError as err:
             bad.append(err.message)
-    hints = typing.get_type_hints(EngineConfig)
-    for f in dataclasses.fields(EngineConfig):
-        env = f.metadata["env"]
-        if env and f.name not in values and os.environ.get(env):
-            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
-            if isinstance(value, FlagMistake):
-                bad.append(f"environment {env}: {value.text}")
-            else:
-                values[f.name] = value
+    bad += add_environment(EngineConfig, values)
     config = EngineConfig(**values)
     if bad := [*bad, *mistakes(config)]:
         raise ConfigError("\n".join(bad))

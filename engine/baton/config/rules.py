@@ -30,19 +30,15 @@ def _transfer(c: EngineConfig) -> Iterator[str]:
     if c.second_cluster_key is not None and c.cluster_key is None:
         yield "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key"
     if c.disaggregation_mode == "prefill" and c.bootstrap_listen_host != c.host and c.host not in UNSPECIFIED_HOSTS:
-        yield (
-            f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look "
-            f"for them; {KV_REMEDY}"
-        )
+        why = f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for them"
+        yield f"--host {c.host}: {why}; {KV_REMEDY}"
     for name in ("kv_host", "kv_advertise_host"):
         host = getattr(c, name)
         if host is not None and not c.is_kv_open and not is_loopback(host):
             yield f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback; {KV_REMEDY}"
     if c.kv_advertise_host is not None and not _is_address_or_name(c.kv_advertise_host):
-        yield (
-            f"--kv-advertise-host {c.kv_advertise_host}: give one IPv4 address, IPv6 address without brackets or host "
-            "name, without a port"
-        )
+        form = "one IPv4 address, IPv6 address without brackets or host name, without a port"
+        yield f"--kv-advertise-host {c.kv_advertise_host}: give {form}"
 
 
 def _is_address_or_name(text: str) -> bool:
@@ -76,23 +72,17 @@ def _step(c: EngineConfig) -> Iterator[str]:
         yield f"--page-size {c.page_size}: use a power of two from 1 to 128"
     chunk = c.chunked_prefill_size
     if chunk != -1 and (chunk < c.page_size or chunk % max(c.page_size, 1)):
-        yield (
-            f"--chunked-prefill-size {chunk}: use a positive multiple of --page-size ({c.page_size}), or -1 to compute "
-            "each prompt in one step"
-        )
+        remedy = f"use a positive multiple of --page-size ({c.page_size}), or -1 to compute each prompt in one step"
+        yield f"--chunked-prefill-size {chunk}: {remedy}"
     for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
         if chunk == -1 and getattr(c, name):
             yield f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out"
     if c.long_prefill_token_threshold and c.long_prefill_token_threshold < c.page_size:
-        yield (
-            f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: use at least --page-size "
-            f"({c.page_size}), or 0 for no limit"
-        )
+        remedy = f"use at least --page-size ({c.page_size}), or 0 for no limit"
+        yield f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: {remedy}"
     if c.max_decode_gap_ms and (not c.prefill_first or c.enable_mixed_chunk):
-        yield (
-            f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
-            "--enable-mixed-chunk; otherwise they join every step: leave it out"
-        )
+        why = "decode rows wait only with --prefill-first and without --enable-mixed-chunk"
+        yield f"--max-decode-gap-ms {c.max_decode_gap_ms}: {why}; otherwise they join every step: leave it out"
 
 
 def _queue(c: EngineConfig) -> Iterator[str]:
@@ -135,10 +125,8 @@ def _priority(c: EngineConfig) -> Iterator[str]:
 
 def _memory(c: EngineConfig) -> Iterator[str]:
     if c.device == "cpu" and c.mem_fraction_static != MEM_FRACTION:
-        yield (
-            f"--mem-fraction-static {c.mem_fraction_static:g}: it sizes the pool of a CUDA device, --device is cpu; "
-            "use --kv-pool-mib"
-        )
+        why = "it sizes the pool of a CUDA device, --device is cpu"
+        yield f"--mem-fraction-static {c.mem_fraction_static:g}: {why}; use --kv-pool-mib"
     if c.max_total_tokens and c.max_total_tokens < 2 * c.page_size:
         yield f"--max-total-tokens {c.max_total_tokens}: give at least two pages"
     if c.disable_radix_cache:

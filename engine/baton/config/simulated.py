@@ -78,7 +78,6 @@ PRESETS: dict[str, StepModel] = {
 class Simulated:
     """--simulate, read."""
 
-    preset: str
     model: StepModel
     speed: float = 1.0
     """Simulated seconds per second."""
@@ -112,7 +111,7 @@ def read(text: str) -> Simulated:
         bad.append(f"length_scale={scale:g}: use a divisor of {BLOCK_TOKENS}")
     if bad:
         raise ConfigError("\n".join(f"--simulate {text}: {line}" for line in bad))
-    return Simulated(preset, dataclasses.replace(PRESETS[preset], **values), speed, int(scale))
+    return Simulated(dataclasses.replace(PRESETS[preset], **values), speed, int(scale))
 
 
 def defaults(text: str) -> dict[str, Any]:

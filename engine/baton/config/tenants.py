@@ -112,12 +112,11 @@ def _rule(where: str, given: object, class_names: Collection[str], bad: list[str
             values[key] = value
         else:
             low, high = _RANGES[key]
-            kinds = (int, float) if key == "weight" else (int,)
-            if type(value) not in kinds or not low <= value <= high:
-                kind = "a number" if key == "weight" else "a whole number"
-                bad.append(f"{where}.{key} is {value!r}; give {kind} from {low:g} to {high:g}")
-            else:
+            kind, kinds = ("a number", (int, float)) if key == "weight" else ("a whole number", (int,))
+            if type(value) in kinds and low <= value <= high:
                 values[key] = value
+            else:
+                bad.append(f"{where}.{key} is {value!r}; give {kind} from {low:g} to {high:g}")
     rule = TenantRule(**values)
     if rule.min_priority is not None and rule.max_priority is not None and rule.min_priority > rule.max_priority:
         bad.append(f"{where}: min_priority {rule.min_priority} is above max_priority {rule.max_priority}")

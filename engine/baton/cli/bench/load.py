@@ -11,11 +11,12 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+
+from baton.config.flags import opt
 
 FIRST_ID, LAST_ID = 3, 1000
 """Ids every tokenizer has and that are not special in common models."""
@@ -23,13 +24,13 @@ FIRST_ID, LAST_ID = 3, 1000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests of one round."""
+    """Requests of one round, as flags say."""
 
-    requests: int
-    concurrency: int
-    prompt_tokens: int
-    output_tokens: int
-    shared_tokens: int
+    requests: int = opt(16, "requests per round")
+    concurrency: int = opt(4, "requests at once")
+    prompt_tokens: int = opt(512, "prompt length [tokens]")
+    output_tokens: int = opt(32, "answer length [tokens]")
+    shared_tokens: int = opt(0, "equal start of all prompts [tokens]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,6 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         return sum(t.tokens for t in self.timings) / self.seconds
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between the nearest ranks."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * q
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def prompts(work: Work, seed: int) -> list[list[int]]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
 
-from baton.cli.bench.load import Timing, percentile, send
-from baton.cli.bench.words import words
+from baton.cli.bench.load import Round, Timing, send
+from baton.cli.bench.words import CHARS, words
 from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.sim.report import SummaryStat
 from baton.sim.trace import TraceRequest, arrivals
 
 _REQUESTS = re.compile(rb'^baton_http_requests_total\{(?=[^}]*code="ok").*\} (\S+)$', re.MULTILINE)
@@ -56,9 +58,7 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
     found: list[int | None] = []
     for index, request in enumerate(trace):
         full = request.blocks[: request.input_length // BLOCK_TOKENS]
-        shared = 0
-        while shared < len(full) and full[shared] in seen:
-            shared += 1
+        shared = next((n for n, block in enumerate(full) if block not in seen), len(full))
         found.append(ended.get(full[shared - 1]) if shared else None)
         if shared < len(full):
             ended[full[-1]] = index
@@ -68,22 +68,14 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
 
 def prompt_text(request: TraceRequest, scale: int) -> str:
     """A word per token; one of them stands for `scale` real tokens."""
-    left = scaled(request.input_length, scale)
-    parts = []
-    for block in request.blocks:
-        count = min(BLOCK_TOKENS // scale, left)
-        parts.append(words(f"block {block}", BLOCK_TOKENS // scale)[: 4 * count])
-        left -= count
-    return "".join(parts)
+    text = "".join(words(f"block {block}", BLOCK_TOKENS // scale) for block in request.blocks)
+    return text[: CHARS * scaled(request.input_length, scale)]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a replay; a failure is the reason as text."""
+class Outcome(Round):
+    """Outcome of a replay."""
 
-    seconds: float
-    timings: tuple[Timing, ...]
-    failures: tuple[str, ...]
     late_secs: float
     """How much after its time the latest request left, because this process was busy."""
 
@@ -94,71 +86,61 @@ class Outcome:
 
 
 async def replay(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    work: Sequence[Ask],
-    *,
-    scale: int = 1,
-    chat: bool = False,
-    hold_turns: bool = False,
+    session: aiohttp.ClientSession, url: str, model: str, work: list[Ask], *, scale: int, chat: bool, hold_turns: bool
 ) -> Outcome:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
-    done = [asyncio.Event() for _ in work]
-    timings: list[Timing | None] = [None] * len(work)
+    tasks: list[asyncio.Task[None]] = []
+    timings: list[Timing] = []
     failures: list[str] = []
     late = 0.0
     began = time.perf_counter()
 
-    async def one(index: int, ask: Ask) -> None:
+    async def one(ask: Ask) -> None:
         try:
             if hold_turns and ask.continues is not None:
-                await done[ask.continues].wait()
+                await asyncio.wait([tasks[ask.continues]])
             prompt, answer = prompt_text(ask.request, scale), scaled(ask.request.output_length, scale)
-            timings[index] = await send(session, url, model, prompt, answer, chat=chat)
+            timings.append(await send(session, url, model, prompt, answer, chat=chat))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")
-        finally:
-            done[index].set()
 
-    running: set[asyncio.Task[None]] = set()
     try:
-        for index, ask in enumerate(work):
+        for ask in work:
             wait = began + ask.at - time.perf_counter()
             late = max(late, -wait)
             if wait > 0:
                 await asyncio.sleep(wait)
-            task = asyncio.create_task(one(index, ask))
-            running.add(task)
-            task.add_done_callback(running.discard)
-        await asyncio.gather(*running)
+            tasks.append(asyncio.create_task(one(ask)))
+        await asyncio.gather(*tasks)
     finally:
-        for task in running:
+        for task in tasks:
             task.cancel()
-    seconds = time.perf_counter() - began
-    return Outcome(seconds, tuple(t for t in timings if t is not None), tuple(failures), late)
+    return Outcome(time.perf_counter() - began, tuple(timings), tuple(failures), late)
 
 
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     """The workers that a router at `url` names; empty when it names none."""
-    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        async with session.get(f"{url}/workers", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
-            body: Any = await response.json(content_type=None)
-            found = body.get("workers", []) if isinstance(body, dict) else []
-            return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
-    return []
+    try:
+        body = json.loads(await _read(session, f"{url}/workers"))
+    except ValueError:
+        return []
+    found = body.get("workers", []) if isinstance(body, dict) else []
+    return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
 
 
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
     """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
-    counts = {}
-    for url in dict.fromkeys(urls):
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-            async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
-                text = await response.read()
-                if b"baton_http_requests" in text:
-                    counts[url] = int(sum(float(value) for value in _REQUESTS.findall(text)))
-    return counts
+    pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
+    counts = {url: _REQUESTS.findall(page) for url, page in pages.items() if b"baton_http_requests" in page}
+    return {url: int(sum(map(float, values))) for url, values in counts.items()}
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    """Body of the page, empty when nothing answers."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
+            return await response.read()
+    return b""
 
 
 HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
@@ -188,11 +170,12 @@ def report(outcome: Outcome, split: dict[str, int]) -> str:
 def rows(outcome: Outcome) -> dict[str, dict[str, float]]:
     """Distribution of each time [ms]."""
     times = {
-        "TTFT ms": [t.ttft for t in outcome.timings],
-        "TPOT ms": [t.tpot for t in outcome.timings if t.tokens > 1],
-        "E2E ms": [t.e2e for t in outcome.timings],
+        "TTFT ms": [t.ttft * 1e3 for t in outcome.timings],
+        "TPOT ms": [t.tpot * 1e3 for t in outcome.timings if t.tokens > 1],
+        "E2E ms": [t.e2e * 1e3 for t in outcome.timings],
     }
-    return {name: _spread([v * 1e3 for v in values]) for name, values in times.items() if values}
+    stats = {name: SummaryStat.of(values) for name, values in times.items()}
+    return {name: asdict(stat) for name, stat in stats.items() if stat is not None}
 
 
 def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
@@ -204,12 +187,4 @@ def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
         "hit_rate": outcome.hit_rate,
         "times": rows(outcome),
         "requests_per_worker": split,
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": sum(values) / len(values),
-        **{f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)},
-        "max": max(values),
     }

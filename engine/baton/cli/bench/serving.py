@@ -20,20 +20,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from baton.cli.bench import replay
-from baton.cli.bench.load import Round, Work, percentile, run_round
+from baton.cli.bench.load import Round, Work, run_round
+from baton.config.flags import flag_name
 from baton.config.simulated import BLOCK_TOKENS
 from baton.errors import ConfigError
 from baton.server.launch import local_cluster
 from baton.server.launch.smoke_test import served_model
 from baton.server.launch.supervisor import ChildFailed
 from baton.sim import trace as traces
+from baton.sim.report import percentile
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -48,18 +50,17 @@ class Arm:
 
 COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
     ("tokens/s", lambda r: r.tokens_per_second),
-    ("TTFT p50 ms", lambda r: percentile([t.ttft for t in r.timings], 0.5) * 1e3),
-    ("TTFT p95 ms", lambda r: percentile([t.ttft for t in r.timings], 0.95) * 1e3),
-    ("TPOT p50 ms", lambda r: percentile([t.tpot for t in r.timings], 0.5) * 1e3),
-    ("TPOT p95 ms", lambda r: percentile([t.tpot for t in r.timings], 0.95) * 1e3),
-    ("E2E p95 ms", lambda r: percentile([t.e2e for t in r.timings], 0.95) * 1e3),
+    ("TTFT p50 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.5) * 1e3),
+    ("TTFT p95 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.95) * 1e3),
+    ("TPOT p50 ms", lambda r: percentile(sorted(t.tpot for t in r.timings), 0.5) * 1e3),
+    ("TPOT p95 ms", lambda r: percentile(sorted(t.tpot for t in r.timings), 0.95) * 1e3),
+    ("E2E p95 ms", lambda r: percentile(sorted(t.e2e for t in r.timings), 0.95) * 1e3),
 )
 
 
 def table(arms: Sequence[Arm]) -> str:
     """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
-    head = f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)
-    lines = [head]
+    lines = [f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)]
     for arm in arms:
         cells = [statistics.median(value(r) for r in arm.rounds) for _, value in COLUMNS]
         lines.append(f"{arm.name[:21]:<21}" + "".join(f"{cell:>20.2f}" for cell in cells))
@@ -74,11 +75,7 @@ def table(arms: Sequence[Arm]) -> str:
 
 ROUNDS: dict[str, tuple[Any, str]] = {
     "rounds": (5, "rounds per server"),
-    "requests": (16, "requests per round"),
-    "concurrency": (4, "requests at once"),
-    "prompt_tokens": (512, "prompt length [tokens]"),
-    "output_tokens": (32, "answer length [tokens]"),
-    "shared_tokens": (0, "equal start of all prompts [tokens]"),
+    **{f.name: (f.default, f.metadata["help"]) for f in fields(Work)},
 }
 TRACE: dict[str, tuple[Any, str]] = {
     "speed": (1.0, "let requests arrive this many times faster than recorded"),
@@ -110,21 +107,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
     group.add_argument("--json", metavar="FILE", help="write the results to this file too")
     options = parser.parse_args(argv)
-    unused = ROUNDS if options.trace else TRACE
+    unused, why = (ROUNDS, "with") if options.trace else (TRACE, "without")
     for name in unused:
         if hasattr(options, name):
-            parser.error(f"{_flag(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out")
+            parser.error(f"{flag_name(name)} means nothing {why} --trace; leave it out")
     for name, (default, _) in {**ROUNDS, **TRACE}.items():
         setattr(options, name, getattr(options, name, default))
     for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
         if getattr(options, name) < 1:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must be at least 1")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be at least 1")
     for name in ("speed", "timeout_secs"):
         if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must be above 0")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be above 0")
     for name in ("rate", "limit"):
         if not 0 <= getattr(options, name) < math.inf:
-            parser.error(f"{_flag(name)} {getattr(options, name)}: must not be negative")
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must not be negative")
     if not options.trace and (options.hold_turns or options.chat or options.json):
         parser.error("--hold-turns, --chat and --json mean nothing without --trace; leave them out")
     if options.trace and not options.url:
@@ -139,13 +136,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
     for name, (default, text) in flags.items():
         group.add_argument(
-            _flag(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
+            flag_name(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
             metavar=name.upper().rpartition("_")[2],
         )  # fmt: skip
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
@@ -161,23 +154,23 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
     return started
 
 
+def _session(timeout_secs: float) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=timeout_secs)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
 async def _bench(options: argparse.Namespace) -> int:
-    work = Work(
-        options.requests, options.concurrency, options.prompt_tokens, options.output_tokens, options.shared_tokens
-    )
+    work = Work(**{f.name: getattr(options, f.name) for f in fields(Work)})
     async with AsyncExitStack() as stack:
         named = [(url, url) for url in options.url] or await _start_built_in(stack, options.model_path)
         arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
-        )
+        session = await stack.enter_async_context(_session(600))
         for number in range(-1, options.rounds):
             for arm in arms if number % 2 else reversed(arms):
                 done = await run_round(session, arm.url, arm.model, work, seed=number)
                 if done.failures:
-                    print(
-                        f"{arm.name}: {len(done.failures)} requests failed, first: {done.failures[0]}", file=sys.stderr
-                    )
+                    failed = f"{len(done.failures)} requests failed, first: {done.failures[0]}"
+                    print(f"{arm.name}: {failed}", file=sys.stderr)
                     return 1
                 if number >= 0:
                     arm.rounds.append(done)
@@ -198,9 +191,7 @@ async def _replay(options: argparse.Namespace) -> int:
     held = "; turns wait for the answer before" if options.hold_turns else ""
     print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
     results = []
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=options.timeout_secs)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with _session(options.timeout_secs) as session:
         for url in (url.rstrip("/") for url in options.url):
             workers = await replay.worker_urls(session, url) or [url]
             before = await replay.worker_counts(session, workers)

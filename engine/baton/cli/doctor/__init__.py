@@ -1,6 +1,6 @@
 """Tools that look at running nodes: `baton doctor` judges them, `baton top` shows them.
 
-check       result of one check, and how results are shown
+check       result of one check, lists of checks, and how results are shown
 client      HTTP to routers and engines, Prometheus text
 host, gpu   checks of a machine; an engine reports the facts of its own
 fleet       what routers and engines say: `FleetView`

@@ -1,11 +1,16 @@
-"""The result of one check: a stable name, a status, a sentence, and what to do."""
+"""The result of one check: a stable name, a status, a sentence, and what to do; and lists of checks."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+View = TypeVar("View")
 
 
 class CheckStatus(str, enum.Enum):
@@ -18,46 +23,64 @@ class CheckStatus(str, enum.Enum):
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     name: str
-    """Subject and property, such as `pair.cluster_key`; stable, for scripts."""
+    """Subject and property, such as `pair.cluster_key`; stable, for scripts. Empty until the check's name is set."""
     status: CheckStatus
     sentence: str
     remedy: str = ""
 
-    def under(self, subject: str) -> CheckResult:
-        return replace(self, name=f"{subject}.{self.name}")
+
+def ok(sentence: str) -> CheckResult:
+    return CheckResult("", CheckStatus.OK, sentence)
 
 
-def ok(name: str, sentence: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.OK, sentence)
+def warn(sentence: str, remedy: str) -> CheckResult:
+    return CheckResult("", CheckStatus.WARN, sentence, remedy)
 
 
-def warn(name: str, sentence: str, remedy: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.WARN, sentence, remedy)
+def fail(sentence: str, remedy: str) -> CheckResult:
+    return CheckResult("", CheckStatus.FAIL, sentence, remedy)
 
 
-def fail(name: str, sentence: str, remedy: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.FAIL, sentence, remedy)
-
-
-def skip(name: str, reason: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.SKIP, reason)
+def skip(reason: str) -> CheckResult:
+    return CheckResult("", CheckStatus.SKIP, reason)
 
 
 def is_problem(result: CheckResult) -> bool:
     return result.status in (CheckStatus.WARN, CheckStatus.FAIL)
 
 
-def problems_or_ok(name: str, problems: Sequence[CheckResult], sentence: str) -> list[CheckResult]:
-    """The problems found; without any, one result that says what is well."""
-    return list(problems) or [ok(name, sentence)]
-
-
 def merge(results: Iterable[CheckResult]) -> list[CheckResult]:
-    """Results of one check for many subjects: each problem, but only the first of those that are well or skipped."""
+    """Results of one check: each problem, or the first that is well, or the first that is skipped."""
     all_results = list(results)
     problems = [result for result in all_results if is_problem(result)]
     well = [result for result in all_results if result.status is CheckStatus.OK]
     return problems or well[:1] or all_results[:1]
+
+
+Find = Callable[[View], Iterable[CheckResult]]
+Check = Callable[[View], list[CheckResult]]
+
+
+def add_check(checks: list[Check[View]], name: str, *, shows_all: bool = False) -> Callable[[Find[View]], Check[View]]:
+    """Add the decorated function to `checks`. Its results get the name and, unless `shows_all`, are merged.
+
+    So a check yields each problem, then what is well without any, then why it is skipped without either.
+    """
+
+    def add(find: Find[View]) -> Check[View]:
+        @functools.wraps(find)
+        def check(view: View) -> list[CheckResult]:
+            results = [replace(result, name=result.name or name) for result in find(view)]
+            return results if shows_all else merge(results)
+
+        checks.append(check)
+        return check
+
+    return add
+
+
+def run_checks(checks: Iterable[Check[View]], view: View) -> list[CheckResult]:
+    return [result for check in checks for result in check(view)]
 
 
 def exit_code(results: Iterable[CheckResult]) -> int:
@@ -84,11 +107,8 @@ def render_text(results: Sequence[CheckResult], *, is_colored: bool) -> str:
 
 
 def summary(results: Iterable[CheckResult]) -> str:
-    counts = dict.fromkeys(CheckStatus, 0)
-    for result in results:
-        counts[result.status] += 1
-    words = (("ok", CheckStatus.OK), ("warnings", CheckStatus.WARN), ("failures", CheckStatus.FAIL))
-    return ", ".join(f"{counts[status]} {word}" for word, status in words) + f", {counts[CheckStatus.SKIP]} skipped"
+    count = Counter(result.status.value for result in results)
+    return f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failures, {count['skip']} skipped"
 
 
 def render_json(results: Sequence[CheckResult]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import http.client
 import json
@@ -111,11 +112,9 @@ def _reason(err: Exception) -> str:
 
 def _offset(date: str | None, began: float) -> float | None:
     """The header is cut to whole seconds, so its middle is compared with the middle of the exchange."""
-    if date is None:
-        return None
     try:
-        server_secs = email.utils.parsedate_to_datetime(date).timestamp()
-    except ValueError:
+        server_secs = email.utils.parsedate_to_datetime(date).timestamp()  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no header, or another format
         return None
     return server_secs + 0.5 - (began + time.time()) / 2
 
@@ -142,13 +141,9 @@ class MetricSample:
 def parse_metrics(text: str) -> list[MetricSample]:
     """Samples of Prometheus' text format; lines that are none are left out."""
     found = []
-    for line in text.splitlines():
-        if match := _SAMPLE.match(line):
-            try:
-                value = float(match[3])
-            except ValueError:
-                continue
-            found.append(MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), value))
+    for match in filter(None, map(_SAMPLE.match, text.splitlines())):
+        with contextlib.suppress(ValueError):
+            found.append(MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])))
     return found
 
 

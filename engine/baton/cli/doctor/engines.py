@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 from baton.cli.doctor import host
-from baton.cli.doctor.check import CheckResult, fail, is_problem, merge, ok, problems_or_ok, skip, warn
+from baton.cli.doctor.check import Check, CheckResult, add_check, fail, is_problem, merge, ok, run_checks, skip, warn
 from baton.cli.doctor.fleet import EngineView, FleetView
 from baton.config import UNSPECIFIED_HOSTS, is_loopback
-from baton.server.observability.host_facts import HostFacts
 
 RUN_NEARER = "run baton doctor where the engines are reachable, e.g. in a pod of the cluster"
+ENGINE_CHECKS: list[Check[FleetView]] = []
 
 
-def check_engines_reachable(view: FleetView) -> list[CheckResult]:
-    name, problems = "engine.reachable", []
+@add_check(ENGINE_CHECKS, "engine.reachable")
+def check_engines_reachable(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         seen = engine.worker.get("state")
         if engine.is_unreachable and seen == "ready":
             sentence = f"{engine.label} does not answer here ({engine.problem}), but the router reaches it"
-            problems.append(warn(name, sentence, RUN_NEARER))
+            yield warn(sentence, RUN_NEARER)
         elif engine.is_unreachable:
             sentence = f"{engine.label} does not answer: {engine.problem}; the router has it as {seen}"
-            problems.append(fail(name, sentence, "restart it; its log and its supervisor say why it ended"))
+            yield fail(sentence, "restart it; its log and its supervisor say why it ended")
         elif engine.problem:
             remedy = "give the engines' key with --api-key or BATON_API_KEY"
-            problems.append(fail(name, f"{engine.label} refuses to show its settings: {engine.problem}", remedy))
-    return problems_or_ok(name, problems, f"engines that answer: {len(view.engines)}")
+            yield fail(f"{engine.label} refuses to show its settings: {engine.problem}", remedy)
+    yield ok(f"engines that answer: {len(view.engines)}")
 
 
-def check_engine_states(view: FleetView) -> list[CheckResult]:
-    name, problems = "engine.state", []
+@add_check(ENGINE_CHECKS, "engine.state")
+def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         seen, reason = str(engine.worker.get("state")), engine.worker.get("reason")
         own = str(engine.info.get("state") or engine.info.get("status") or seen)
@@ -41,108 +40,66 @@ def check_engine_states(view: FleetView) -> list[CheckResult]:
             continue  # engine.reachable names it
         if dead:
             sentence = f"{engine.label} has lost rank {dead[0].get('dp_rank')}: {dead[0]['dead']}"
-            problems.append(fail(name, sentence, "restart the engine"))
+            yield fail(sentence, "restart the engine")
         elif own == "dead":
-            problems.append(fail(name, f"{engine.label} reports that it is dead{because}", "restart the engine"))
+            yield fail(f"{engine.label} reports that it is dead{because}", "restart the engine")
         elif "draining" in (seen, own):
-            sentence = (
-                f"{engine.label} is draining with {engine.worker.get('load', 0)} requests left: it gets no new ones"
-            )
-            problems.append(warn(name, sentence, "wait, then stop it; or take it back into service"))
+            left = f"{engine.worker.get('load', 0)} requests left"
+            sentence = f"{engine.label} is draining with {left}: it gets no new ones"
+            yield warn(sentence, "wait, then stop it; or take it back into service")
         elif own in ("starting", "loading"):
-            problems.append(warn(name, f"{engine.label} loads its model{because}", "wait; its log shows the progress"))
+            yield warn(f"{engine.label} loads its model{because}", "wait; its log shows the progress")
         elif seen != "ready":
-            problems.append(
-                fail(name, f"{engine.label} is {seen} for the router{because}", "its /readyz and log say why")
-            )
+            yield fail(f"{engine.label} is {seen} for the router{because}", "its /readyz and log say why")
         elif engine.worker.get("circuit") not in (None, "closed"):
             sentence = f"the router's circuit of {engine.label} is {engine.worker['circuit']}: its requests failed"
-            problems.append(warn(name, sentence, "look at baton_router_upstream_errors_total and the engine's log"))
-    return problems_or_ok(name, problems, f"engines that are ready: {len(view.engines)}")
+            yield warn(sentence, "look at baton_router_upstream_errors_total and the engine's log")
+    yield ok(f"engines that are ready: {len(view.engines)}")
 
 
-def check_engine_versions(view: FleetView) -> list[CheckResult]:
-    name = "engine.versions"
+@add_check(ENGINE_CHECKS, "engine.versions")
+def check_engine_versions(view: FleetView) -> Iterator[CheckResult]:
+    members = [(str(engine.info.get("version")), engine.label) for engine in view.engines if engine.is_baton]
+    members += [(router.version, f"router {router.url}") for router in view.routers if router.version is not None]
     by_version: dict[str, list[str]] = {}
-    for engine in view.engines:
-        if engine.is_baton:
-            by_version.setdefault(str(engine.info.get("version")), []).append(engine.label)
-    for router in view.routers:
-        if router.version is not None:
-            by_version.setdefault(router.version, []).append(f"router {router.url}")
+    for version, label in members:
+        by_version.setdefault(version, []).append(label)
     if len(by_version) > 1:
         listed = "; ".join(f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items()))
         remedy = "finish the rollout; until then only nodes with equal fingerprints are paired"
-        return [warn(name, f"{len(by_version)} versions run: {listed}", remedy)]
+        yield warn(f"{len(by_version)} versions run: {listed}", remedy)
+        return
     for engine in view.diagnosed:
-        facts = engine.facts
-        if facts is not None and (result := host.check_versions(facts)).remedy and "torch" in facts.versions:
-            return [fail(name, f"{engine.label}: {result.sentence}", result.remedy)]
-    return [ok(name, f"all run version {next(iter(by_version), 'unknown')}")]
+        result = host.check_versions(engine.facts)
+        if result.remedy and "torch" in engine.facts.versions:
+            yield fail(f"{engine.label}: {result.sentence}", result.remedy)
+            return
+    yield ok(f"all run version {next(iter(by_version), 'unknown')}")
 
 
-def check_engine_metrics(view: FleetView) -> list[CheckResult]:
-    name, problems = "engine.metrics", []
+@add_check(ENGINE_CHECKS, "engine.metrics")
+def check_engine_metrics(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         if engine.info and engine.metrics_problem:
             remedy = "SGLang: --enable-metrics; Prometheus and autoscalers read this page"
-            problems.append(warn(name, f"{engine.url}/metrics cannot be scraped: {engine.metrics_problem}", remedy))
-    return problems_or_ok(
-        name, problems, f"engines whose metrics can be scraped: {sum(bool(e.metrics) for e in view.engines)}"
-    )
+            yield warn(f"{engine.url}/metrics cannot be scraped: {engine.metrics_problem}", remedy)
+    yield ok(f"engines whose metrics can be scraped: {sum(bool(e.metrics) for e in view.engines)}")
 
 
-def check_engine_keys(view: FleetView) -> list[CheckResult]:
-    name, problems = "engine.keys", []
+@add_check(ENGINE_CHECKS, "engine.keys")
+def check_engine_keys(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         listens = str(engine.info.get("host", ""))
         if engine.is_open and listens and not is_loopback(listens):
             everywhere = "all addresses" if listens in UNSPECIFIED_HOSTS else listens
             sentence = f"{engine.label} listens on {everywhere} without a key: who reaches it can use and flush it"
             remedy = "give engines and routers the same --api-key (BATON_API_KEY), or --host an inner address"
-            problems.append(warn(name, sentence, remedy))
+            yield warn(sentence, remedy)
         if engine.info.get("insecure_kv"):
-            sentence = (
-                f"{engine.label} runs with --insecure-kv: who reaches its KV ports can read prompts and forge answers"
-            )
-            problems.append(warn(name, sentence, "give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"))
-    return problems_or_ok(name, problems, "no engine is open to other hosts without a key")
-
-
-def check_engine_hosts(view: FleetView) -> list[CheckResult]:
-    """Limits and memory of each engine's process, as it reports them."""
-    if not view.diagnosed:
-        reason = next((e.diagnosis_problem for e in view.engines if e.diagnosis_problem), "no engine of Baton answers")
-        return [skip("engine.host", f"no engine reports its host: {reason}")]
-    checks: tuple[Callable[[HostFacts], CheckResult], ...] = (host.check_memfd, host.check_shm, host.check_memory)
-    results = []
-    for check in checks:
-        results += _of_engines(view, lambda engine, check=check: check(_facts(engine)))  # type: ignore[misc]
-    results += _of_engines(view, lambda engine: host.check_open_files(_facts(engine), _wanted_files(engine)))
-    levels = {str(_facts(engine).cpu_isa) for engine in view.diagnosed if engine.info.get("device") == "cpu"}
-    if len(levels) > 1:
-        sentence = f"CPU engines have kernels of levels {', '.join(sorted(levels))}: bfloat16 answers may differ"
-        results.append(
-            warn("engine.cpu", sentence, "use one kind of processor, or BATON_CPU_ISA with the lowest level")
-        )
-    else:
-        results.append(ok("engine.cpu", f"all engines have kernels of level {', '.join(levels) or 'of their GPU'}"))
-    return results
-
-
-def _facts(engine: EngineView) -> HostFacts:
-    return HostFacts.from_json(engine.diagnosis["host"])
-
-
-def _of_engines(view: FleetView, check: Callable[[EngineView], CheckResult]) -> list[CheckResult]:
-    """Each engine's problem under its name; where all are well, one sentence as an example."""
-
-    def judge(engine: EngineView) -> CheckResult:
-        result = check(engine)
-        label = engine.label if is_problem(result) else f"all {len(view.diagnosed)}, e.g. {engine.label}"
-        return replace(result.under("engine"), sentence=f"{label}: {result.sentence}")
-
-    return merge(judge(engine) for engine in view.diagnosed)
+            risk = "who reaches its KV ports can read prompts and forge answers"
+            remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
+            yield warn(f"{engine.label} runs with --insecure-kv: {risk}", remedy)
+    yield ok("no engine is open to other hosts without a key")
 
 
 def _wanted_files(engine: EngineView) -> int:
@@ -151,76 +108,82 @@ def _wanted_files(engine: EngineView) -> int:
     return host.SPARE_OPEN_FILES + 2 * rows
 
 
-def check_engine_clocks(view: FleetView) -> list[CheckResult]:
-    results = []
+HOST_CHECKS: dict[str, Callable[[EngineView], CheckResult]] = {
+    "engine.memfd": lambda engine: host.check_memfd(engine.facts),
+    "engine.shm": lambda engine: host.check_shm(engine.facts),
+    "engine.memory": lambda engine: host.check_memory(engine.facts),
+    "engine.open_files": lambda engine: host.check_open_files(engine.facts, _wanted_files(engine)),
+}
+
+
+@add_check(ENGINE_CHECKS, "engine.host", shows_all=True)
+def check_engine_hosts(view: FleetView) -> Iterator[CheckResult]:
+    """Limits and memory of each engine's process, as it reports them; where all are well, one is an example."""
+    if not view.diagnosed:
+        reason = next((e.diagnosis_problem for e in view.engines if e.diagnosis_problem), "no engine of Baton answers")
+        yield skip(f"no engine reports its host: {reason}")
+        return
+    for name, check in HOST_CHECKS.items():
+        results = []
+        for engine in view.diagnosed:
+            result = check(engine)
+            label = engine.label if is_problem(result) else f"all {len(view.diagnosed)}, e.g. {engine.label}"
+            results.append(CheckResult(name, result.status, f"{label}: {result.sentence}", result.remedy))
+        yield from merge(results)
+
+
+@add_check(ENGINE_CHECKS, "engine.cpu")
+def check_engine_processors(view: FleetView) -> Iterator[CheckResult]:
+    levels = sorted({str(e.facts.cpu_isa) for e in view.diagnosed if e.info.get("device") == "cpu"})
+    if len(levels) > 1:
+        sentence = f"CPU engines have kernels of levels {', '.join(levels)}: bfloat16 answers may differ"
+        yield warn(sentence, "use one kind of processor, or BATON_CPU_ISA with the lowest level")
+    if view.diagnosed:
+        yield ok(f"all engines have kernels of level {', '.join(levels) or 'of their GPU'}")
+
+
+@add_check(ENGINE_CHECKS, "engine.clock")
+def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
+        offset = engine.clock_offset_secs
         if engine.diagnosis:
-            middle = (engine.diagnosis["asked_at"] + engine.diagnosis["answered_at"]) / 2
-            half_width = (engine.diagnosis["answered_at"] - engine.diagnosis["asked_at"]) / 2
-            offset = engine.diagnosis["host"]["unix_seconds"] - middle
-            offset = 0.0 if abs(offset) <= half_width else offset - half_width if offset > 0 else offset + half_width
-            results.append(host.skew(engine.label, offset).under("engine"))
-        elif engine.clock_offset_secs is not None:
-            results.append(host.skew(engine.label, engine.clock_offset_secs).under("engine"))
-    return merge(results) or [skip("engine.clock", "no engine answers")]
-
-
-def check_time_limits(view: FleetView) -> list[CheckResult]:
-    """Limits of one engine of which one makes another pointless."""
-    name, problems = "engine.time_limits", []
-    for engine in view.engines:
-        if not engine.is_baton:
-            continue
-        limits = {k: float(v) for k, v in engine.info.items() if k.endswith("_secs") and isinstance(v, (int, float))}
-        for broken, text, remedy in _contradictions(engine.role, limits):
-            if broken:
-                problems.append(warn(name, f"{engine.label}: {text}", remedy))
-    return problems_or_ok(name, problems, "no time limit contradicts another")
+            asked_at, answered_at = engine.diagnosis["asked_at"], engine.diagnosis["answered_at"]
+            time_there = engine.diagnosis["host"]["unix_seconds"]
+            # It read its clock at some time between the two: only what lies outside is an offset.
+            offset = time_there - min(max(time_there, asked_at), answered_at)
+        if offset is not None:
+            yield host.skew(engine.label, offset)
+    yield skip("no engine answers")
 
 
 HEARTBEATS_SECS = 3.0
 """A peer is dead after so many seconds without its heartbeat."""
 
 
-def _contradictions(role: str, limits: dict[str, float]) -> list[tuple[bool, str, str]]:
-    drain, lease = limits.get("drain_timeout_secs", 60.0), limits.get("kv_lease_secs", 30.0)
-    request, queue = limits.get("request_timeout_secs", 1800.0), limits.get("queue_timeout_secs", 0.0)
-    transfer = limits.get("kv_transfer_timeout_secs", 60.0)
-    return [
-        (
-            role == "prefill" and drain < lease,
-            f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: transfers would break",
-            "raise --drain-timeout-secs above --kv-lease-secs",
-        ),
-        (
-            role == "prefill" and lease < HEARTBEATS_SECS,
-            f"it holds KV for {lease:g} s, but decode nodes may be silent for {HEARTBEATS_SECS:g} s",
-            "raise --kv-lease-secs",
-        ),
-        (
-            queue >= request,
-            f"--queue-timeout-secs {queue:g} is never reached: requests end after {request:g} s",
-            "lower it",
-        ),
-        (
-            role == "decode" and transfer >= request,
-            f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after {request:g} s",
-            "lower it",
-        ),
-    ]
-
-
-ENGINE_CHECKS: tuple[Callable[[FleetView], list[CheckResult]], ...] = (
-    check_engines_reachable,
-    check_engine_states,
-    check_engine_versions,
-    check_engine_metrics,
-    check_engine_keys,
-    check_engine_hosts,
-    check_engine_clocks,
-    check_time_limits,
-)
+@add_check(ENGINE_CHECKS, "engine.time_limits")
+def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
+    """Limits of one engine of which one makes another pointless."""
+    for engine in view.engines:
+        if not engine.is_baton:
+            continue
+        limits = {k: float(v) for k, v in engine.info.items() if k.endswith("_secs") and isinstance(v, (int, float))}
+        drain, lease = limits.get("drain_timeout_secs", 60.0), limits.get("kv_lease_secs", 30.0)
+        request, queue = limits.get("request_timeout_secs", 1800.0), limits.get("queue_timeout_secs", 0.0)
+        transfer = limits.get("kv_transfer_timeout_secs", 60.0)
+        if engine.role == "prefill" and drain < lease:
+            text = f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: transfers would break"
+            yield warn(f"{engine.label}: {text}", "raise --drain-timeout-secs above --kv-lease-secs")
+        if engine.role == "prefill" and lease < HEARTBEATS_SECS:
+            text = f"it holds KV for {lease:g} s, but decode nodes may be silent for {HEARTBEATS_SECS:g} s"
+            yield warn(f"{engine.label}: {text}", "raise --kv-lease-secs")
+        if queue >= request:
+            text = f"--queue-timeout-secs {queue:g} is never reached: requests end after {request:g} s"
+            yield warn(f"{engine.label}: {text}", "lower it")
+        if engine.role == "decode" and transfer >= request:
+            text = f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after {request:g} s"
+            yield warn(f"{engine.label}: {text}", "lower it")
+    yield ok("no time limit contradicts another")
 
 
 def check_engines(view: FleetView) -> list[CheckResult]:
-    return [result for check in ENGINE_CHECKS for result in check(view)] if view.engines else []
+    return run_checks(ENGINE_CHECKS, view) if view.engines else []

@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, in_parallel, parse_metrics
+from baton.cli.doctor.client import HttpClient, MetricSample, in_parallel, parse_metrics
 from baton.config import is_loopback
 from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
@@ -40,8 +41,7 @@ class RouterView:
 
     @property
     def version(self) -> str | None:
-        named = [s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"]
-        return named[0] if named else None
+        return next((s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ class EngineView:
         return self.info.get("engine") == "baton"
 
     @property
-    def facts(self) -> HostFacts | None:
-        return HostFacts.from_json(self.diagnosis["host"]) if self.diagnosis else None
+    def facts(self) -> HostFacts:
+        """Facts of its host; KeyError without a diagnosis."""
+        return HostFacts.from_json(self.diagnosis["host"])
 
     @property
     def bootstrap(self) -> tuple[str, int] | None:
@@ -119,20 +120,17 @@ def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> Flee
     targets = [{"host": host_name, "port": port} for host_name, port in prefill]
     diagnose = partial(_diagnose, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client)
     diagnosed = in_parallel(diagnose, engines)
-    closed: list[tuple[str, int]] = []
-    if any(engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed):
-        closed = [
-            address for address, is_open in zip(prefill, in_parallel(_connects, prefill), strict=True) if not is_open
-        ]
+    is_unknown = any(engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed)
+    closed = compress(prefill, in_parallel(_is_closed, prefill)) if is_unknown else ()
     return FleetView(routers, diagnosed, frozenset(closed))
 
 
-def _connects(address: tuple[str, int]) -> bool:
+def _is_closed(address: tuple[str, int]) -> bool:
     try:
-        with socket.create_connection(address, CONNECT_SECS):
-            return True
+        socket.create_connection(address, CONNECT_SECS).close()
     except OSError:
-        return False
+        return True
+    return False
 
 
 def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
@@ -140,21 +138,22 @@ def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     listed = without_key if without_key.is_ok or keys.control is None else client.get(f"{url}/workers", keys.control)
     if listed.status == 0:
         return RouterView(url, listed.problem)
-    problem = "" if listed.is_ok else listed.problem
-    if listed.is_ok and not isinstance(listed.object.get("workers"), list):
+    workers, problem = listed.object.get("workers"), listed.problem
+    if listed.is_ok and not isinstance(workers, list):
         problem = "its /workers names no list of workers: this is no Baton router"
-    ready, metrics = client.get(f"{url}/readyz"), client.get(f"{url}/metrics")
+    ready = client.get(f"{url}/readyz")
     return RouterView(
-        url, problem, listed.object.get("workers", []) if not problem else [], ready.object, ready.is_ok,
-        parse_metrics(metrics.text) if metrics.is_ok else [], _metrics_problem(metrics), listed.clock_offset_secs,
-        without_key.is_ok, _outer_address(url, client),
+        url, problem, [] if problem else workers or [], ready.object, ready.is_ok, *_read_metrics(url, client),
+        listed.clock_offset_secs, without_key.is_ok, _outer_address(url, client),
     )  # fmt: skip
 
 
-def _metrics_problem(answer: HttpAnswer) -> str:
+def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str]:
+    """Samples, and why the page cannot be scraped."""
+    answer = client.get(f"{url}/metrics")
     if not answer.is_ok:
-        return answer.problem
-    return "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
+        return [], answer.problem
+    return parse_metrics(answer.text), "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
 
 
 def _outer_address(url: str, client: HttpClient) -> str | None:
@@ -164,9 +163,8 @@ def _outer_address(url: str, client: HttpClient) -> str | None:
     if not is_loopback(name):
         return f"{name}:{parts.port}"
     outer = source_address(socket.AF_INET, "192.0.2.1")
-    if outer is None or not client.get(f"{parts.scheme}://{outer}:{parts.port}/livez").is_ok:
-        return None
-    return f"{outer}:{parts.port}"
+    address = f"{outer}:{parts.port}"
+    return address if outer and client.get(f"{parts.scheme}://{address}/livez").is_ok else None
 
 
 def _read_engine(listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: HttpClient) -> EngineView:
@@ -178,10 +176,10 @@ def _read_engine(listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: Ht
         info = client.get(f"{url}/get_server_info", keys.engine)
     if not info.is_ok:
         return EngineView(url, role, worker, problem=info.problem, is_unreachable=info.status == 0)
-    metrics = client.get(f"{url}/metrics")
+    metrics, problem = _read_metrics(url, client)
     return EngineView(
         url, role, worker, info.object, is_open=is_open, clock_offset_secs=info.clock_offset_secs,
-        metrics=parse_metrics(metrics.text) if metrics.is_ok else [], metrics_problem=_metrics_problem(metrics),
+        metrics=metrics, metrics_problem=problem,
     )  # fmt: skip
 
 

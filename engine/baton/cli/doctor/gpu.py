@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,8 @@ def read_gpu_facts() -> GpuFacts | None:
     found = next((line.removeprefix("FOUND ") for line in shown.splitlines() if line.startswith("FOUND ")), None)
     problem = "" if found else (error.strip().splitlines() or [f"it ended with {code}"])[-1]
     nvlink = _run([smi, "nvlink", "--status"], SMI_SECS)[1]
-    return GpuFacts(
-        [name.strip() for name, _ in rows], rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink
-    )
+    devices = [name.strip() for name, _ in rows]
+    return GpuFacts(devices, rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink)
 
 
 def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
@@ -85,74 +84,68 @@ def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
-    """All checks, skipped with the reason where there is no GPU."""
-    if facts is None:
-        return [skip(f"gpu.{name}", "this machine has no NVIDIA GPU") for name in GPU_CHECKS]
-    if facts.driver_problem:
-        problem = fail(
-            "gpu.driver",
-            f"the NVIDIA driver does not answer: {facts.driver_problem}",
-            "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)",
-        )
-        return [problem, *(skip(f"gpu.{name}", "the driver does not answer") for name in GPU_CHECKS[1:])]
-    names = ", ".join(sorted(set(facts.devices)))
-    driver = ok("gpu.driver", f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
-    return [driver, check_torch(facts), check_p2p(facts), check_nvlink(facts), check_flashinfer(facts)]
+def check_driver(facts: GpuFacts) -> CheckResult:
+    if not facts.driver_problem:
+        names = ", ".join(sorted(set(facts.devices)))
+        return ok(f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
+    remedy = "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)"
+    return fail(f"the NVIDIA driver does not answer: {facts.driver_problem}", remedy)
 
 
 def check_torch(facts: GpuFacts) -> CheckResult:
-    name, found = "gpu.torch", facts.torch
+    found = facts.torch
     if facts.torch_problem:
-        return fail(
-            name, f"torch failed on the GPU: {facts.torch_problem}", "install torch for this driver's CUDA version"
-        )
+        return fail(f"torch failed on the GPU: {facts.torch_problem}", "install torch for this driver's CUDA version")
     if not found["cuda_build"]:
-        return fail(name, "torch is a build without CUDA", "install a CUDA build of torch: pytorch.org names the index")
+        return fail("torch is a build without CUDA", "install a CUDA build of torch: pytorch.org names the index")
     if not found["is_available"]:
         sentence = f"torch for CUDA {found['cuda_build']} sees no GPU with driver {facts.driver}"
-        return fail(
-            name, sentence, "update the driver, or install torch for an older CUDA; look at CUDA_VISIBLE_DEVICES"
-        )
+        return fail(sentence, "update the driver, or install torch for an older CUDA; look at CUDA_VISIBLE_DEVICES")
     if len(found["devices"]) != len(facts.devices):
         sentence = f"torch computes on {len(found['devices'])} of {len(facts.devices)} GPUs"
-        return warn(name, sentence, "look at CUDA_VISIBLE_DEVICES")
-    return ok(name, f"torch for CUDA {found['cuda_build']} computes on {len(found['devices'])} GPUs")
+        return warn(sentence, "look at CUDA_VISIBLE_DEVICES")
+    return ok(f"torch for CUDA {found['cuda_build']} computes on {len(found['devices'])} GPUs")
 
 
 def check_p2p(facts: GpuFacts) -> CheckResult:
     count = len(facts.torch.get("devices", []))
     if count < 2:
-        return skip("gpu.p2p", f"torch computes on {count} GPUs: there is no pair of them")
+        return skip(f"torch computes on {count} GPUs: there is no pair of them")
     if blocked := facts.torch["no_peer"]:
         pairs = ", ".join(f"{i}-{j}" for i, j in blocked[:8])
         sentence = f"{len(blocked)} pairs of GPUs reach each other through host memory only ({pairs})"
         remedy = "nvidia-smi topo -p2p r says why; in virtual machines: turn off ACS, or pass the switch through"
-        return warn("gpu.p2p", sentence, remedy)
-    return ok("gpu.p2p", f"all {count} GPUs read each other's memory directly")
+        return warn(sentence, remedy)
+    return ok(f"all {count} GPUs read each other's memory directly")
 
 
 def check_nvlink(facts: GpuFacts) -> CheckResult:
     if len(facts.devices) < 2:
-        return skip("gpu.nvlink", "there is one GPU")
+        return skip("there is one GPU")
     links = re.findall(r"Link \d+: (.+)", facts.nvlink)
     if not links:
-        return skip("gpu.nvlink", "these GPUs have no NVLink")
+        return skip("these GPUs have no NVLink")
     if idle := [link for link in links if "inactive" in link.lower()]:
         sentence = f"{len(idle)} of {len(links)} NVLinks are inactive"
-        return warn(
-            "gpu.nvlink", sentence, "nvidia-smi nvlink --status; on NVSwitch machines nvidia-fabricmanager must run"
-        )
-    return ok("gpu.nvlink", f"{len(links)} NVLinks are active")
+        return warn(sentence, "nvidia-smi nvlink --status; on NVSwitch machines nvidia-fabricmanager must run")
+    return ok(f"{len(links)} NVLinks are active")
 
 
 def check_flashinfer(facts: GpuFacts) -> CheckResult:
     if facts.torch_problem:
-        return skip("gpu.flashinfer", "torch does not run")
+        return skip("torch does not run")
     if version := facts.torch.get("flashinfer"):
-        return ok("gpu.flashinfer", f"flashinfer {version} can be imported")
-    return fail(
-        "gpu.flashinfer",
-        f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}",
-        "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower",
-    )
+        return ok(f"flashinfer {version} can be imported")
+    remedy = "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower"
+    return fail(f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}", remedy)
+
+
+def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
+    """All checks, skipped with the reason where there is no GPU, or no driver for the others."""
+    if facts is None:
+        results = [skip("this machine has no NVIDIA GPU")] * len(GPU_CHECKS)
+    elif facts.driver_problem:
+        results = [check_driver(facts)] + [skip("the driver does not answer")] * (len(GPU_CHECKS) - 1)
+    else:
+        results = [check(facts) for check in (check_driver, check_torch, check_p2p, check_nvlink, check_flashinfer)]
+    return [replace(result, name=f"gpu.{name}") for name, result in zip(GPU_CHECKS, results, strict=True)]

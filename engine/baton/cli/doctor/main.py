@@ -10,12 +10,19 @@ import os
 import ssl
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text
+from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text, skip
 from baton.cli.doctor.client import HttpClient
-from baton.cli.doctor.fleet import FleetKeys
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.cli.doctor.engines import check_engines
+from baton.cli.doctor.fleet import FleetKeys, read_fleet
+from baton.cli.doctor.gpu import check_gpu, read_gpu_facts
+from baton.cli.doctor.host import check_host, skew
+from baton.cli.doctor.kubernetes import check_namespace, read_namespace
+from baton.cli.doctor.pairs import check_pairs
+from baton.cli.doctor.routers import check_routers
+from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
+from baton.server.observability.host_facts import read_host_facts
 
 PROG = "baton doctor"
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
@@ -51,8 +58,7 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
     add_flags(parser, DoctorConfig)
     values, bad = parser.read(argv)
-    values.setdefault("key", os.environ.get(CONTROL_KEY_ENV) or None)
-    values.setdefault("api_key", os.environ.get(API_KEY_ENV) or None)
+    bad += add_environment(DoctorConfig, values)
     config = DoctorConfig(**values)
     bad += wrong_urls(config.routers)
     if bad:
@@ -80,38 +86,25 @@ def keys_of(config: DoctorConfig) -> FleetKeys:
 def examine(config: DoctorConfig) -> list[CheckResult]:
     """All results that the flags ask for."""
     client = make_client(PROG, config.ca_cert)
-    keys = keys_of(config)
-    results: list[CheckResult] = []
-    if config.node or not (config.fleet or config.namespace):
-        results += examine_node(config.routers, client)
+    is_alone = not config.fleet and not config.namespace
+    results = examine_node(config.routers, client) if config.node or is_alone else []
     if config.fleet:
-        from baton.cli.doctor.engines import check_engines
-        from baton.cli.doctor.fleet import read_fleet
-        from baton.cli.doctor.pairs import check_pairs
-        from baton.cli.doctor.routers import check_routers
-
-        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys, client)
+        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys_of(config), client)
         results += check_routers(view) + check_engines(view) + check_pairs(view)
     if config.namespace:
-        from baton.cli.doctor.kubernetes import check_namespace, read_namespace
-
         results += check_namespace(read_namespace(config.namespace, config.kubectl))
     return results
 
 
 def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult]:
-    from baton.cli.doctor.check import skip
-    from baton.cli.doctor.gpu import check_gpu, read_gpu_facts
-    from baton.cli.doctor.host import check_host, skew
-    from baton.server.observability.host_facts import read_host_facts
-
     results = check_host(read_host_facts())
     for url in routers:
-        offset = client.get(f"{url.rstrip('/')}/livez").clock_offset_secs
+        offset = client.get(f"{url}/livez").clock_offset_secs
         if offset is None:
-            results.append(skip("host.clock", f"router {url} does not answer with its time"))
+            result = skip(f"router {url} does not answer with its time")
         else:
-            results.append(skew(f"router {url}, against this one,", offset).under("host"))
+            result = skew(f"router {url}, against this one,", offset)
+        results.append(replace(result, name="host.clock"))
     return results + check_gpu(read_gpu_facts())
 
 

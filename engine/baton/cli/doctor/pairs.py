@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cli.doctor.check import CheckResult, fail, ok, problems_or_ok, skip, warn
+from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
 from baton.cli.doctor.fleet import EngineView, FleetView
 from baton.server.observability.host_facts import HostFacts
 from baton.server.worker.transfer_setup import ON_DEVICE, TRANSPORTS
 
+PAIR_CHECKS: list[Check[FleetView]] = []
 SHOWN = 4
 """Addresses named in one sentence."""
 
@@ -23,36 +24,36 @@ def named(labels: list[str]) -> str:
 # ---- cluster key -----------------------------------------------------------------------------------------------
 
 
-def check_cluster_keys(view: FleetView) -> list[CheckResult]:
+@add_check(PAIR_CHECKS, "pair.cluster_key")
+def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
     """Compare proofs for one challenge; keys themselves are never shown.
 
     An engine signs with its first key and accepts both: they differ while keys are changed node by node.
     """
-    name = "pair.cluster_key"
     engines = [e for e in view.diagnosed if e.role in ("prefill", "decode")]
     if len(engines) < 2:
-        return [skip(name, f"{len(engines)} prefill and decode nodes of Baton answer")]
+        yield skip(f"{len(engines)} prefill and decode nodes of Baton answer")
+        return
     groups: dict[str, list[EngineView]] = {}
     for engine in engines:
         groups.setdefault(next(iter(_proofs(engine)), ""), []).append(engine)
     without = groups.pop("", [])
     if not groups:
-        return [ok(name, f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")]
+        yield ok(f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")
+        return
     largest = max(groups.values(), key=len)
     others = [engine for group in groups.values() if group is not largest for engine in group]
     refused = [engine.label for engine in others if not all(_accept_each_other(engine, one) for one in largest)]
     remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and restart them"
-    problems = []
     if refused:
         sentence = f"{named(refused)}: the cluster key differs from that of {named([e.label for e in largest])}"
-        problems.append(fail(name, sentence, remedy))
+        yield fail(sentence, remedy)
     elif others:
         sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
-        problems.append(warn(name, sentence, "finish the change of keys (docs/operations.md, Change the cluster key)"))
+        yield warn(sentence, "finish the change of keys (docs/operations.md, Change the cluster key)")
     if without:
-        sentence = f"{named([e.label for e in without])}: no cluster key, the other engines have one"
-        problems.append(fail(name, sentence, remedy))
-    return problems_or_ok(name, problems, f"{len(largest)} engines have the same cluster key")
+        yield fail(f"{named([e.label for e in without])}: no cluster key, the other engines have one", remedy)
+    yield ok(f"{len(largest)} engines have the same cluster key")
 
 
 def _proofs(engine: EngineView) -> list[str]:
@@ -88,31 +89,26 @@ REMEDIES = {
 }
 
 
-def check_fingerprints(view: FleetView) -> list[CheckResult]:
-    name, prefill, decode = "pair.fingerprint", view.of_role("prefill"), view.of_role("decode")
+@add_check(PAIR_CHECKS, "pair.fingerprint")
+def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
+    prefill, decode = view.of_role("prefill"), view.of_role("decode")
     if not prefill or not decode:
-        return [skip(name, "there are no prefill and decode nodes to pair")]
-    misfits = {(p.url, d.url): found for p in prefill for d in decode if (found := differences(p, d))}
-    problems = []
-    for engine, others in [(p, decode) for p in prefill] + [(d, prefill) for d in decode]:
-        keys = [(engine.url, o.url) if engine.role == "prefill" else (o.url, engine.url) for o in others]
-        if all(key in misfits for key in keys):
-            text = "; ".join(misfits[keys[0]])
-            field = text.split(" ", 1)[0]
-            sentence = (
-                f"{engine.label} pairs with none of {len(others)} {others[0].role} nodes: {text} (prefill / decode)"
-            )
-            problems.append(fail(name, sentence, REMEDIES.get(field, "start both with the same checkpoint and flags")))
-    if misfits and not problems:
-        (p, d), found = next(iter(misfits.items()))
-        sentence = (
-            f"{len(misfits)} of {len(prefill) * len(decode)} pairs do not fit, e.g. {p} and {d}: {'; '.join(found)}"
-        )
-        problems.append(
-            warn(name, sentence, "expected while a new version is rolled out; else as for nodes that never pair")
-        )
-    count = len(prefill) * len(decode)
-    return problems_or_ok(name, problems, f"{count} {'pair fits' if count == 1 else 'pairs fit'} together")
+        yield skip("there are no prefill and decode nodes to pair")
+        return
+    pairs = {(p.url, d.url): differences(p, d) for p in prefill for d in decode}
+    fitting = {url for urls, found in pairs.items() if not found for url in urls}
+    alone = [engine for engine in [*prefill, *decode] if engine.url not in fitting]
+    for engine in alone:
+        others = decode if engine.role == "prefill" else prefill
+        text = "; ".join(next(found for urls, found in pairs.items() if engine.url in urls))
+        sentence = f"{engine.label} pairs with none of {len(others)} {others[0].role} nodes: {text} (prefill / decode)"
+        field = text.split(" ", 1)[0]
+        yield fail(sentence, REMEDIES.get(field, "start both with the same checkpoint and flags"))
+    misfits = [f"{p} and {d}: {'; '.join(found)}" for (p, d), found in pairs.items() if found]
+    if misfits and not alone:
+        sentence = f"{len(misfits)} of {len(pairs)} pairs do not fit, e.g. {misfits[0]}"
+        yield warn(sentence, "expected while a new version is rolled out; else as for nodes that never pair")
+    yield ok(f"{len(pairs)} {'pair fits' if len(pairs) == 1 else 'pairs fit'} together")
 
 
 # ---- reachability ----------------------------------------------------------------------------------------------
@@ -131,12 +127,14 @@ TRANSFER_REMEDY = (
 )
 
 
-def check_reachability(view: FleetView) -> list[CheckResult]:
+@add_check(PAIR_CHECKS, "pair.reachable")
+def check_reachability(view: FleetView) -> Iterator[CheckResult]:
     """From where the decode node is, as the decode node reports it."""
-    name, prefill, decode = "pair.reachable", view.of_role("prefill"), view.of_role("decode")
-    by_address = {p.bootstrap: p for p in prefill if p.bootstrap}
+    decode = view.of_role("decode")
+    by_address = {p.bootstrap: p for p in view.of_role("prefill") if p.bootstrap}
     if not by_address or not decode:
-        return [skip(name, "there are no prefill and decode nodes to connect")]
+        yield skip("there are no prefill and decode nodes to connect")
+        return
     troubles: dict[tuple[str, str, str], list[str]] = {}
     seen = 0
     for engine in decode:
@@ -145,23 +143,17 @@ def check_reachability(view: FleetView) -> list[CheckResult]:
             target = by_address[(look["host"], look["port"])]
             for kind, detail in _troubles(look):
                 troubles.setdefault((target.label, kind, detail), []).append(engine.label)
-    problems = [
-        fail(
-            name,
-            f"{named(labels)} cannot fetch KV from {target}: {kind}: {detail}",
-            BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY),
-        )
-        for (target, kind, detail), labels in troubles.items()
-    ]
+    for (label, kind, detail), labels in troubles.items():
+        remedy = BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY)
+        yield fail(f"{named(labels)} cannot fetch KV from {label}: {kind}: {detail}", remedy)
     unseen = [engine.label for engine in decode if engine.info and not engine.diagnosis]
     closed = [p.label for address, p in by_address.items() if address in view.closed_from_here]
     if unseen and closed:
         sentence = f"{named(unseen)}: the way to prefill nodes is unknown; from this host {named(closed)} is closed"
-        problems.append(warn(name, sentence, "open the bootstrap port, or run baton doctor beside the decode nodes"))
-    if unseen and not problems:
-        sentence = f"{named(unseen)}: the way to prefill nodes is unknown; from this host it is open"
-        return [ok(name, sentence)]
-    return problems_or_ok(name, problems, f"bootstrap and transfer ports are open from D to P ({seen} looked at)")
+        yield warn(sentence, "open the bootstrap port, or run baton doctor beside the decode nodes")
+    if unseen:
+        yield ok(f"{named(unseen)}: the way to prefill nodes is unknown; from this host it is open")
+    yield ok(f"bootstrap and transfer ports are open from D to P ({seen} looked at)")
 
 
 def _troubles(look: dict[str, Any]) -> list[tuple[str, str]]:
@@ -187,31 +179,25 @@ class TransportChoice:
 
 def choose_transport(prefill: EngineView, decode: EngineView) -> TransportChoice | None:
     """Work out what the transfer runtimes should choose; None when a node has not reported its host."""
-    ours, theirs = prefill.facts, decode.facts
-    if ours is None or theirs is None:
+    if not prefill.diagnosis or not decode.diagnosis:
         return None
-    on_device = {engine.info.get("device", "cpu") != "cpu" for engine in (prefill, decode)}
-    table = ON_DEVICE if on_device == {True} else TRANSPORTS
-    allowed = [_allowed(engine, on_device=engine.info.get("device", "cpu") != "cpu") for engine in (prefill, decode)]
-    both = [transport for transport in allowed[1] if transport in allowed[0]]
+    tables = [ON_DEVICE if e.info.get("device", "cpu") != "cpu" else TRANSPORTS for e in (prefill, decode)]
+    backends = [str(e.info.get("disaggregation_transfer_backend", "auto")) for e in (prefill, decode)]
+    ours, theirs = (table.get(backend, []) for table, backend in zip(tables, backends, strict=True))
     refused = []
-    for transport in table["auto"]:
-        if transport in both:
-            continue
-        blames = next(e for e, can in zip((prefill, decode), allowed, strict=True) if transport not in can)
-        backend = blames.info.get("disaggregation_transfer_backend")
-        refused.append(f"{transport}: --disaggregation-transfer-backend {backend} of {blames.label}")
-    for transport in both:
-        problem = _same_host_problem(ours, theirs) if transport in ("shm", "cuda_ipc") else ""
-        if not problem:
-            return TransportChoice(transport, tuple(refused))
-        refused.append(f"{transport}: {problem}")
+    for transport in (tables[0] if tables[0] is tables[1] else TRANSPORTS)["auto"]:
+        if transport not in ours or transport not in theirs:
+            blamed = decode if transport in ours else prefill
+            backend = blamed.info.get("disaggregation_transfer_backend")
+            refused.append(f"{transport}: --disaggregation-transfer-backend {backend} of {blamed.label}")
+    for transport in theirs:
+        if transport in ours:
+            is_local = transport in ("shm", "cuda_ipc")
+            problem = _same_host_problem(prefill.facts, decode.facts) if is_local else ""
+            if not problem:
+                return TransportChoice(transport, tuple(refused))
+            refused.append(f"{transport}: {problem}")
     return TransportChoice(None, tuple(refused))
-
-
-def _allowed(engine: EngineView, *, on_device: bool) -> list[str]:
-    backend = str(engine.info.get("disaggregation_transfer_backend", "auto"))
-    return (ON_DEVICE if on_device else TRANSPORTS).get(backend, [])
 
 
 def _same_host_problem(ours: HostFacts, theirs: HostFacts) -> str:
@@ -224,45 +210,38 @@ def _same_host_problem(ours: HostFacts, theirs: HostFacts) -> str:
     return ""
 
 
-def check_transports(view: FleetView) -> list[CheckResult]:
+@add_check(PAIR_CHECKS, "pair.transport", shows_all=True)
+def check_transports(view: FleetView) -> Iterator[CheckResult]:
     """Name the transport of each pair, and why it is not a better one."""
-    name = "pair.transport"
     prefill = {engine.bootstrap: engine for engine in view.of_role("prefill") if engine.bootstrap}
-    problems, notes = [], []
+    judged, notes = 0, []
     for engine in view.of_role("decode"):
         for look in engine.diagnosis.get("prefill", []):
             p = prefill[(look["host"], look["port"])]
             choice = choose_transport(p, engine)
             if choice is None or differences(p, engine) or look["bootstrap"] != "ok":
                 continue  # other checks name what is wrong
+            judged += 1
             pair = f"{p.url} -> {engine.url}"
             why = f" ({'; '.join(choice.refused)})" if choice.refused else ""
             used = sorted({rank["transport"] for rank in look["ranks"] if rank["transport"]})
             if choice.best is None and not used:
                 remedy = "give both --disaggregation-transfer-backend auto, or one that both can use"
-                problems.append(fail(name, f"{pair}: no transport serves this pair{why}", remedy))
+                yield fail(f"{pair}: no transport serves this pair{why}", remedy)
             elif not used:
                 notes.append(f"{pair}: {choice.best} expected, not connected yet{why}")
             elif choice.best is not None and used != [choice.best]:
                 sentence = f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
                 remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
-                problems.append(warn(name, sentence, remedy))
+                yield warn(sentence, remedy)
             else:
                 notes.append(f"{pair}: {', '.join(used)}{why}")
-    if not problems and not notes:
-        return [skip(name, "no pair of Baton engines reports its transport")]
-    return [*problems, *(ok(name, sentence) for sentence in notes[:SHOWN])] + (
-        [ok(name, f"and {len(notes) - SHOWN} more pairs like these")] if len(notes) > SHOWN else []
-    )
-
-
-PAIR_CHECKS: tuple[Callable[[FleetView], list[CheckResult]], ...] = (
-    check_cluster_keys,
-    check_fingerprints,
-    check_reachability,
-    check_transports,
-)
+    yield from (ok(note) for note in notes[:SHOWN])
+    if len(notes) > SHOWN:
+        yield ok(f"and {len(notes) - SHOWN} more pairs like these")
+    if not judged:
+        yield skip("no pair of Baton engines reports its transport")
 
 
 def check_pairs(view: FleetView) -> list[CheckResult]:
-    return [result for check in PAIR_CHECKS for result in check(view)] if view.engines else []
+    return run_checks(PAIR_CHECKS, view) if view.engines else []

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from baton.cli.doctor import host
-from baton.cli.doctor.check import CheckResult, fail, merge, problems_or_ok, skip, warn
+from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
 from baton.cli.doctor.fleet import FleetView
 
+ROUTER_CHECKS: list[Check[FleetView]] = []
 
-def check_routers_reachable(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.reachable", []
+
+@add_check(ROUTER_CHECKS, "router.reachable")
+def check_routers_reachable(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.problem:
             remedy = "give the router's address with --router; keys: --key (control plane) or --api-key"
-            problems.append(fail(name, f"{router.url} does not list its workers: {router.problem}", remedy))
-    found = "; ".join(f"{router.url} lists {_count(router.workers)}" for router in view.routers)
-    return problems_or_ok(name, problems, found)
+            yield fail(f"{router.url} does not list its workers: {router.problem}", remedy)
+    yield ok("; ".join(f"{router.url} lists {_count(router.workers)}" for router in view.routers))
 
 
 def _count(workers: list[dict[str, Any]]) -> str:
@@ -25,134 +26,106 @@ def _count(workers: list[dict[str, Any]]) -> str:
     return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no worker"
 
 
-def check_routers_ready(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.ready", []
+@add_check(ROUTER_CHECKS, "router.ready")
+def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.problem or router.is_ready:
             continue
         reason = router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
         remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
-        problems.append(fail(name, f"{router.url} is not ready: {reason}", remedy))
-    return problems_or_ok(name, problems, f"routers that accept requests: {len(view.routers)}")
+        yield fail(f"{router.url} is not ready: {reason}", remedy)
+    yield ok(f"routers that accept requests: {len(view.routers)}")
 
 
-def check_router_metrics(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.metrics", []
+@add_check(ROUTER_CHECKS, "router.metrics")
+def check_router_metrics(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if not router.problem and router.metrics_problem:
             sentence = f"{router.url}/metrics cannot be scraped: {router.metrics_problem}"
-            problems.append(warn(name, sentence, "scrape the port of --prometheus-port, if it is set"))
-    return problems_or_ok(name, problems, f"routers whose metrics can be scraped: {len(view.routers)}")
+            yield warn(sentence, "scrape the port of --prometheus-port, if it is set")
+    yield ok(f"routers whose metrics can be scraped: {len(view.routers)}")
 
 
-def check_discovery(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.discovery", []
+@add_check(ROUTER_CHECKS, "router.discovery")
+def check_discovery(view: FleetView) -> Iterator[CheckResult]:
     sources = 0
     for router in view.routers:
         for sample in router.metrics:
+            source = sample.labels.get("source")
             if sample.name == "baton_router_discovery_is_stale":
                 sources += 1
                 if sample.value:
-                    sentence = (
-                        f"{router.url} cannot read its workers from {sample.labels.get('source')}: the last list stays"
-                    )
+                    sentence = f"{router.url} cannot read its workers from {source}: the last list stays"
                     remedy = "its log names the error; check the discovery file, or the API server and the Role"
-                    problems.append(fail(name, sentence, remedy))
-            if (
-                sample.name == "baton_router_discovered_workers"
-                and sample.labels.get("state") == "kept"
-                and sample.value
-            ):
-                sentence = (
-                    f"{router.url} keeps {sample.value:g} workers that {sample.labels.get('source')} no longer names"
-                )
-                problems.append(
-                    warn(name, sentence, "no other worker of their role is ready: start one, or fix the selector")
-                )
-    if not sources and not problems:
-        return [skip(name, "workers are named by flags or POST /workers")]
-    return problems_or_ok(name, problems, f"sources of workers that are read: {sources}")
+                    yield fail(sentence, remedy)
+            is_kept = sample.name == "baton_router_discovered_workers" and sample.labels.get("state") == "kept"
+            if is_kept and sample.value:
+                sentence = f"{router.url} keeps {sample.value:g} workers that {source} no longer names"
+                yield warn(sentence, "no other worker of their role is ready: start one, or fix the selector")
+    if sources:
+        yield ok(f"sources of workers that are read: {sources}")
+    yield skip("workers are named by flags or POST /workers")
 
 
-def check_router_keys(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.keys", []
+@add_check(ROUTER_CHECKS, "router.keys")
+def check_router_keys(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.is_open and router.outer_address is not None:
             sentence = f"{router.url} changes its fleet without a key for anyone who reaches {router.outer_address}"
             remedy = "set --api-key or --control-plane-api-keys (docs/operations.md, Keys), or --host 127.0.0.1"
-            problems.append(warn(name, sentence, remedy))
-    guarded = [router for router in view.routers if not router.problem and not router.is_open]
-    local = [router for router in view.routers if router.is_open]
-    return problems_or_ok(
-        name,
-        problems,
-        f"routers with a key: {len(guarded)}, without one and reachable from this host only: {len(local)}",
-    )
+            yield warn(sentence, remedy)
+    guarded = sum(not router.problem and not router.is_open for router in view.routers)
+    local = sum(router.is_open for router in view.routers)
+    yield ok(f"routers with a key: {guarded}, without one and reachable from this host only: {local}")
 
 
-def check_router_clocks(view: FleetView) -> list[CheckResult]:
-    found = [(f"router {r.url}", r.clock_offset_secs) for r in view.routers if r.clock_offset_secs is not None]
-    if not found:
-        return [skip("router.clock", "no router sent a Date header")]
-    return merge(host.skew(label, offset).under("router") for label, offset in found)
+@add_check(ROUTER_CHECKS, "router.clock")
+def check_router_clocks(view: FleetView) -> Iterator[CheckResult]:
+    for router in view.routers:
+        if router.clock_offset_secs is not None:
+            yield host.skew(f"router {router.url}", router.clock_offset_secs)
+    yield skip("no router sent a Date header")
 
 
-def check_routers_agree(view: FleetView) -> list[CheckResult]:
-    name = "router.agreement"
+@add_check(ROUTER_CHECKS, "router.agreement")
+def check_routers_agree(view: FleetView) -> Iterator[CheckResult]:
     routers = [router for router in view.routers if not router.problem]
     if len(routers) < 2:
-        return [skip(name, "one router was asked; name the others with --router, too")]
-    problems = []
+        yield skip("one router was asked; name the others with --router, too")
+        return
     known = [{worker["url"] for worker in router.workers} for router in routers]
     everything = set().union(*known)
     for router, workers in zip(routers, known, strict=True):
         if missing := sorted(everything - workers):
             sentence = f"{router.url} does not know {', '.join(missing[:4])}, which another router has"
-            problems.append(warn(name, sentence, "give all routers the same discovery flags"))
-    versions = {router.version for router in routers}
-    if len(versions) > 1:
+            yield warn(sentence, "give all routers the same discovery flags")
+    if len({router.version for router in routers}) > 1:
         listed = ", ".join(f"{router.url} {router.version}" for router in routers)
-        problems.append(warn(name, f"routers have different versions: {listed}", "finish the rollout"))
-    return problems_or_ok(name, problems, f"{len(routers)} routers know the same {len(everything)} workers")
+        yield warn(f"routers have different versions: {listed}", "finish the rollout")
+    yield ok(f"{len(routers)} routers know the same {len(everything)} workers")
 
 
-def check_kv_events(view: FleetView) -> list[CheckResult]:
-    name, problems = "router.kv_events", []
+@add_check(ROUTER_CHECKS, "router.kv_events")
+def check_kv_events(view: FleetView) -> Iterator[CheckResult]:
     states: dict[str, set[str]] = {}
     for router in view.routers:
         feeds = [(worker, feed) for worker in router.workers for feed in worker.get("kv_events") or []]
         states[router.url] = {str(feed.get("state")) for _, feed in feeds}
         for worker, feed in feeds:
             if feed.get("state") in ("connecting", "doubtful"):
-                sentence = (
-                    f"{router.url} does not know what {worker['url']} has cached: {feed['state']}, {feed.get('reason')}"
-                )
-                problems.append(warn(name, sentence, "check the engine's --kv-events-config and the way to its port"))
-    if len(view.routers) > 1 and any("off" in found for found in states.values()):
-        off = sorted(url for url, found in states.items() if "off" in found)
+                why = f"{feed['state']}, {feed.get('reason')}"
+                sentence = f"{router.url} does not know what {worker['url']} has cached: {why}"
+                yield warn(sentence, "check the engine's --kv-events-config and the way to its port")
+    off = sorted(url for url, found in states.items() if "off" in found)
+    if len(view.routers) > 1 and off:
         sentence = f"{', '.join(off)}: without KV events each router knows only the prefixes that it sent itself"
-        remedy = (
-            "--kv-events on for all routers, --kv-events-config '{\"enable_kv_cache_events\": true}' for all engines"
-        )
-        problems.append(warn(name, sentence, remedy))
-    shown = ", ".join(sorted(set().union(*states.values()))) or "no worker"
-    return problems_or_ok(name, problems, f"KV events: {shown}")
-
-
-ROUTER_CHECKS: tuple[Callable[[FleetView], list[CheckResult]], ...] = (
-    check_routers_reachable,
-    check_routers_ready,
-    check_router_metrics,
-    check_discovery,
-    check_router_keys,
-    check_router_clocks,
-    check_routers_agree,
-    check_kv_events,
-)
+        engine_flag = "--kv-events-config '{\"enable_kv_cache_events\": true}'"
+        yield warn(sentence, f"--kv-events on for all routers, {engine_flag} for all engines")
+    yield ok(f"KV events: {', '.join(sorted(set().union(*states.values()))) or 'no worker'}")
 
 
 def check_routers(view: FleetView) -> list[CheckResult]:
     """With no router that answers nothing else is known."""
     if all(router.problem for router in view.routers):
         return check_routers_reachable(view)
-    return [result for check in ROUTER_CHECKS for result in check(view)]
+    return run_checks(ROUTER_CHECKS, view)

@@ -12,12 +12,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TextIO, TypeVar
 
 from baton.cli.doctor.client import HttpClient, MetricSample, StreamEnded, parse_metrics, total
 from baton.cli.doctor.main import API_KEY_ENV, CONTROL_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
 
 PROG = "baton top"
 PERIOD_SECS = 1.0
@@ -67,9 +67,6 @@ class PairRow:
     last_failure: str | None
 
 
-PAIR_FIELDS = ("requests", "transport", "bytes_per_s", "failures", "last_failure")
-
-
 @dataclass(frozen=True, slots=True)
 class RequestRow:
     id: str
@@ -78,6 +75,9 @@ class RequestRow:
     outcome: str
     worker: str
     attempts: int
+
+
+Row = TypeVar("Row", PairRow, RequestRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,7 @@ def parse(argv: Sequence[str]) -> TopConfig:
     parser = FlagParser(PROG, "Show nodes, pairs and slow requests of a running fleet, once a second; Ctrl-C ends it.")
     add_flags(parser, TopConfig)
     values, bad = parser.read(argv)
-    values.setdefault("key", os.environ.get(CONTROL_KEY_ENV) or None)
-    values.setdefault("api_key", os.environ.get(API_KEY_ENV) or None)
+    bad += add_environment(TopConfig, values)
     config = TopConfig(**values)
     bad += wrong_urls([config.router])
     if bad:
@@ -115,20 +114,12 @@ class SourceFailed(Exception):
 def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     """Snapshots without end, one a second. Raises SourceFailed when the router is away."""
     try:
-        yield from _feed(router, key, client)
+        for line in client.lines(f"{router}/ui/feed", key):
+            if line.startswith("data: {"):
+                yield read_feed(json.loads(line.removeprefix("data: ")))
     except StreamEnded as err:
         if err.status not in NO_FEED:
             raise SourceFailed(f"{router} sends no state of the fleet: {err}") from err
-    yield from _poll(router, key, client)
-
-
-def _feed(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
-    for line in client.lines(f"{router}/ui/feed", key):
-        if line.startswith("data: {"):
-            yield read_feed(json.loads(line.removeprefix("data: ")))
-
-
-def _poll(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     while True:
         listed = client.get(f"{router}/workers", key)
         if not listed.is_ok:
@@ -142,71 +133,59 @@ def _poll(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnaps
 
 def read_feed(event: dict[str, Any]) -> TopSnapshot:
     """A snapshot of the router's feed."""
-    urls = {str(node["id"]): str(node["url"]) for node in event.get("nodes", [])}
+    nodes = event.get("nodes", [])
+    urls = {node["id"]: node["url"] for node in nodes}
     pairs = [
-        PairRow(
-            prefill=urls.get(str(pair["prefill"]), "?"),
-            decode=urls.get(str(pair["decode"]), "?"),
-            **{name: pair[name] for name in PAIR_FIELDS},
-        )
+        _row(PairRow, pair, prefill=urls.get(pair["prefill"], "?"), decode=urls.get(pair["decode"], "?"))
         for pair in event.get("pairs", [])
     ]
     youngest = [
-        RequestRow(
-            id=str(request.get("id")),
-            ms=float(request["ms"]),
-            route=str(request.get("route")),
-            outcome=str(request.get("outcome") or "running"),
-            worker=str(request.get("worker") or "-"),
-            attempts=int(request.get("attempts") or 0),
-        )
+        _row(RequestRow, request, outcome=request["outcome"] or "running", worker=request["worker"] or "-")
         for request in event.get("requests", [])
-        if request.get("ms") is not None
     ]
     slowest = sorted(youngest, key=lambda request: -request.ms)[:SLOWEST]
-    nodes = [_node_of_feed(node) for node in event.get("nodes", [])]
-    return TopSnapshot("feed", int(event.get("queued_requests", 0)), nodes, pairs, slowest)
+    return TopSnapshot("feed", event.get("queued_requests", 0), [_node_of_feed(node) for node in nodes], pairs, slowest)
+
+
+def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:
+    """A row of the values that the feed has under the names of its fields, but for `own`."""
+    return kind(**{f.name: found[f.name] for f in fields(kind)} | own)
 
 
 def _node_of_feed(node: dict[str, Any]) -> NodeRow:
     reports = [rank["report"] for rank in node["ranks"] if rank.get("report")]
     pages, used = _sum(reports, "kv_pages"), _sum(reports, "kv_pages_used")
     return NodeRow(
-        str(node["url"]), str(node["role"]), str(node["state"]), node.get("reason"), int(node["load"]),
-        _whole(_sum(reports, "queued_tokens")), used / pages if pages and used is not None else None,
+        node["url"], node["role"], node["state"], node["reason"], node["load"], _sum(reports, "queued_tokens"),
+        used / pages if pages and used is not None else None,
         _sum(node["ranks"], "prefill_tokens_per_s"), _sum(node["ranks"], "decode_tokens_per_s"),
     )  # fmt: skip
 
 
-def _sum(entries: Sequence[dict[str, Any]], name: str) -> float | None:
+def _sum(entries: Sequence[dict[str, Any]], name: str) -> Any:
     """Sum over the entries that have it; None when none has."""
     values = [entry[name] for entry in entries if entry.get(name) is not None]
     return sum(values) if values else None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def read_poll(
     workers: Sequence[dict[str, Any]], engines: Sequence[MetricSample], router: Sequence[MetricSample]
 ) -> TopSnapshot:
     """The same from /workers, the metrics of all workers with the label `worker`, and those of the router."""
-    nodes = []
-    for worker in workers:
-        url = str(worker["url"]).rstrip("/")
-        own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
-        names = {sample.name for sample in own}
-        pages = total(own, "baton_kv_pages")
-        free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-        rate = total(own, "baton_generated_tokens_per_s") if "baton_generated_tokens_per_s" in names else None
-        nodes.append(
-            NodeRow(
-                url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"),
-                int(worker.get("load", 0)), None, 1 - free / pages if pages else None, None, rate,
-            )
-        )  # fmt: skip
+    nodes = [_node_of_poll(worker, engines) for worker in workers]
     return TopSnapshot("poll", int(total(router, "baton_router_queued_requests")), nodes)
+
+
+def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> NodeRow:
+    url = str(worker["url"]).rstrip("/")
+    own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
+    pages = total(own, "baton_kv_pages")
+    free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
+    rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
+    return NodeRow(
+        url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
+        None, 1 - free / pages if pages else None, None, sum(rates) if rates else None,
+    )  # fmt: skip
 
 
 # ---- the table -------------------------------------------------------------------------------------------------
@@ -222,11 +201,12 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:.3g}{unit}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Columns as wide as their widest cell; the first one aligned to the left."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    texts = [head, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for first, *others in (head, *rows):
+    for first, *others in texts:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *cells)))
     return lines
@@ -238,7 +218,7 @@ def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int
     summary = f"{router}  {ready} of {len(snapshot.nodes)} nodes ready, {snapshot.queued_requests} requests queued"
     nodes = [
         [
-            f"{node.role} {node.url}", node.state, str(node.load), number(node.queued_tokens),
+            f"{node.role} {node.url}", node.state, node.load, number(node.queued_tokens),
             "-" if node.kv_usage is None else f"{node.kv_usage:.0%}", number(node.prefill_tokens_per_s),
             number(node.decode_tokens_per_s),
         ]
@@ -248,20 +228,18 @@ def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int
     lines += [f"  {node.url}: {node.reason}" for node in snapshot.nodes if node.reason]
     if snapshot.pairs:
         pairs = [
-            [f"{pair.prefill} -> {pair.decode}", pair.transport or "-", str(pair.requests), speed, str(pair.failures)]
-            for pair in snapshot.pairs
-            for speed in (number(pair.bytes_per_s, "B/s"),)
+            [f"{p.prefill} -> {p.decode}", p.transport or "-", p.requests, number(p.bytes_per_s, "B/s"), p.failures]
+            for p in snapshot.pairs
         ]
         lines += ["", *table(("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES"), pairs)]
     if snapshot.slowest:
-        rows = [[r.id, f"{r.ms:.0f}", r.outcome, str(r.attempts), r.worker] for r in snapshot.slowest]
+        rows = [[r.id, f"{r.ms:.0f}", r.outcome, r.attempts, r.worker] for r in snapshot.slowest]
         lines += ["", *table(("SLOWEST OF THE YOUNGEST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows)]
     if snapshot.source == "poll":
         lines += ["", "pairs and requests are unknown: this router serves no /ui/feed"]
     cut = [line[:columns] for line in lines]
     heads = ("NODE", "PAIR", "SLOWEST")
-    shown = [f"{BOLD}{line}{PLAIN}" if is_colored and line.startswith(heads) else line for line in cut]
-    return "\n".join(shown)
+    return "\n".join(f"{BOLD}{line}{PLAIN}" if is_colored and line.startswith(heads) else line for line in cut)
 
 
 def as_json(router: str, snapshot: TopSnapshot) -> str:
