@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ class FakeRank:
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
         counters = {"engine_steps_total": 5.0, "prompt_tokens_computed_total": 80.0, "generated_tokens_total": 7.0}
-        await self.send(StatsMessage(rank, gauges, counters, load=asdict(LOAD)))
+        await self.send(StatsMessage(rank, gauges, counters, load=LOAD))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, SubmitMessage):

@@ -106,7 +106,7 @@ class HttpServer:
         ranks.on_stats = self._on_stats
 
     def _on_stats(self, rank: RankClient) -> None:
-        self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
+        self.metrics.report(rank.stats)
         if rank.dead is not None:
             self.kv_streams.on_death(rank.dp_rank)
 

@@ -108,10 +108,10 @@ class ServerLifecycle:
         ranks = self._ranks.ranks
         if dead := [r for r in ranks if r.dead is not None]:
             return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
-        if ill := [r for r in ranks if r.trouble is not None]:
+        if ill := [r for r in ranks if r.stats.trouble is not None]:
             return self._dead(
                 "rank_failed",
-                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].trouble}; restart the node",
+                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].stats.trouble}; restart the node",
             )
         if not self.bootstrap_healthy():
             return self._dead(

@@ -28,7 +28,6 @@ from baton.sched.types.request import FinishReason
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
-    HistogramColumns,
     KvEvents,
     LoadingMessage,
     LogprobsMessage,
@@ -73,17 +72,12 @@ class RankClient:
     ready: bool = False
     dead: str | None = None
     """Why it is gone; None while it lives."""
-    trouble: str | None = None
-    """Why it should get no new requests although it lives."""
     info: dict[str, Any] = field(default_factory=dict)
     loading: dict[int, float] = field(default_factory=dict)
     """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
     tp_size: int = 1
-    gauges: dict[str, float] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, HistogramColumns] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)
-    """sched.metrics.load_report.LoadReport, as reported at `reported_at` (monotonic seconds)."""
+    stats: StatsMessage = field(init=False)
+    """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
     reported_at: float = 0.0
     sinks: dict[int, EventSink] = field(default_factory=dict)
     nonfinite: int = 0
@@ -92,6 +86,9 @@ class RankClient:
     """When the last of them ended (monotonic seconds)."""
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
+
+    def __post_init__(self) -> None:
+        self.stats = StatsMessage(self.dp_rank)
 
     @property
     def load_progress(self) -> float:
@@ -245,8 +242,7 @@ class RankSet:
             self._tokens(message)
         elif isinstance(message, StatsMessage):
             rank = self.ranks[message.dp_rank]
-            rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
-            rank.load, rank.reported_at, rank.trouble = message.load, time.monotonic(), message.trouble
+            rank.stats, rank.reported_at = message, time.monotonic()
             self.on_stats(rank)
         elif isinstance(message, ReplyMessage):
             _, future = self._controls.get(message.id, (None, None))
@@ -309,7 +305,7 @@ class RankSet:
         if rank.ready:
             log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         rank.dead, rank.ready = why, False
-        rank.gauges, rank.counters, rank.histograms, rank.load = {}, {}, {}, {}
+        rank.stats = StatsMessage(dp_rank)
         self.on_stats(rank)
         for handle, sink in list(rank.sinks.items()):
             self._forget(handle)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from baton.sched.metrics.load_report import LoadReport
 from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams
 
@@ -123,13 +124,12 @@ class StatsMessage(msgspec.Struct, tag="stats"):
     """
 
     dp_rank: int
-    gauges: dict[str, float]
-    counters: dict[str, float]
+    gauges: dict[str, float] = {}
+    counters: dict[str, float] = {}
     histograms: dict[str, HistogramColumns] = {}
     """Keyed like the others; the buckets' bounds are those of the metric's name in
     server.observability.metrics.RANK."""
-    load: dict[str, Any] = {}
-    """sched.metrics.load_report.LoadReport."""
+    load: LoadReport | None = None
     trouble: str | None = None
     """Why the rank should get no new requests although it lives."""
 

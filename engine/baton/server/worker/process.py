@@ -21,7 +21,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -407,7 +406,7 @@ class RankProcess:
             if file is not None:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
-        load = asdict(self.engine.sched.load())
+        load = self.engine.sched.load()
         self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, load, trouble))
 
 
