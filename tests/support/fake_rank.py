@@ -194,12 +194,12 @@ class FakeRank:
             {
                 "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
                 "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
-                "namespace": job.namespace.decode(), "timeout_secs": job.timeout_secs,
+                "namespace": job.namespace.decode(), "deadline": job.deadline,
             }
         )  # fmt: skip
         task = asyncio.create_task(self.answer(job))
         self.running[job.handle] = task
-        self.started_at[job.handle] = time.monotonic() - job.age_secs
+        self.started_at[job.handle] = job.arrival
         task.add_done_callback(lambda _: self.ended(job.handle))
 
     def ended(self, handle: int) -> None:

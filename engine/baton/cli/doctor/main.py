@@ -103,9 +103,9 @@ def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult
     from baton.cli.doctor.check import skip
     from baton.cli.doctor.gpu import check_gpu, read_gpu_facts
     from baton.cli.doctor.host import check_host, skew
-    from baton.server.observability.host_facts import read_host_facts
+    from baton.server.observability.host_facts import HostFacts
 
-    results = check_host(read_host_facts())
+    results = check_host(HostFacts())
     for url in routers:
         offset = client.get(f"{url.rstrip('/')}/livez").clock_offset_secs
         if offset is None:

@@ -212,6 +212,7 @@ class Generation:
         many = len(self.tracks) > 1
         self.submitted_at = now = time.monotonic()
         trace = b"" if self._parent is None else self._parent.packed(now)
+        ttft_secs = self.accepted.ttft_deadline_secs
         try:
             for track in self.tracks:
                 item = track.item
@@ -226,10 +227,10 @@ class Generation:
                     tenant=self.accepted.tenant,
                     namespace=self.accepted.namespace,
                     rendezvous=item.rendezvous,
-                    age_secs=time.monotonic() - self.arrived,
+                    arrival=self.arrived,
                     trace=trace,
-                    timeout_secs=self._timeout_secs,
-                    ttft_deadline_secs=self.accepted.ttft_deadline_secs,
+                    deadline=self._deadline,
+                    ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
                 )
                 track.rank = rank
                 track.handle = self.ranks.submit(rank, message, track)

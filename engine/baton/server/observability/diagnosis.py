@@ -25,7 +25,7 @@ import aiohttp
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
 from baton.server.api import fields
 from baton.server.api.schema import DiagnosisRequest
-from baton.server.observability.host_facts import read_host_facts
+from baton.server.observability.host_facts import HostFacts
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
 AUTH_HEADER = "x-baton-auth"
@@ -188,7 +188,7 @@ async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[di
         probe = PrefillProbe(config, session, links)
         looks = await asyncio.gather(*(probe.look(node.host, node.port) for node in targets.prefill or ()))
     return {
-        "host": read_host_facts().json(),
+        "host": HostFacts(),
         "has_cluster_key": config.cluster_key is not None,
         "cluster_key_proofs": proofs,
         "has_api_key": config.api_key is not None,

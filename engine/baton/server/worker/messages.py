@@ -18,7 +18,10 @@ __all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """Checked request (request.ValidatedRequest on the wire). `age_secs`: time it already spent in the front."""
+    """Checked request: the fields of request.ValidatedRequest by their names, the prompt as bytes.
+
+    Front and ranks are processes of one machine, so they share the monotonic clock.
+    """
 
     handle: int
     rid: str
@@ -27,10 +30,9 @@ class SubmitMessage(msgspec.Struct, tag="submit"):
     priority: int | None = None
     namespace: bytes = b""
     rendezvous: Rendezvous | None = None
-    age_secs: float = 0.0
-    timeout_secs: float | None = None
-    ttft_deadline_secs: float | None = None
-    """Like timeout_secs from the request's arrival in the front."""
+    arrival: float = 0.0
+    deadline: float | None = None
+    ttft_deadline: float | None = None
     priority_class: str = ""
     tenant: str = ""
     trace: bytes = b""

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from baton.config import EngineConfig, kv_events
@@ -290,74 +291,52 @@ class RankProcess:
     def _submit(self, message: SubmitMessage) -> None:
         prompt = array("i")
         prompt.frombytes(message.prompt)
-        arrival = time.monotonic() - message.age_secs
-        req = ValidatedRequest(
-            handle=message.handle,
-            rid=message.rid,
-            prompt=prompt,
-            params=message.params,
-            priority=message.priority,
-            namespace=message.namespace,
-            arrival=arrival,
-            rendezvous=message.rendezvous,
-            deadline=None if message.timeout_secs is None else arrival + message.timeout_secs,
-            ttft_deadline=None if message.ttft_deadline_secs is None else arrival + message.ttft_deadline_secs,
-            priority_class=message.priority_class,
-            tenant=message.tenant,
-            trace=message.trace,
-        )
         try:
-            self.engine.submit(req)
+            self.engine.submit(ValidatedRequest(**{**msgspec.structs.asdict(message), "prompt": prompt}))
         except EngineError as err:
-            given = (err.code, err.message)
-            refused = EmittedTokens(
-                req.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=err.retry_after_secs
-            )
+            given, later = (err.code, err.message), err.retry_after_secs
+            refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
             self._send(token_batch([refused]))
 
     def _control(self, message: ControlMessage) -> ReplyMessage:
-        if message.op == "flush_cache":
-            return ReplyMessage(message.id, True, {"pages": self.engine.sched.flush_cache()})
-        if message.op == "kv_snapshot" and self._kv is not None:
-            return ReplyMessage(message.id, True, self._kv.snapshot())
-        if message.op == "info":
-            return ReplyMessage(message.id, True, {**self._info, **self.engine.sched.counts()})
-        if message.op == "ledger":
-            result: dict[str, Any] = {
-                "pages": self.engine.page_gauges(),
-                "requests": self.engine.sched.counts(),
-            }
+        try:
+            return ReplyMessage(message.id, True, self._answer(message.op, message.args))
+        except WrongState as err:
+            return ReplyMessage(message.id, False, {"message": err.message})
+
+    def _answer(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a control operation. Raises WrongState when it cannot be done."""
+        sched = self.engine.sched
+        if op == "flush_cache":
+            return {"pages": sched.flush_cache()}
+        if op == "kv_snapshot" and self._kv is not None:
+            return self._kv.snapshot()
+        if op == "info":
+            return {**self._info, **sched.counts()}
+        if op == "ledger":
+            books: dict[str, Any] = {"pages": self.engine.page_gauges(), "requests": sched.counts()}
             if self._node is not None:
-                result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
-                result["transfer"] = json.loads(self._node.stats_json())
-            return ReplyMessage(message.id, True, result)
-        if message.op == "left":
-            return ReplyMessage(message.id, True, self._left())
-        if message.op == "steps":
-            return ReplyMessage(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
-        if message.op == "abort":
-            asked = message.args
-            count = self.engine.abort_where(asked["rooms"], asked["rid"], all_leases=asked["all"])
-            return ReplyMessage(message.id, True, {"aborted": count})
-        if message.op == "drain":
+                books["rooms"] = json.loads(self._node.rooms_json(args.get("room")))
+                books["transfer"] = json.loads(self._node.stats_json())
+            return books
+        if op == "left":  # work that must end before this process can stop without a loss
+            oldest = sched.oldest_arrival()
+            rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]
+            age = None if oldest is None else time.monotonic() - oldest
+            return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
+        if op == "steps":
+            return {"steps": sched.decisions.recent(args["n"])}
+        if op == "abort":
+            return {"aborted": self.engine.abort_where(args["rooms"], args["rid"], all_leases=args["all"])}
+        if op == "drain":
             if self._node is not None:
                 self._node.drain()
-            return ReplyMessage(message.id, True, dict(self.engine.sched.counts()))
-        if message.op in ("suspend", "resume"):
-            change = self.engine.sched.suspend if message.op == "suspend" else self.engine.sched.resume
-            try:
-                return ReplyMessage(message.id, True, {"found": change(message.args["handles"])})
-            except WrongState as err:
-                return ReplyMessage(message.id, False, {"message": err.message})
-        return ReplyMessage(message.id, False, {"message": f"unknown control operation {message.op!r}"})
-
-    def _left(self) -> dict[str, Any]:
-        """Work that must end before this process can stop without a loss."""
-        sched = self.engine.sched
-        oldest = sched.oldest_arrival()
-        rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]
-        age = None if oldest is None else time.monotonic() - oldest
-        return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
+            return sched.counts()
+        if op == "suspend":
+            return {"found": sched.suspend(args["handles"])}
+        if op == "resume":
+            return {"found": sched.resume(args["handles"])}
+        raise WrongState(f"unknown control operation {op!r}")
 
     # ------------------------------------------------------------------ reports
 
