@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -260,12 +261,10 @@ class RankProcess:
         now = time.monotonic()
         if self.engine.sched.is_idle:
             due = next_idle_report(self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None)
-            return None if due is None else max(int((due - now) * 1000) + 1, 1)
-        until = now + STATS_EVERY_SECS
-        deadline = self.engine.sched.next_deadline()
-        if deadline is not None:
-            until = min(until, deadline)
-        return max(int((until - now) * 1000) + 1, 1)
+        else:
+            deadline = self.engine.sched.next_deadline()
+            due = min(now + STATS_EVERY_SECS, math.inf if deadline is None else deadline)
+        return None if due is None else max(int((due - now) * 1000) + 1, 1)
 
     def _ingest(self, *, wait: bool) -> None:
         if wait:
@@ -345,48 +344,46 @@ class RankProcess:
 
     def _send_stats(self, now: float) -> None:
         self._next_stats = now + STATS_EVERY_SECS
-        gauges = self.engine.gauges()
-        counters = dict(self.engine.counters)
-        generated = counters["generated_tokens_total"]
+        engine, sched = self.engine, self.engine.sched
+        generated = engine.counters["generated_tokens_total"]
         then, before = self._last_stats or (now, generated)
         rate = (generated - before) / (now - then) if now > then else 0.0
-        gauges["generated_tokens_per_s"] = rate
         self._last_stats, self._reported_rest = (now, generated), not rate
-        counters["retractions_total"] = self.engine.sched.retractions
-        counters["preemptions_total"] = self.engine.sched.preemptions
+        gauges = {**engine.gauges(), **sched.stats.gauges(), **sched.sharing.gauges(), "generated_tokens_per_s": rate}
+        counters = {
+            **engine.counters,
+            **engine.relay_counters,
+            **sched.turned_away(),
+            **sched.stats.counters(),
+            **sched.sharing.counters(),
+            **sched.decisions.counters(),
+            "retractions_total": sched.retractions,
+            "preemptions_total": sched.preemptions,
+            "suspensions_total": sched.suspensions,
+            "priority_hook_errors_total": engine.hook_errors,
+            "schedule_policy_degraded_total": sched.policy_degraded,
+            "kv_quarantined_pages_total": sched.quarantined_pages,
+        }
+        for source, tokens in sched.hit_tokens.items():
+            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
+        for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
+            if file is not None:
+                counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         if self._kv is not None:
             counters["kv_event_batches_total"] = self._kv.batches
-        for source, tokens in self.engine.sched.hit_tokens.items():
-            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         if self._followers is not None:
             counters.update(self._followers.counters())
-        counters["suspensions_total"] = self.engine.sched.suspensions
-        counters["priority_hook_errors_total"] = self.engine.hook_errors
-        counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded
-        counters.update(self.engine.sched.turned_away())
-        counters.update(self.engine.relay_counters)
-        counters["kv_quarantined_pages_total"] = self.engine.sched.quarantined_pages
-        trouble = self.engine.trouble
+        trouble = engine.trouble
         if self._node is not None:
             if trouble is not None and not self._has_dumped_rooms:
                 self._has_dumped_rooms = True
                 log.error("KV transfers and their last events: %s", self._node.rooms_json(None))
             failed = flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
             trouble = trouble or failed
-        stats = self.engine.sched.stats
-        gauges.update(stats.gauges())
         if self.config.disaggregation_mode == "prefill":
-            gauges["kv_oldest_lease_seconds"] = stats.oldest_lease_seconds(now)
-        counters.update(stats.counters())
-        gauges.update(self.engine.sched.sharing.gauges())
-        counters.update(self.engine.sched.sharing.counters())
-        counters.update(self.engine.sched.decisions.counters())
-        for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
-            if file is not None:
-                counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
-        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
-        load = self.engine.sched.load()
-        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, load, trouble))
+            gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
+        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
+        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), trouble))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
