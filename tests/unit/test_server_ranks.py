@@ -119,7 +119,7 @@ def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], li
             socket.connect(f"ipc://{tmp_path}/rank{i}")
         for push_to_rank in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
-        ranks = RankSet(context, pull, pushes, limit)
+        ranks = RankSet(pull, pushes, limit)
         try:
             await scene(Stage(ranks, push, pulls))
         finally:

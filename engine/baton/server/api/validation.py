@@ -511,7 +511,7 @@ class _Common:
     accepted: AcceptedRequest
     """Without items."""
     params: SamplingParams
-    """Of every item, apart from its limit and seed."""
+    """Parameters of every item, apart from its limit and seed."""
     min_name: str
     seed: int | None
 

@@ -36,7 +36,7 @@ from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_b
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
-from baton.server.launch.process_group import describe_exit
+from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 from baton.server.text import model_info
 from baton.server.text.model_info import resolve, resolve_tokenizer
@@ -109,14 +109,10 @@ class ClusterPlan:
     engine: dict[str, Any]
     """Engine flags given by the user, by field name."""
 
-    def dp_size(self, role: str) -> int:
-        """DP ranks of each node of a role."""
-        return self._size(role, "dp_size")
-
     @property
     def processes(self) -> int:
         """Those that compute."""
-        return sum(count * self.dp_size(role) * self._size(role, "tp_size") for role, count in self.counts.items())
+        return sum(n * self.size(role, "dp_size") * self.size(role, "tp_size") for role, n in self.counts.items())
 
     @property
     def gpu_share(self) -> dict[str, float]:
@@ -131,7 +127,8 @@ class ClusterPlan:
             return self.up.start_timeout_secs
         return 300.0 if self.engine.get("device", "cpu") == "cpu" else 1800.0
 
-    def _size(self, role: str, field: str) -> int:
+    def size(self, role: str, field: str) -> int:
+        """Ranks of each node of a role: `dp_size` or `tp_size`."""
         own, _ = _role_flags(self.up, role)
         return int({**self.engine, **own}.get(field, 1))
 
@@ -274,10 +271,10 @@ class LocalCluster:
         try:
             await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
         finally:
-            await _cancelled([progress])
-        router = asyncio.ensure_future(self._guarded(self.router, self._start_router_first()))
-        ends = [asyncio.ensure_future(self._guarded(node.child, _fail_at_end(node.child))) for node in self.nodes]
-        await _first_of([router, *ends])  # the router would wait for a node that is gone
+            await cancel(progress)
+        ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
+        # The router would wait for a node that is gone.
+        await first_of(self._guarded(self.router, self._start_router_first()), *ends)
         self.write_state()
 
     async def watch(self) -> None:
@@ -382,7 +379,7 @@ class LocalCluster:
                 argv += ["--prefill", node.url, str(node.bootstrap_port)]
             elif node.role == "decode":
                 argv += ["--decode", node.url]
-        if any(count and self.plan.dp_size(role) > 1 for role, count in self.plan.counts.items()):
+        if any(count and self.plan.size(role, "dp_size") > 1 for role, count in self.plan.counts.items()):
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
@@ -412,23 +409,7 @@ async def _all_or_none(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        await _cancelled(tasks)
-
-
-async def _first_of(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for the first to end or fail; the others are cancelled."""
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _fail_at_end(child: ChildProcess) -> None:
@@ -518,8 +499,7 @@ async def _serve(cluster: LocalCluster, api_key: str | None) -> int:
     try:
         return 0 if await run_smoke(cluster.url, model, api_key) else 1
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        await cancel(watch)
 
 
 async def _run(plan: ClusterPlan, log_dir: Path) -> int:
@@ -543,9 +523,8 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     serving = asyncio.ensure_future(_serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")))
-    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(serving, stop.wait())
         if stop.is_set():
             print("stopping; once more to kill", flush=True)
             return 0
@@ -554,9 +533,6 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
         print(f"baton up: {err}", file=sys.stderr, flush=True)
         return 2 if err.exit_code == 2 else 1
     finally:
-        for task in (serving, stopping):
-            task.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
         await cluster.stop()
         say("stopped")
 

@@ -100,14 +100,8 @@ class RankSet:
     """All ranks of this node."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        pull: zmq.Socket[bytes],
-        pushes: Sequence[zmq.Socket[bytes]],
-        limit: int,
-        tp_size: int = 1,
+        self, pull: zmq.Socket[bytes], pushes: Sequence[zmq.Socket[bytes]], limit: int, tp_size: int = 1
     ) -> None:
-        self._context = context
         self._pull = pull
         self._limit = limit
         self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]

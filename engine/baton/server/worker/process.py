@@ -94,7 +94,7 @@ def main() -> int:
     try:
         if team is not None and team.tp_rank:
             report = LoadReports(push, job["dp_rank"], team.tp_rank)
-            follow(config, team, context, transfer_setup.Bootstrap.of(job), report)
+            follow(config, team, context, job["bootstrap"], report)
         else:
             rank = RankProcess(config, job, pull, push, team)
             gc.collect()
@@ -217,7 +217,7 @@ class RankProcess:
         self, loaded: LoadedModel | SimLoaded, job: dict[str, Any], team: channel.TpGroup | None
     ) -> Relay:
         c = self.config
-        bootstrap = transfer_setup.Bootstrap.of(job)
+        bootstrap = job["bootstrap"]
         self._node = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
         if self._followers is not None and team is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
