@@ -105,8 +105,7 @@ class ChoiceState:
         if self.done:
             return
         self.cached_tokens = min(cached_tokens, self.item.asked_tokens)
-        ids = list(tokens)
-        text, ids, finish_name = self._text(ids, finish)
+        text, ids, finish_name = self._text(list(tokens), finish)
         if ids:
             self._owner.note_tokens(self, len(ids))
         self.completion_tokens += len(ids)

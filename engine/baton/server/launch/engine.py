@@ -93,7 +93,6 @@ class _Launcher:
         """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
-        self._signals = 0
         self._signalled = asyncio.Event()
         self._hurry = asyncio.Event()
         self._closing = False
@@ -252,10 +251,9 @@ class _Launcher:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
-        self._signals += 1
-        self._signalled.set()
-        if self._signals > 1:
+        if self._signalled.is_set():
             self._hurry.set()
+        self._signalled.set()
 
     async def _serve_until_end(self, front: HttpServer, ranks: RankSet) -> int:
         while True:

@@ -244,7 +244,6 @@ class LocalCluster:
     def __init__(self, plan: ClusterPlan, log_dir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._say = say
-        self._log_dir = log_dir
         self._stopping = asyncio.Event()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Through the environment: command lines are public on a machine.

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
 from baton.server.api import fields
@@ -116,12 +117,9 @@ class PrefillProbe:
         if status != 200:
             return "refused", f"status {status}: {_message(body)}", {}
         try:
-            answer = json.loads(body)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
+            return "ok", "", msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return "refused", "its answer is no JSON object: another program listens there", {}
-        return "ok", "", answer
 
 
 def _count(sizes: Mapping[str, Any]) -> int:

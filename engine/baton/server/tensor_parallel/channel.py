@@ -97,6 +97,7 @@ class TpWorkers:
     """The first rank's side. Any thread may tell; the rest is one thread's."""
 
     def __init__(self, context: zmq.Context[Any], team: TpGroup, timeout_secs: float) -> None:
+        self.team = team
         self.pids: list[int] = []
         """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
         self._timeout_secs = timeout_secs
