@@ -120,13 +120,10 @@ class KvPublisher:
 
 
 def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool) -> None:
+    attach, how = (socket.bind, "bound") if bind else (socket.connect, "connected to")
     try:
-        if bind:
-            socket.bind(endpoint)
-        else:
-            socket.connect(endpoint)
+        attach(endpoint)
     except zmq.ZMQError as err:
-        how = "bound" if bind else "connected to"
         raise ConfigError(f"{FLAG}: {key} {endpoint} cannot be {how} ({err}); choose another") from err
 
 

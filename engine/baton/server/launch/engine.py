@@ -61,9 +61,7 @@ TRANSFER_END_SECS = 2.0
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
     logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
@@ -116,11 +114,7 @@ class _Launcher:
                 stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
             transfer_setup.warn_of_reach(self._config)
-            bootstrap = self._start_bootstrap(stack)
-            if bootstrap is not None:
-                front.bootstrap_port = bootstrap.port
-                front.lifecycle.bootstrap_healthy = lambda: bool(bootstrap.healthy)
-                front.bootstrap_refused = lambda: int(bootstrap.refused)
+            front.lifecycle.bootstrap = bootstrap = self._start_bootstrap(stack)
             stack.push_async_callback(self._end_children)
             for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
                 await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
@@ -129,8 +123,8 @@ class _Launcher:
                 return await self._give_up(ranks)
             front.became_ready()
             log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
-            line = {"url": url, "pid": os.getpid(), "bootstrap_port": front.bootstrap_port}
-            print("READY " + json.dumps(line), flush=True)
+            port = None if bootstrap is None else bootstrap.port
+            print("READY " + json.dumps({"url": url, "pid": os.getpid(), "bootstrap_port": port}), flush=True)
             return await self._serve_until_end(front, ranks)
 
     # ---- parts of the start ------------------------------------------------------------------------------------
@@ -224,17 +218,15 @@ class _Launcher:
 
     async def _wait_ready(self, ranks: RankSet, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
-        while True:
-            ranks.changed.clear()
-            if ranks.all_ready:
-                return True
+        while not ranks.all_ready:
             if self._signalled.is_set() or not ranks.all_alive:
                 return False
+            ranks.changed.clear()
             await first_of(ranks.changed.wait(), self._signalled.wait(), timeout_secs=PROGRESS_SECS)
-            if not ranks.all_alive:
-                return False
-            ready = sum(r.ready for r in ranks.ranks)
-            log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+            if ranks.all_alive:
+                ready = sum(r.ready for r in ranks.ranks)
+                log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+        return True
 
     async def _give_up(self, ranks: RankSet) -> int:
         """A signal or a rank's death before everything was ready."""
@@ -256,10 +248,8 @@ class _Launcher:
         self._signalled.set()
 
     async def _serve_until_end(self, front: HttpServer, ranks: RankSet) -> int:
-        while True:
+        while ranks.all_alive and not self._signalled.is_set():
             ranks.changed.clear()
-            if self._signalled.is_set() or not ranks.all_alive:
-                break
             await first_of(ranks.changed.wait(), self._signalled.wait())
         is_whole = ranks.all_alive
         if not is_whole:

@@ -100,12 +100,9 @@ def _file_system(path: str) -> tuple[int | None, int | None]:
 def _sealed_memfd_error() -> str | None:
     """Make what a KV pool in host memory is made of, one page long."""
     try:
-        descriptor = os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, 4096)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
+            file.truncate(4096)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, AttributeError) as err:
         return str(err)
     return None

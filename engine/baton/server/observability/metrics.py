@@ -305,10 +305,7 @@ def exported_name(spec: Spec) -> str:
 def markdown() -> str:
     """The tables of docs/metrics.md."""
     out = []
-    for title, specs in (
-        ("Written by the front process", FRONT),
-        ("Written by each rank (label `dp_rank`)", RANK),
-    ):
+    for title, specs in (("Written by the front process", FRONT), ("Written by each rank (label `dp_rank`)", RANK)):
         out += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
         for s in specs:
             labels = ", ".join(f"`{label}`" for label in s.labels) or "-"

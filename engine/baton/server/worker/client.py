@@ -112,7 +112,7 @@ class RankSet:
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
-        """Set at every Ready and death. Clear it, then look, then wait: nothing is missed."""
+        """Set at every Ready and death. Look and clear it without an await between, then wait: nothing is missed."""
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
