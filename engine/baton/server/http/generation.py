@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import Aborted, EngineError, RequestTimeout
+from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
 from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
@@ -247,10 +247,6 @@ class Generation:
             self._error = error
             self.close()
             self.wake()
-
-    def cancel(self) -> None:
-        """POST /abort_request."""
-        self.fail(Aborted("the request was aborted with /abort_request"))
 
     def note_tokens(self, track: ChoiceState, count: int) -> None:
         now = time.monotonic()

@@ -140,14 +140,14 @@ class ServerLifecycle:
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
         replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
         now, condition = time.monotonic(), self.condition()
-        arrived = self.answers.oldest_at
-        ages = [None if arrived is None else now - arrived, *(reply.result["oldest_secs"] for reply in replies)]
-        oldest = max((age for age in ages if age is not None), default=None)
+        ages = [now - arrived for arrived in self.answers.arrivals.values()]
+        ages += [age for reply in replies if (age := reply.result["oldest_secs"]) is not None]
         rooms = sum(reply.result["rooms"] for reply in replies)
         states: Counter[str] = Counter()  # requests on the ranks by scheduler state (baton_requests)
         for reply in replies:
             states.update(reply.result["requests"])
-        is_finished = not (self.answers.active or rooms or any(states.values()))
+        requests = len(self.answers.arrivals)
+        is_finished = not (requests or rooms or any(states.values()))
         return {
             "state": condition.state.value,
             "reason": condition.reason,
@@ -155,20 +155,20 @@ class ServerLifecycle:
             "is_drained": self.is_draining and is_finished,
             "draining_secs": None if self._drained_since is None else round(now - self._drained_since, 3),
             "left": {
-                "requests": self.answers.active,  # HTTP answers in progress
+                "requests": requests,  # HTTP answers in progress
                 "streams": self.answers.streams,  # those of them that are streams
                 "waiting": states["waiting"] + states["opening"],
                 "running": states["running"] + states["suspended"] + states["aborting"],
                 "transfers": states["transfer"],
                 "leases": states["leased"],
                 "rooms": rooms,  # KV transfers that the runtimes of the ranks know and have not ended
-                "oldest_secs": None if oldest is None else round(oldest, 3),
+                "oldest_secs": round(max(ages), 3) if ages else None,
             },
         }
 
     async def until_finished(self) -> None:
         """Wait until no answer is in progress and no living rank has a request, lease or transfer left."""
-        await self.answers.idle()
+        await self.answers.is_idle.wait()
         await asyncio.gather(*(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None))
 
     async def _until_rank_finished(self, rank: RankClient) -> None:

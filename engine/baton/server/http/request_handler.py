@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from baton.errors import Draining, EngineError, RateLimited
+from baton.errors import Aborted, Draining, EngineError, RateLimited
 from baton.server.api.openai import ResponseFormat, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
@@ -70,24 +70,11 @@ class RequestHandler:
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
-        self._arrivals: dict[object, float] = {}
+        self.arrivals: dict[object, float] = {}
         """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def active(self) -> int:
-        """Requests that are being read or answered."""
-        return len(self._arrivals)
-
-    @property
-    def oldest_at(self) -> float | None:
-        """When the oldest of them arrived (monotonic seconds)."""
-        return next(iter(self._arrivals.values()), None)
-
-    async def idle(self) -> None:
-        """Wait until no request is being answered."""
-        await self._idle.wait()
+        self.is_idle = asyncio.Event()
+        """Set while no request is being answered."""
+        self.is_idle.set()
 
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
@@ -98,7 +85,7 @@ class RequestHandler:
         """End the live requests with this rid (None: all) as aborted; returns how many."""
         found = list(self._live) if rid is None else self.live(rid)
         for generation in found:
-            generation.cancel()
+            generation.fail(Aborted("the request was aborted with /abort_request"))
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
@@ -118,8 +105,8 @@ class RequestHandler:
         cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
         self.metrics.in_flight.labels(endpoint).inc()
         ticket = object()
-        self._arrivals[ticket] = arrived
-        self._idle.clear()
+        self.arrivals[ticket] = arrived
+        self.is_idle.clear()
         try:
             self.admit()
             body = await read_object(request, self.validator.refuse_oversized)
@@ -170,9 +157,9 @@ class RequestHandler:
             raise
         finally:
             cut.cancel()
-            del self._arrivals[ticket]
-            if not self._arrivals:
-                self._idle.set()
+            del self.arrivals[ticket]
+            if not self.arrivals:
+                self.is_idle.set()
             self.metrics.in_flight.labels(endpoint).dec()
             self.metrics.requests.labels(endpoint, outcome).inc()
             if generation is not None:

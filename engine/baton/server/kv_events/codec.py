@@ -65,17 +65,13 @@ def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
         tokens.frombytes(event.tokens)
         stored = BlockStored(list(event.hashes), event.parent, tokens.tolist(), page_size, None, event.medium)
         if event.namespace:
-            stored.extra_keys = _extra_keys(event)
+            first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
+            stored.extra_keys = [first, *[None] * (len(event.hashes) - 1)]
         return stored
     if isinstance(event, Removed):
         return BlockRemoved(list(event.hashes), event.medium)
     assert isinstance(event, Cleared), event
     return AllBlocksCleared()
-
-
-def _extra_keys(event: Stored) -> list[tuple[str, ...] | None]:
-    first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
-    return [first, *[None] * (len(event.hashes) - 1)]
 
 
 def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:

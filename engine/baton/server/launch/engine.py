@@ -258,7 +258,7 @@ class _Launcher:
         if ranks.any_alive:
             await self._drain(front, ranks, "it got a signal to end" if is_whole else "one of its ranks died")
         else:
-            await first_of(front.answering.idle(), timeout_secs=LAST_ANSWERS_SECS)  # the error events leave
+            await first_of(front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS)  # the error events leave
         return 0 if is_whole else 1
 
     async def _drain(self, front: HttpServer, ranks: RankSet, why: str) -> None:
@@ -270,7 +270,7 @@ class _Launcher:
         if ranks.in_flight:
             log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
             front.answering.cut_all()
-            await first_of(front.answering.idle(), timeout_secs=LAST_ANSWERS_SECS)
+            await first_of(front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS)
         log.info("drained")
 
     @staticmethod

@@ -12,9 +12,7 @@ import msgspec
 
 from baton.sched.metrics.load_report import LoadReport
 from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams
-
-__all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
+from baton.sched.types.request import Rendezvous, SamplingParams
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
