@@ -90,12 +90,13 @@ class _OpenAiFormat(ResponseFormat):
     def event(self, delta: TextDelta) -> bytes:
         track = delta.item
         first = not track.seen
-        if not (
-            delta.text or delta.finish or delta.logprobs or first or (self._accepted.return_token_ids and delta.tokens)
-        ):
+        if not (first or self._shows(delta)):
             return b""
         track.seen = True
         return self._events(delta, first)
+
+    def _shows(self, delta: TextDelta) -> bool:
+        return bool(delta.text or delta.finish or delta.logprobs or (self._accepted.return_token_ids and delta.tokens))
 
     @abstractmethod
     def _events(self, delta: TextDelta, first: bool) -> bytes:
@@ -173,9 +174,7 @@ class ChatFormat(_OpenAiFormat):
         if first:
             role = {"role": "assistant", "content": ""}
             out = self._chunk({"index": delta.item.index, "delta": role, "logprobs": None, "finish_reason": None})
-            if not (delta.text or delta.finish or delta.logprobs or delta.tokens):
-                return out
-        if not (delta.finish or delta.text or delta.logprobs is not None or self._accepted.return_token_ids):
+        if not self._shows(delta):
             return out
         return out + self._delta_event(
             delta, {"delta": {"content": delta.text} if delta.text or not delta.finish else {}}

@@ -259,17 +259,19 @@ class RequestValidator:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
         request = read_fields(TokenizeRequest, body)
         self._check_model(request.model)
+        special = _or(request.add_special_tokens, request.messages is None)
+
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
         if request.messages is not None:
-            return await self._rendered(
-                await self._messages(request.messages),
-                lambda text: self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens or False),
-                add_generation_prompt=_or(request.add_generation_prompt, True),
-            )
+            messages, generation_prompt = await self._messages(request.messages), request.add_generation_prompt
+            return await self._rendered(messages, encode, add_generation_prompt=_or(generation_prompt, True))
         prompt = _required(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        ids = await self._encode(texts, _or(request.add_special_tokens, True), "prompt")
+        ids = await self._encode(texts, encode, "prompt")
         return ids[0] if isinstance(prompt, str) else ids
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
@@ -326,11 +328,10 @@ class RequestValidator:
         except TooManyTokens as err:
             raise self._too_long(f"has {err.count}", param) from err
 
-    async def _encode(self, texts: list[str], special: bool, param: str) -> list[list[int]]:
+    async def _encode(self, texts: list[str], encode: Callable[[str], list[int]], param: str) -> list[list[int]]:
+        """Token ids of texts, encoded in a thread if they are long."""
         self._refuse_too_long(texts, param)
-        return await self._tokenizer.offload(
-            sum(map(len, texts)), lambda: self._tokenizer.encode_batch(texts, add_special_tokens=special)
-        )
+        return await self._tokenizer.offload(sum(map(len, texts)), lambda: [encode(text) for text in texts])
 
     async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         return await self._tokenizer.offload(
@@ -378,10 +379,7 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            self._refuse_too_long(raw, param)
-            return await self._tokenizer.offload(
-                sum(map(len, raw)), lambda: [self._encode_prompt(text, special, param) for text in raw]
-            )
+            return await self._encode(raw, lambda text: self._encode_prompt(text, special, param), param)
         for ids in raw:
             self._check_prompt_ids(ids, param)
         return raw
@@ -476,10 +474,8 @@ class RequestValidator:
             prompt = array("i", ids)
             new = self._max_new_tokens(len(prompt), max_tokens, default, param)
             if common.params.min_new_tokens > new:
-                raise BadRequest(
-                    f"{common.min_name} is {common.params.min_new_tokens}, but the answer may have {new} tokens only",
-                    param=common.min_name,
-                )
+                least = common.params.min_new_tokens
+                raise bad(common.min_name, f"is {least}, but the answer may have {new} tokens only")
             for choice in range(n):
                 where = placements[i * n + choice]
                 seed = seed_for(common.seed, where.rendezvous, choice)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -268,7 +268,8 @@ class LocalCluster:
             self._say(note)
         progress = asyncio.ensure_future(self._tell_progress())
         try:
-            await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
+            starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
+            await first_of(*starts, return_when=asyncio.FIRST_EXCEPTION)  # the first failure, else the end of all
         finally:
             await cancel(progress)
         ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
@@ -400,15 +401,6 @@ class LocalCluster:
                 self._say(str(err))
                 child.kill()
             self.write_state()
-
-
-async def _all_or_none(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel(*tasks)
 
 
 async def _fail_at_end(child: ChildProcess) -> None:

@@ -104,14 +104,16 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def first_of(*works: Awaitable[Any], timeout_secs: float | None = None) -> set[asyncio.Future[Any]]:
-    """Wait until the first of these ends, at most `timeout_secs`, and cancel the others.
+async def first_of(
+    *works: Awaitable[Any], timeout_secs: float | None = None, return_when: str = asyncio.FIRST_COMPLETED
+) -> set[asyncio.Future[Any]]:
+    """Wait until the first of these ends, or as `return_when` says (asyncio.wait), and cancel the others.
 
-    Returns those that have ended. Raises their failure.
+    Returns those that have ended, none after `timeout_secs`. Raises their failure.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, timeout=timeout_secs, return_when=return_when)
         for task in done:
             task.result()
         return done

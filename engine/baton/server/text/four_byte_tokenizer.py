@@ -35,9 +35,6 @@ class FourByteTokenizer(Tokenizer):
             raise TooManyTokens(len(ids))
         return ids
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 

@@ -10,7 +10,6 @@ Every problem is a ConfigError that names the file and what to do, because it is
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+import baton
 from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH
 from baton.errors import ConfigError
@@ -55,11 +55,7 @@ class ModelFacts:
 def resolve(model_path: str) -> Path:
     """The directory for `--model-path`. Raises ConfigError when it does not exist."""
     if model_path == "demo":
-        # find_spec does not execute baton.models, which would import torch.
-        spec = importlib.util.find_spec("baton.models")
-        if spec is None or not spec.submodule_search_locations:
-            raise ConfigError("the package baton.models is missing, so there is no demo model; give --model-path DIR")
-        path = Path(next(iter(spec.submodule_search_locations))) / "demo"
+        path = Path(baton.__path__[0]) / "models" / "demo"
     else:
         path = _directory("--model-path", model_path)
     if not (path / "config.json").is_file():
