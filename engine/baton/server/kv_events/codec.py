@@ -7,7 +7,7 @@ version of that format: readers of older, shorter ones ignore what follows their
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -50,6 +50,8 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+EXTRAS = ("lora_name", "extra_keys")
+"""Fields that JSON objects leave out when they are null."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
 
@@ -81,9 +83,5 @@ def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:
 
 
 def _as_object(event: WireEvent) -> dict[str, Any]:
-    fields: Sequence[str] = type(event).__struct_fields__
-    found = {name: getattr(event, name) for name in fields}
-    for name in ("lora_name", "extra_keys"):
-        if found.get(name, ...) is None:
-            del found[name]
-    return {"type": type(event).__name__, **found}
+    found = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+    return {name: value for name, value in found.items() if value is not None or name not in EXTRAS}

@@ -20,7 +20,7 @@ def short(rank: RankClient) -> dict[str, Any]:
     """Element of SGLang's GET /get_load."""
     return {
         "dp_rank": rank.dp_rank,
-        "num_reqs": len(rank.sinks),
+        "num_reqs": len(rank.items),
         "num_running_reqs": int(rank.stats.gauges.get('requests{state="running"}', 0)),
         "num_waiting_reqs": int(rank.stats.gauges.get('requests{state="waiting"}', 0)),
         "num_tokens": rank.tokens_in_flight,
@@ -35,7 +35,7 @@ def full(rank: RankClient) -> dict[str, Any]:
 
 def header(rank: RankClient) -> str:
     """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
-    values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.sinks), "tokens": rank.tokens_in_flight}
+    values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.items), "tokens": rank.tokens_in_flight}
     if (load := rank.stats.load) is not None:
         values |= {
             "age_ms": _age_ms(rank),

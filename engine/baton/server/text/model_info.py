@@ -96,7 +96,7 @@ def load(config: EngineConfig) -> ModelFacts:
     """Read the directory that `config` names. Raises ConfigError."""
     path = resolve(config.model_path)
     tokenizer_path = resolve_tokenizer(config.tokenizer_path) if config.tokenizer_path else path
-    model = _read_json(path / "config.json", required=True)
+    model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
     nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
@@ -126,12 +126,11 @@ def load(config: EngineConfig) -> ModelFacts:
     )
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """A file's object, empty without the file. Raises ConfigError."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
-        if required:
-            raise ConfigError(f"{path} is missing") from None
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
         raise ConfigError(f"{path} cannot be read: {err}") from err

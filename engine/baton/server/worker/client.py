@@ -79,7 +79,8 @@ class RankClient:
     stats: StatsMessage = field(init=False)
     """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
     reported_at: float = 0.0
-    sinks: dict[int, EventSink] = field(default_factory=dict)
+    items: dict[int, tuple[EventSink, int]] = field(default_factory=dict)
+    """Sink and weight of each item in flight, by handle."""
     nonfinite: int = 0
     """Answers in a row that ended because the model computed NaN or infinity."""
     nonfinite_at: float = 0.0
@@ -106,7 +107,6 @@ class RankSet:
         self._limit = limit
         self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
         self._of_handle: dict[int, RankClient] = {}
-        self._weights: dict[int, int] = {}
         self._handles = itertools.count(1)
         self._controls: dict[int, tuple[RankClient, asyncio.Future[ReplyMessage]]] = {}
         self._control_ids = itertools.count(1)
@@ -161,19 +161,18 @@ class RankSet:
 
     def submit(self, rank: RankClient, message: SubmitMessage, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
-        if len(rank.sinks) >= self._limit:
+        if len(rank.items) >= self._limit:
             raise QueueFull(
-                f"rank {rank.dp_rank} has {len(rank.sinks)} requests in flight, its limit is {self._limit}; "
+                f"rank {rank.dp_rank} has {len(rank.items)} requests in flight, its limit is {self._limit}; "
                 "try again later, or raise --max-queued-requests",
                 retry_after_secs=1,
             )
         handle = next(self._handles)
         weight = len(message.prompt) // 4 + message.params.max_new_tokens
         self._send(rank, msgspec.structs.replace(message, handle=handle))
-        rank.sinks[handle] = sink
+        rank.items[handle] = (sink, weight)
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank
-        self._weights[handle] = weight
         return handle
 
     def abort(self, handles: Sequence[int]) -> None:
@@ -268,7 +267,7 @@ class RankSet:
             rank = self._of_handle.get(handle)
             if rank is None:
                 continue  # aborted while this batch was on its way
-            sink = rank.sinks[handle]
+            sink, _ = rank.items[handle]
             finish = FinishReason(finishes[row]) if finishes[row] else None
             if finish is not None:
                 self._forget(handle)
@@ -297,11 +296,11 @@ class RankSet:
         if rank.dead is not None:
             return
         if rank.ready:
-            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
+            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.items))
         rank.dead, rank.ready = why, False
         rank.stats = StatsMessage(dp_rank)
         self.on_stats(rank)
-        for handle, sink in list(rank.sinks.items()):
+        for handle, (sink, _) in list(rank.items.items()):
             self._forget(handle)
             sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
         for asked, future in self._controls.values():
@@ -312,8 +311,8 @@ class RankSet:
     def _forget(self, handle: int) -> RankClient | None:
         rank = self._of_handle.pop(handle, None)
         if rank is not None:
-            del rank.sinks[handle]
-            rank.tokens_in_flight -= self._weights.pop(handle)
+            _, weight = rank.items.pop(handle)
+            rank.tokens_in_flight -= weight
         return rank
 
     def close(self) -> None:
