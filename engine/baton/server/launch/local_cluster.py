@@ -108,6 +108,10 @@ class ClusterPlan:
     """Nodes per role."""
     engine: dict[str, Any]
     """Engine flags given by the user, by field name."""
+    args: dict[str, list[str]]
+    """Words of --router-args, --prefill-args and their like, by "router" and role."""
+    own: dict[str, dict[str, Any]]
+    """Engine flags among them, by role and field name."""
 
     @property
     def processes(self) -> int:
@@ -129,8 +133,7 @@ class ClusterPlan:
 
     def size(self, role: str, field: str) -> int:
         """Ranks of each node of a role: `dp_size` or `tp_size`."""
-        own, _ = _role_flags(self.up, role)
-        return int({**self.engine, **own}.get(field, 1))
+        return int({**self.engine, **self.own[role]}.get(field, 1))
 
 
 def parse(argv: Sequence[str]) -> ClusterPlan:
@@ -153,9 +156,13 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
     bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
-    if bad := [*bad, *_router_complaints(up), *_role_complaints(up, engine)]:
+    plan = ClusterPlan(up, counts, engine, args={}, own={})
+    for name in ("router", *ROLES):
+        plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
+        bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
+    if bad:
         refuse("baton up", bad)
-    return ClusterPlan(up, counts, engine)
+    return plan
 
 
 def _engine_complaint(engine: dict[str, Any]) -> str | None:
@@ -167,36 +174,20 @@ def _engine_complaint(engine: dict[str, Any]) -> str | None:
     return None
 
 
-def _role_flags(up: UpConfig, role: str) -> tuple[dict[str, Any], list[str]]:
-    """Flags in --prefill-args and its like, and the mistakes in them."""
-    name = f"{role}_args"
+def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Words of --router-args, or of a role's flag; the engine flags among them; the mistakes."""
     try:
-        words = shlex.split(getattr(up, name))
+        words = shlex.split(getattr(up, f"{name}_args"))
     except ValueError as err:  # a quote without its other half
-        return {}, [f"{err}; it is read as a shell would"]
-    parser = FlagParser(f"baton up: {flag_name(name)}", "")
+        return [], {}, [f"{err}; it is read as a shell would"]
+    if name == "router":
+        names = [word.partition("=")[0] for word in words]
+        return words, {}, [f"{flag} is set by baton up; give its own flags" for flag in names if flag in _ROUTER_OWN]
+    parser = FlagParser(f"baton up: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
-    return parser.read(words)
-
-
-def _router_complaints(up: UpConfig) -> list[str]:
-    try:
-        words = shlex.split(up.router_args)
-    except ValueError as err:
-        return [f"--router-args: {err}; it is read as a shell would"]
-    names = [word.partition("=")[0] for word in words]
-    return [f"--router-args: {name} is set by baton up; give its own flags" for name in names if name in _ROUTER_OWN]
-
-
-def _role_complaints(up: UpConfig, engine: dict[str, Any]) -> list[str]:
-    """The same for the flags of one role."""
-    bad = []
-    for role in ROLES:
-        values, mistakes = _role_flags(up, role)
-        complaint = _engine_complaint({**engine, **values}) if values else None
-        texts = [*mistakes, *([] if complaint is None else complaint.splitlines())]
-        bad += [f"{flag_name(f'{role}_args')}: {text}" for text in texts]
-    return bad
+    values, mistakes = parser.read(words)
+    complaint = _engine_complaint({**engine, **values}) if values else None
+    return words, values, [*mistakes, *(complaint or "").splitlines()]
 
 
 def _complaint(counts: dict[str, int]) -> str | None:
@@ -235,7 +226,7 @@ class ClusterNode:
         for name, value in values.items():
             if name not in SECRETS:
                 argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]
-        return argv + shlex.split(getattr(self.plan.up, f"{self.role}_args"))
+        return argv + self.plan.args[self.role]
 
 
 class LocalCluster:
@@ -551,12 +542,12 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
     for name in ("policy", "prefill_policy", "decode_policy"):
         if value := getattr(up, name):
             flags += [flag_name(name), value]
-    return flags + shlex.split(up.router_args)
+    return flags + plan.args["router"]
 
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
-    if any(word == "--api-key" or word.startswith("--api-key=") for word in shlex.split(plan.up.router_args)):
+    if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
     asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)

@@ -77,19 +77,19 @@ class PrefillProbe:
     async def _rank(self, host: str, port: int, rank: int) -> dict[str, Any]:
         path = f"/route?engine_rank=0&target_dp_group={rank}&target_pp_rank=0"
         outcome, detail, route = await self._ask(host, port, path)
+        found = {"rank": rank, "address": None, "transfer": outcome, "detail": detail, "transport": None}
         if outcome != "ok":
-            return {"rank": rank, "address": None, "transfer": outcome, "detail": detail, "transport": None}
+            return found
         peer_host, peer_port = str(route.get("rank_ip", "")), route.get("rank_port")
         if type(peer_port) is not int or not 0 < peer_port < 65536:
             detail = f"the bootstrap server names no transfer port, but {peer_port!r}"
-            return {"rank": rank, "address": None, "transfer": "refused", "detail": detail, "transport": None}
-        address = _address(peer_host, peer_port)
+            return found | {"transfer": "refused", "detail": detail}
+        found["address"] = _address(peer_host, peer_port)
         for known in await _numeric(peer_host, peer_port):
             if (transport := self._links.get(known)) is not None:
-                return {"rank": rank, "address": address, "transfer": "linked", "detail": "", "transport": transport}
+                return found | {"transfer": "linked", "transport": transport}
         problem = await _connect(peer_host, peer_port)
-        transfer = "unreachable" if problem else "reachable"
-        return {"rank": rank, "address": address, "transfer": transfer, "detail": problem, "transport": None}
+        return found | {"transfer": "unreachable" if problem else "reachable", "detail": problem}
 
     async def _ask(self, host: str, port: int, path: str) -> tuple[str, str, dict[str, Any]]:
         """Outcome, its detail and the answer's object."""
