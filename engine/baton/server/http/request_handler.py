@@ -65,8 +65,6 @@ class RequestHandler:
     """Raises when the node does not take requests now (loading, draining, dead)."""
     validator: RequestValidator
     tracer: SpanTracer | None
-    streams: int = 0
-    """Answers in progress that are streams."""
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
@@ -75,6 +73,11 @@ class RequestHandler:
         self.is_idle = asyncio.Event()
         """Set while no request is being answered."""
         self.is_idle.set()
+
+    @property
+    def streams(self) -> int:
+        """Answers in progress that are streams."""
+        return sum(generation.accepted.stream for generation in self._live)
 
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
@@ -133,11 +136,7 @@ class RequestHandler:
             shape = format(generation, request_id, self.model_name)
             headers = _ignored_header(accepted)
             if accepted.stream:
-                self.streams += 1
-                try:
-                    response, outcome = await self._stream(request, generation, shape, headers)
-                finally:
-                    self.streams -= 1
+                response, outcome = await self._stream(request, generation, shape, headers)
                 status = 200
                 return response
             while not generation.finished:
@@ -204,9 +203,7 @@ class RequestHandler:
                     continue
                 data = b"".join(shape.event(d) for d in deltas)
                 if teller is not None and not generation.finished:
-                    for delta in deltas:
-                        teller.took(delta.tokens)
-                    data = teller.mark(data)
+                    data = teller.mark(data, deltas[0].tokens)  # one choice: one delta
                 if generation.finished:
                     data += shape.end() + DONE
                 if data:

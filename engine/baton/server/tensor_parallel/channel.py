@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from baton.config import EngineConfig
-
 if TYPE_CHECKING:
     from baton.layers.collectives import ProcessGroup
     from baton.runtime.build import LoadedModel
@@ -54,13 +52,6 @@ class TpGroup:
     tp_size: int
     folder: Path
     dp_rank: int
-
-    @staticmethod
-    def of(job: dict[str, Any], config: EngineConfig) -> TpGroup | None:
-        """None: this process computes alone."""
-        if config.tp_size == 1:
-            return None
-        return TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
 
     @property
     def meeting_point(self) -> Path:

@@ -22,6 +22,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,9 @@ def main() -> int:
         return 1  # the front died before it could say what to do
     job = json.loads(line)
     config = EngineConfig(**job["config"])
-    team = channel.TpGroup.of(job, config)
+    team = None
+    if config.tp_size > 1:
+        team = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
     name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
