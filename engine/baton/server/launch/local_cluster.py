@@ -235,7 +235,6 @@ class LocalCluster:
     def __init__(self, plan: ClusterPlan, log_dir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._say = say
-        self._stopping = asyncio.Event()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Through the environment: command lines are public on a machine.
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
@@ -277,8 +276,7 @@ class LocalCluster:
         )
 
     async def stop(self) -> None:
-        """Router first, so that no request finds half a cluster; then all nodes at once."""
-        self._stopping.set()
+        """Router first, so that no request finds half a cluster; then all nodes at once. Cancel `watch` before."""
         await self._end(self.router, ROUTER_STOP_SECS)
         await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
         if self.plan.up.state_file:
@@ -378,8 +376,6 @@ class LocalCluster:
         backoff = RestartBackoff()
         while True:
             code = await child.wait()
-            if self._stopping.is_set():
-                return
             loop_time = asyncio.get_running_loop().time()
             pause = backoff.pause(0.0 if child.ready_at is None else loop_time - child.ready_at)
             self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:")
@@ -404,17 +400,15 @@ async def _answers(url: str) -> None:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):  # not listening yet
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return
+                async with session.get(url, raise_for_status=True):
+                    return
             await asyncio.sleep(PROBE_PAUSE_SECS)
 
 
 def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
     """The router's port and a sentence if it is not the expected one. Raises ChildFailed if `wanted` is taken."""
     if wanted is not None:
-        port = _bindable(host, wanted)
-        if port is None:
+        if (port := _bindable(host, wanted)) is None:
             raise ChildFailed(
                 f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
             )
