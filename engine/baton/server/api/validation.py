@@ -23,9 +23,9 @@ from baton.errors import (
     InvalidJson,
     MissingField,
     ModelNotFound,
-    PayloadTooLarge,
     PromptTooLong,
     UnsupportedParameter,
+    by_code,
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import unsupported_fields
@@ -167,7 +167,7 @@ class RequestValidator:
             raise InvalidJson(str(err)) from err
         if refusal is not None:
             code, message, param = refusal
-            raise {e.code: e for e in (PromptTooLong, PayloadTooLarge)}[code](message, param=param)
+            raise by_code(code)(message, param=param)
 
     # ---- the three request forms -------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from baton.models import checkpoint
 from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 from baton.server.text import model_info
-from baton.server.text.model_info import resolve, resolve_tokenizer
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
@@ -518,9 +517,9 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
     config = build(dict(engine))
     if uses_four_bytes(config):
         return []
-    flags = ["--model-path", str(resolve(config.model_path)), "--forward-input-ids"]
+    flags = ["--model-path", str(model_info.resolve(config.model_path)), "--forward-input-ids"]
     if config.tokenizer_path:
-        flags += ["--tokenizer-path", str(resolve_tokenizer(config.tokenizer_path))]
+        flags += ["--tokenizer-path", str(model_info.model_directory("--tokenizer-path", config.tokenizer_path))]
     if config.chat_template:
         flags += ["--chat-template", str(Path(config.chat_template).expanduser())]
     return flags

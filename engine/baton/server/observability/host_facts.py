@@ -56,11 +56,11 @@ def _cpu_features() -> list[str]:
 
 
 def _cpu_isa() -> str | None:
-    try:
+    with contextlib.suppress(ImportError):  # a source tree without the extension
         from baton._native import cpu_isa
-    except ImportError:
-        return None
-    return str(cpu_isa())
+
+        return str(cpu_isa())
+    return None
 
 
 def _memory(name: str) -> int | None:

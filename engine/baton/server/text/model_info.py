@@ -57,18 +57,13 @@ def resolve(model_path: str) -> Path:
     if model_path == "demo":
         path = Path(baton.__path__[0]) / "models" / "demo"
     else:
-        path = _directory("--model-path", model_path)
+        path = model_directory("--model-path", model_path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
     return path.resolve()
 
 
-def resolve_tokenizer(tokenizer_path: str) -> Path:
-    """The directory for `--tokenizer-path`. Raises ConfigError when it does not exist."""
-    return _directory("--tokenizer-path", tokenizer_path)
-
-
-def _directory(flag: str, given: str) -> Path:
+def model_directory(flag: str, given: str) -> Path:
     """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
     path = Path(given).expanduser()
     if not path.is_dir() and HUB_ID.fullmatch(given):
@@ -95,7 +90,7 @@ def _from_hub_cache(flag: str, model_id: str) -> Path:
 def load(config: EngineConfig) -> ModelFacts:
     """Read the directory that `config` names. Raises ConfigError."""
     path = resolve(config.model_path)
-    tokenizer_path = resolve_tokenizer(config.tokenizer_path) if config.tokenizer_path else path
+    tokenizer_path = model_directory("--tokenizer-path", config.tokenizer_path) if config.tokenizer_path else path
     model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")

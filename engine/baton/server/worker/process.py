@@ -207,7 +207,7 @@ class RankProcess:
         config = kv_events.read(self.config.kv_events_config)
         if not config.enable_kv_cache_events:
             return None
-        kv = KvPublisher(config, self.engine.sched, self.dp_rank, context, self._send, time.time)
+        kv = KvPublisher(config, self.engine.sched, self.dp_rank, context, self._send)
         if kv.replay is not None:
             self._poller.register(kv.replay, zmq.POLLIN)
         self._info = {**self._info, "kv_events": kv.info()}
