@@ -63,9 +63,8 @@ def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -
 
 def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
     if isinstance(event, Stored):
-        tokens = array("i")
-        tokens.frombytes(event.tokens)
-        stored = BlockStored(list(event.hashes), event.parent, tokens.tolist(), page_size, None, event.medium)
+        tokens = array("i", event.tokens).tolist()
+        stored = BlockStored(list(event.hashes), event.parent, tokens, page_size, None, event.medium)
         if event.namespace:
             first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
             stored.extra_keys = [first, *[None] * (len(event.hashes) - 1)]

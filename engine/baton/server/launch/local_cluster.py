@@ -375,8 +375,7 @@ class LocalCluster:
         backoff = RestartBackoff()
         while True:
             code = await child.wait()
-            loop_time = asyncio.get_running_loop().time()
-            pause = backoff.pause(0.0 if child.ready_at is None else loop_time - child.ready_at)
+            pause = backoff.pause(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
             self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:")
             self._say(_indented(child.last_errors()))
             await asyncio.sleep(pause)
@@ -581,11 +580,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if complaint := check_place(plan):
         refuse("baton up", [complaint])
-    if plan.up.log_dir:
-        return asyncio.run(_run(plan, Path(plan.up.log_dir)))
-    log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
+    log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
     code = asyncio.run(_run(plan, log_dir))
-    if code == 0:  # else the logs are of interest; --log-dir keeps them always
+    if code == 0 and not plan.up.log_dir:  # else the logs are of interest; --log-dir keeps them always
         shutil.rmtree(log_dir, ignore_errors=True)
     return code
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class ChildProcess:
         self.log_path = log_path
         self.restarts = 0
         self.ready_at: float | None = None
-        """Loop time of the last `until_ready` that succeeded; None while it is not ready."""
+        """When the last `until_ready` succeeded (monotonic seconds); None while it is not ready."""
         self._argv = argv
         self._env = env
         self._group: ProcessGroup | None = None
@@ -101,7 +102,7 @@ class ChildProcess:
         ended = asyncio.ensure_future(self._group.wait())
         done = await first_of(ready, ended, timeout_secs=timeout_secs)
         if ready in done:
-            self.ready_at = asyncio.get_running_loop().time()
+            self.ready_at = time.monotonic()
             return ready.result()
         if ended in done:
             code = ended.result()

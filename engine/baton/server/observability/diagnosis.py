@@ -68,10 +68,8 @@ class PrefillProbe:
             return {"host": host, "port": port, "bootstrap": "untrusted", "detail": detail, "ranks": []}
         sizes_path = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
         outcome, detail, sizes = await self._ask(host, port, sizes_path)
-        ranks: list[dict[str, Any]] = []
-        if outcome == "ok":
-            count = min(_count(sizes), MAX_RANKS)
-            ranks = list(await asyncio.gather(*(self._rank(host, port, rank) for rank in range(count))))
+        count = min(_count(sizes), MAX_RANKS) if outcome == "ok" else 0
+        ranks = await asyncio.gather(*(self._rank(host, port, rank) for rank in range(count)))
         return {"host": host, "port": port, "bootstrap": outcome, "detail": detail, "ranks": ranks}
 
     async def _rank(self, host: str, port: int, rank: int) -> dict[str, Any]:

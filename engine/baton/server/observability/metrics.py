@@ -179,6 +179,7 @@ RANK = (
     ),
 )
 
+_FAMILIES = (GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -192,11 +193,7 @@ class _RankCollector(Collector):
         specs = {s.name: s for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
-            for table, family in (
-                (report.gauges, GaugeMetricFamily),
-                (report.counters, CounterMetricFamily),
-                (report.histograms, HistogramMetricFamily),
-            ):
+            for family, table in zip(_FAMILIES, (report.gauges, report.counters, report.histograms), strict=True):
                 for key, value in table.items():
                     series, _, rest = key.partition("{")
                     labels = dict(_LABEL.findall(rest))

@@ -98,13 +98,11 @@ class TpWorkers:
         self.reports = context.socket(zmq.PULL)
         """Readable while `heard` has something."""
         self.reports.bind(team.address(0))
-        self._orders: list[zmq.Socket[bytes]] = []
-        for tp_rank in range(1, team.tp_size):
-            socket = context.socket(zmq.PUSH)
+        self._orders = [context.socket(zmq.PUSH) for _ in range(1, team.tp_size)]
+        for tp_rank, socket in enumerate(self._orders, 1):
             socket.set_hwm(QUEUE)
             socket.setsockopt(zmq.SNDTIMEO, int(timeout_secs * 1000))
             socket.bind(team.address(tp_rank))
-            self._orders.append(socket)
 
     def await_loaded(self, own: LoadedModel) -> None:
         """Wait until all have loaded. No deadline: the front ends us when one of them dies.

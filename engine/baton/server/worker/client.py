@@ -255,11 +255,8 @@ class RankSet:
             self.died(message.dp_rank, message.message)
 
     def _tokens(self, batch: TokenBatch) -> None:
-        counts, tokens, cached, finishes = array("i"), array("i"), array("i"), array("b")
-        counts.frombytes(batch.counts)
-        tokens.frombytes(batch.tokens)
-        cached.frombytes(batch.cached_tokens)
-        finishes.frombytes(batch.finish)
+        counts, tokens = array("i", batch.counts), array("i", batch.tokens)
+        cached, finishes = array("i", batch.cached_tokens), array("b", batch.finish)
         at = 0
         for row, handle in enumerate(batch.handles):
             mine = tokens[at : at + counts[row]]

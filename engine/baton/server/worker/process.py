@@ -288,10 +288,9 @@ class RankProcess:
                 self._send(self._control(message))
 
     def _submit(self, message: SubmitMessage) -> None:
-        prompt = array("i")
-        prompt.frombytes(message.prompt)
+        fields = msgspec.structs.asdict(message) | {"prompt": array("i", message.prompt)}
         try:
-            self.engine.submit(ValidatedRequest(**{**msgspec.structs.asdict(message), "prompt": prompt}))
+            self.engine.submit(ValidatedRequest(**fields))
         except EngineError as err:
             given, later = (err.code, err.message), err.retry_after_secs
             refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
