@@ -1,7 +1,7 @@
 """The HTTP server of an engine: its routes, who may call them, and what the node says about itself.
 
 Every request passes `_guard`: it gets an id, its key is checked, and every exception becomes our error object.
-Generation is answering.py's; here are the other endpoints: tokens, facts, health, control.
+Generation is request_handler.py's; here are the other endpoints: tokens, facts, health, control.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class TextDelta:
 
 
 class ChoiceState:
-    """Progress of one item. Implements ranks.Sink."""
+    """Progress of one item. Implements worker.client.EventSink."""
 
     __slots__ = (
         "_detok", "_matcher", "_min_tokens", "_owner", "_skip_stop_token", "cached_tokens", "completion_tokens",

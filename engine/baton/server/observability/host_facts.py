@@ -1,8 +1,7 @@
 """Facts about the machine and the process that reads them: limits, memory, shared memory, clock, versions.
 
 An engine reports its own (server/observability/diagnosis.py); `baton doctor` reads those of the machine it runs on.
-Reads files under
-/proc and makes a few system calls; judges nothing.
+Reads files under /proc and makes a few system calls; judges nothing.
 """
 
 from __future__ import annotations
