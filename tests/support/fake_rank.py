@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +194,12 @@ class FakeRank:
             {
                 "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
                 "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
-                "namespace": job.namespace.decode(), "timeout_secs": job.timeout_secs,
+                "namespace": job.namespace.decode(), "deadline": job.deadline,
             }
         )  # fmt: skip
         task = asyncio.create_task(self.answer(job))
         self.running[job.handle] = task
-        self.started_at[job.handle] = time.monotonic() - job.age_secs
+        self.started_at[job.handle] = job.arrival
         task.add_done_callback(lambda _: self.ended(job.handle))
 
     def ended(self, handle: int) -> None:
@@ -224,7 +224,7 @@ class FakeRank:
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
         counters = {"engine_steps_total": 5.0, "prompt_tokens_computed_total": 80.0, "generated_tokens_total": 7.0}
-        await self.send(StatsMessage(rank, gauges, counters, load=asdict(LOAD)))
+        await self.send(StatsMessage(rank, gauges, counters, load=LOAD))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, SubmitMessage):

@@ -17,7 +17,7 @@ import pytest
 
 from baton import DISTRIBUTION
 from baton.cli import main
-from baton.server.launch import local_cluster
+from baton.server.launch import local_cluster, process_group
 from baton.server.launch.supervisor import ChildFailed
 
 
@@ -239,7 +239,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
     async def work() -> None:
         tasks = [asyncio.ensure_future(work) for work in (forever(), dies())]
         with pytest.raises(ChildFailed, match="just after it was ready"):
-            await local_cluster._first_of(tasks)
+            await process_group.first_of(*tasks)
         assert all(task.done() for task in tasks)
 
     asyncio.run(asyncio.wait_for(work(), 10))

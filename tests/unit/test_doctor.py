@@ -17,7 +17,7 @@ from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_
 from baton.cli.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
 from baton.cli.doctor.gpu import GpuFacts
 from baton.server.observability.diagnosis import key_proof
-from baton.server.observability.host_facts import HostFacts, read_host_facts
+from baton.server.observability.host_facts import HostFacts
 
 GIB = 1 << 30
 PRINT = {"model": "m", "tokenizer": "t", "chat_template": "c", "page_size": "16", "dtype": "float32", "kv_layout": "k"}
@@ -80,8 +80,8 @@ def test_fault_of_a_machine_is_named(changes: dict[str, Any], name: str, status:
 
 
 def test_facts_of_this_machine_survive_json_and_an_older_peer_leaves_out_fields() -> None:
-    own = read_host_facts()
-    sent = json.loads(json.dumps(own.json()))
+    own = HostFacts()
+    sent = json.loads(json.dumps(dataclasses.asdict(own)))
     assert HostFacts.from_json(sent) == own
     assert own.sealed_memfd_error is None, "KV pools of this machine's tests are sealed memory files"
     assert own.memory_total is not None
@@ -167,7 +167,7 @@ def engine(
     here = host_facts or facts()
     look = {"host": "p", "port": 8998, "bootstrap": "ok", "detail": "", "ranks": [rank()]}
     diagnosis = {
-        "host": here.json(),
+        "host": dataclasses.asdict(here),
         "asked_at": here.unix_seconds,
         "answered_at": here.unix_seconds,
         "has_cluster_key": bool(key),
@@ -568,7 +568,7 @@ class AskedClient(HttpClient):
 
     def post(self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float) -> HttpAnswer:
         self.asked.append(len(body.get("prefill", [])))
-        found = {"host": facts().json(), "prefill": body.get("prefill", [])}
+        found = {"host": dataclasses.asdict(facts()), "prefill": body.get("prefill", [])}
         return HttpAnswer(200, json.dumps(found), "", None)
 
 

@@ -82,7 +82,6 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: p
     made = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
     monkeypatch.setattr(process, "RankProcess", lambda *_: made)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(process.channel.TpGroup, "of", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
     before = gc.get_freeze_count()

@@ -10,7 +10,7 @@ from baton.sched.metrics.collector import HISTOGRAMS
 from baton.sched.metrics.histogram import Histogram
 from baton.server.observability import metric_aliases
 from baton.server.observability.metrics import FRONT, RANK, EngineMetrics
-from baton.server.worker.messages import HistogramColumns
+from baton.server.worker.messages import HistogramColumns, StatsMessage
 
 
 def families(which: str) -> dict[str, Metric]:
@@ -35,7 +35,7 @@ def families(which: str) -> dict[str, Metric]:
             'request_retraction_reasons_total{reason="memory"}': 10.0,
         }
         histograms = {f'priority_waiting_time_seconds{{class="{cls}"}}': columns for cls in ("a", "b")}
-        made.report(rank, gauges, counters, histograms)
+        made.report(StatsMessage(rank, gauges, counters, histograms))
     for endpoint, seconds in (("chat", 0.5), ("completions", 0.25), ("health", 9.0)):
         made.ttft.labels(endpoint).observe(seconds)
         made.requests.labels(endpoint, "ok").inc(2)
@@ -111,7 +111,7 @@ def test_histograms_add_up_over_the_labels_that_are_left_out() -> None:
 
 def test_a_dead_rank_leaves_nothing() -> None:
     made = EngineMetrics(compat_names="all")
-    made.report(0, {'kv_pages{state="free"}': 1.0, 'requests{state="waiting"}': 1.0}, {})
-    made.report(0, {}, {})
+    made.report(StatsMessage(0, {'kv_pages{state="free"}': 1.0, 'requests{state="waiting"}': 1.0}, {}))
+    made.report(StatsMessage(0, {}, {}))
     assert 'dp_rank="0"' not in made.text().decode()
     assert list(text_string_to_metric_families(made.text().decode()))

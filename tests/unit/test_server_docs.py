@@ -59,7 +59,9 @@ def test_metrics_tables_are_current() -> None:
 
 def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> None:
     made = metrics.EngineMetrics("v", "null", "m")
-    made.report(0, {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5}, {})
+    made.report(
+        StatsMessage(0, {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5}, {})
+    )
     exported = {f"# TYPE {name} " for name in map(metrics.exported_name, metrics.FRONT)}
     exported |= {f"# TYPE {alias.name} " for alias in metric_aliases.ALWAYS}
     text = made.text().decode()
@@ -70,12 +72,12 @@ def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> No
 def test_metrics_of_ranks_pass_through_with_the_rank_as_label() -> None:
     made = metrics.EngineMetrics()
     for rank in (0, 1):
-        made.report(rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9})
+        made.report(StatsMessage(rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9}))
     text = made.text().decode()
     assert 'baton_kv_pages{dp_rank="1",state="free"} 4.0' in text
     assert 'baton_engine_steps_total{dp_rank="0"} 9.0' in text
     assert "# HELP baton_novel reported by the rank" in text
-    made.report(1, {}, {})
+    made.report(StatsMessage(1, {}, {}))
     assert 'dp_rank="1"' not in made.text().decode(), "a dead rank's last values do not stay"
 
 
@@ -95,7 +97,7 @@ def test_histograms_of_ranks_are_rendered_with_the_bounds_of_their_name() -> Non
     sent = StatsMessage(1, {}, {}, {"decode_stall_seconds": HistogramColumns(kept.counts, kept.sum)})
     heard = to_front_decoder.decode(encoder.encode(sent))
     made = metrics.EngineMetrics()
-    made.report(heard.dp_rank, heard.gauges, heard.counters, heard.histograms)
+    made.report(heard)
     families = {f.name: f for f in text_string_to_metric_families(made.text().decode())}
     samples = families["baton_decode_stall_seconds"].samples
     buckets = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}

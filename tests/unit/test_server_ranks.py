@@ -119,7 +119,7 @@ def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], li
             socket.connect(f"ipc://{tmp_path}/rank{i}")
         for push_to_rank in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
-        ranks = RankSet(context, pull, pushes, limit)
+        ranks = RankSet(pull, pushes, limit)
         try:
             await scene(Stage(ranks, push, pulls))
         finally:
@@ -284,8 +284,8 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         stage.ranks.on_stats = lambda rank: seen.append(rank.dp_rank)
         await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}))
         await until(lambda: seen == [1])
-        assert stage.ranks.ranks[1].gauges == {"g": 1.0}
-        assert stage.ranks.ranks[1].trouble is None
+        assert stage.ranks.ranks[1].stats.gauges == {"g": 1.0}
+        assert stage.ranks.ranks[1].stats.trouble is None
         await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
         await until(lambda: seen == [1, 1])
         now = ServerLifecycle(stage.ranks).condition()
@@ -293,7 +293,7 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         assert isinstance(now.refusal, EngineDead)
         assert "rank 1 of this engine takes no new requests: its KV transfer runtime" in now.refusal.message
         stage.ranks.died(1, "gone")
-        assert (seen, stage.ranks.ranks[1].gauges) == ([1, 1, 1], {})
+        assert (seen, stage.ranks.ranks[1].stats.gauges) == ([1, 1, 1], {})
 
     play(tmp_path, scene)
 

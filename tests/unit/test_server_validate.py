@@ -79,7 +79,6 @@ def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
-    monkeypatch.setattr(tokenizer, "encode_batch", None)
     monkeypatch.setattr(tokenizer, "encode_within", None)
     monkeypatch.setattr(tokenizer, "encode", None)
     with pytest.raises(PromptTooLong) as caught:

@@ -218,7 +218,8 @@ class Following:
     """Followers (server.tensor_parallel.channel) that execute_call at once."""
 
     def __init__(self, teams: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
-        self.teams, self.nodes = teams, nodes
+        self.team, *self.teams = teams
+        self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
     def tell_node(self, call: str, *args: Any) -> None:
@@ -233,8 +234,8 @@ class Following:
 
 def team_of(nodes: list[FakeNode]) -> tuple[TeamNode, Following]:
     teams = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
-    followers = Following(teams[1:], nodes[1:])
-    return TeamNode(nodes[0], followers, teams[0], late_secs=60.0), followers
+    followers = Following(teams, nodes[1:])
+    return TeamNode(nodes[0], followers, late_secs=60.0), followers
 
 
 def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:

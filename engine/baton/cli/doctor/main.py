@@ -22,7 +22,7 @@ from baton.cli.doctor.kubernetes import check_namespace, read_namespace
 from baton.cli.doctor.pairs import check_pairs
 from baton.cli.doctor.routers import check_routers
 from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
-from baton.server.observability.host_facts import read_host_facts
+from baton.server.observability.host_facts import HostFacts
 
 PROG = "baton doctor"
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
@@ -97,7 +97,7 @@ def examine(config: DoctorConfig) -> list[CheckResult]:
 
 
 def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult]:
-    results = check_host(read_host_facts())
+    results = check_host(HostFacts())
     for url in routers:
         offset = client.get(f"{url}/livez").clock_offset_secs
         if offset is None:

@@ -20,6 +20,7 @@ KINDS = {
 }  # fmt: skip
 """Types as msgspec's messages name them, and as ours do."""
 ERROR = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+"""A message of msgspec: the problem, and the path of the field, `stop[0]` or `prefill[2].port`."""
 MISMATCH = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<kind>\w+)`")
 BOUND = re.compile(r"Expected `\w+` (?P<sign>[<>=]+) (?P<limit>\S+)")
 BOUNDS = {">=": "at least", ">": "above", "<=": "at most"}
@@ -57,19 +58,14 @@ def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
             return msgspec.convert(body, schema)
         except msgspec.ValidationError as err:
             error = str(err)
-        path, problem = _located(error)
+        found = ERROR.fullmatch(error)
+        assert found is not None
+        path, problem = found["path"] or "", found["problem"]
         value = _at(body, path)
         if "`int" in problem and isinstance(value, float) and value.is_integer() and path in body:
             body = {**body, path: int(value)}
             continue
         raise _refusal(prefix + path, problem, value)
-
-
-def _located(error: str) -> tuple[str, str]:
-    """Path of the field in a message of msgspec, `stop[0]` or `prefill[2].port`, and the problem with it."""
-    found = ERROR.fullmatch(error)
-    assert found is not None
-    return found["path"] or "", found["problem"]
 
 
 def _at(body: Any, path: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
-from baton.server.text.tokenizer import Tokenizer
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -91,12 +90,13 @@ class _OpenAiFormat(ResponseFormat):
     def event(self, delta: TextDelta) -> bytes:
         track = delta.item
         first = not track.seen
-        if not (
-            delta.text or delta.finish or delta.logprobs or first or (self._accepted.return_token_ids and delta.tokens)
-        ):
+        if not (first or self._shows(delta)):
             return b""
         track.seen = True
         return self._events(delta, first)
+
+    def _shows(self, delta: TextDelta) -> bool:
+        return bool(delta.text or delta.finish or delta.logprobs or (self._accepted.return_token_ids and delta.tokens))
 
     @abstractmethod
     def _events(self, delta: TextDelta, first: bool) -> bytes:
@@ -174,9 +174,7 @@ class ChatFormat(_OpenAiFormat):
         if first:
             role = {"role": "assistant", "content": ""}
             out = self._chunk({"index": delta.item.index, "delta": role, "logprobs": None, "finish_reason": None})
-            if not (delta.text or delta.finish or delta.logprobs or delta.tokens):
-                return out
-        if not (delta.finish or delta.text or delta.logprobs is not None or self._accepted.return_token_ids):
+        if not self._shows(delta):
             return out
         return out + self._delta_event(
             delta, {"delta": {"content": delta.text} if delta.text or not delta.finish else {}}
@@ -186,7 +184,16 @@ class ChatFormat(_OpenAiFormat):
         return {"message": {"role": "assistant", "content": text}}
 
     def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
-        return {"content": chat_logprobs(self._tokenizer, rows)}
+        """Make one object per token."""
+        content = [
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(i, p) for i, p in top]}
+            for token, logprob, top in zip(rows.ids, rows.chosen, rows.top, strict=True)
+        ]
+        return {"content": content}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(raw)}
 
 
 class CompletionFormat(_OpenAiFormat):
@@ -215,40 +222,19 @@ class CompletionFormat(_OpenAiFormat):
         return {"text": self._echo(track) + text}
 
     def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
-        columns, self._offsets[track.index] = completion_logprobs(
-            self._tokenizer, rows, self._accepted.logprobs, self._offsets[track.index]
-        )
-        return columns
+        """Make columns; `text_offset` counts on from the tokens of earlier events."""
+        text_of = self._tokenizer.token_text
+        texts = [text_of(i) for i in rows.ids]
+        *offsets, self._offsets[track.index] = accumulate(map(len, texts), initial=self._offsets[track.index])
+        top = [{text_of(i): finite_logprob(p) for i, p in row} for row in rows.top]
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite_logprob(p) for p in rows.chosen],
+            "top_logprobs": top if self._accepted.logprobs > 0 else None,
+            "text_offset": offsets,
+        }
 
 
 def finite_logprob(value: float) -> float:
     """JSON has no -inf; OpenAI writes -9999.0 for an impossible token."""
     return max(value, -9999.0)
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(raw)}
-
-
-def chat_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs) -> list[dict[str, Any]]:
-    """OpenAI's chat form: one object per token."""
-    return [
-        _entry(tokenizer, token, logprob) | {"top_logprobs": [_entry(tokenizer, i, p) for i, p in top]}
-        for token, logprob, top in zip(rows.ids, rows.chosen, rows.top, strict=True)
-    ]
-
-
-def completion_logprobs(tokenizer: Tokenizer, rows: TokenLogprobs, k: int, offset: int) -> tuple[dict[str, Any], int]:
-    """OpenAI's completion form: columns. `offset`: characters before the first token; returned: after the last."""
-    texts = [tokenizer.token_text(i) for i in rows.ids]
-    *offsets, end = accumulate(map(len, texts), initial=offset)
-    columns = {
-        "tokens": texts,
-        "token_logprobs": [finite_logprob(p) for p in rows.chosen],
-        "top_logprobs": [{tokenizer.token_text(i): finite_logprob(p) for i, p in top} for top in rows.top]
-        if k > 0
-        else None,
-        "text_offset": offsets,
-    }
-    return columns, end

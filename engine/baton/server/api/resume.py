@@ -51,11 +51,12 @@ class ResumeCommentWriter:
         self._first: dict[str, Any] = {"seed": seed, "created": created}
         self._ids: list[int] = []
 
-    def took(self, ids: list[int]) -> None:
-        self._ids += ids
+    def mark(self, data: bytes, ids: list[int]) -> bytes:
+        """`data` (events) with a comment that has these tokens in front of its last event.
 
-    def mark(self, data: bytes) -> bytes:
-        """`data` (events) with the comment in front of its last event; empty data leaves the tokens for later."""
+        Empty data leaves the tokens for later.
+        """
+        self._ids += ids
         if not data:
             return data
         at = data.rfind(b"\n\ndata: ", 0, -2)

@@ -11,7 +11,7 @@ Input is checked here and nowhere behind: the scheduler trusts what it gets.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,9 +23,9 @@ from baton.errors import (
     InvalidJson,
     MissingField,
     ModelNotFound,
-    PayloadTooLarge,
     PromptTooLong,
     UnsupportedParameter,
+    by_code,
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import unsupported_fields
@@ -167,7 +167,7 @@ class RequestValidator:
             raise InvalidJson(str(err)) from err
         if refusal is not None:
             code, message, param = refusal
-            raise {e.code: e for e in (PromptTooLong, PayloadTooLarge)}[code](message, param=param)
+            raise by_code(code)(message, param=param)
 
     # ---- the three request forms -------------------------------------------------------------------------------
 
@@ -186,24 +186,19 @@ class RequestValidator:
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs", "needs logprobs: true")
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-        special = request.add_special_tokens or False
-
-        def tokens() -> list[int]:
-            text = self._template.render(
+        common = self._common(request, sampling, logprobs)
+        max_tokens = _max_tokens(1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens)
+        prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
+        if prompts is None:
+            ids = await self._rendered(
                 messages,
+                lambda text: self._encode_prompt(text, request.add_special_tokens or False, "messages"),
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continue_final,
                 kwargs=template_kwargs,
             )
-            self._refuse_too_long([text], "messages")
-            return self._encode_prompt(text, special, "messages")
-
-        common = self._common(request, sampling)
-        max_tokens = _max_tokens(1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens)
-        prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
-        if prompts is None:
-            prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
-        accepted = self._accept(request, prompts, common, max_tokens, None, logprobs, "messages")
+            prompts = [ids]
+        accepted = self._accept(prompts, common, max_tokens, None, "messages")
         return self._with_ignored(accepted, body, unsupported_fields.CHAT, ChatCompletionRequest, SamplingFields)
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
@@ -215,17 +210,16 @@ class RequestValidator:
         echo = request.echo or False
         if echo and request.logprobs is not None:
             raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
-        common = self._common(request, sampling)
+        common = self._common(request, sampling, _or(request.logprobs, -1))
         max_tokens = _max_tokens(
             0 if echo else 1, max_tokens=sampling.max_tokens, max_completion_tokens=request.max_completion_tokens
         )
         raw = _prompt_list("prompt", request.prompt)
         prompts = self._tokenized(request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt))
         prompts = prompts or await self._prompts(raw, "prompt", _or(request.add_special_tokens, True))
-        logprobs = _or(request.logprobs, -1)
-        accepted = self._accept(request, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, logprobs, "prompt")
+        accepted = self._accept(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
         if echo:
-            texts = raw if isinstance(raw[0], str) else await self._decode(prompts, common.text.skip_special_tokens)
+            texts = raw if isinstance(raw[0], str) else await self._decode(prompts, accepted.text.skip_special_tokens)
             accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
         return self._with_ignored(accepted, body, unsupported_fields.COMPLETION, CompletionRequest, SamplingFields)
 
@@ -251,12 +245,12 @@ class RequestValidator:
             raise UnsupportedParameter(
                 "logprobs of the prompt are not supported by this version", param="logprob_start_len"
             )
-        common = self._common(request, sampling, NESTED)
+        common = self._common(request, sampling, logprobs, NESTED)
         limits = {NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")}
         max_tokens = _max_tokens(1, **limits)
         prompts = self._tokenized(request.input_ids, len(raw), name, many=is_batch) if name != "input_ids" else None
         prompts = prompts or await self._prompts(raw, name, True)
-        accepted = self._accept(request, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name)
+        accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
         accepted = replace(accepted, is_batch=is_batch or accepted.n > 1)
         accepted = self._with_ignored(accepted, body, unsupported_fields.GENERATE, GenerateRequest)
         return self._with_ignored(accepted, nested, unsupported_fields.SHARED, GenerateSampling, prefix=NESTED)
@@ -265,21 +259,19 @@ class RequestValidator:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
         request = read_fields(TokenizeRequest, body)
         self._check_model(request.model)
+        special = _or(request.add_special_tokens, request.messages is None)
+
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
         if request.messages is not None:
-            messages = await self._messages(request.messages)
-
-            def tokens() -> list[int]:
-                generation_prompt = _or(request.add_generation_prompt, True)
-                text = self._template.render(messages, add_generation_prompt=generation_prompt)
-                self._refuse_too_long([text], "messages")
-                return self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens or False)
-
-            return await self._tokenizer.offload(chars_of(messages), tokens)
+            messages, generation_prompt = await self._messages(request.messages), request.add_generation_prompt
+            return await self._rendered(messages, encode, add_generation_prompt=_or(generation_prompt, True))
         prompt = _required(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        ids = await self._encode(texts, _or(request.add_special_tokens, True), "prompt")
+        ids = await self._encode(texts, encode, "prompt")
         return ids[0] if isinstance(prompt, str) else ids
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
@@ -318,17 +310,28 @@ class RequestValidator:
         count = len(given) if type(given) is list else 0
         return await self._tokenizer.offload(count * CHARS_PER_MESSAGE, lambda: read_messages(given))
 
+    async def _rendered(
+        self, messages: list[dict[str, Any]], encode: Callable[[str], list[int]], **options: Any
+    ) -> list[int]:
+        """Token ids of the text that the chat template makes of messages."""
+
+        def tokens() -> list[int]:
+            text = self._template.render(messages, **options)
+            self._refuse_too_long([text], "messages")
+            return encode(text)
+
+        return await self._tokenizer.offload(chars_of(messages), tokens)
+
     def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
         try:
             return self._tokenizer.encode_within(text, self.context_length, add_special_tokens=special)
         except TooManyTokens as err:
             raise self._too_long(f"has {err.count}", param) from err
 
-    async def _encode(self, texts: list[str], special: bool, param: str) -> list[list[int]]:
+    async def _encode(self, texts: list[str], encode: Callable[[str], list[int]], param: str) -> list[list[int]]:
+        """Token ids of texts, encoded in a thread if they are long."""
         self._refuse_too_long(texts, param)
-        return await self._tokenizer.offload(
-            sum(map(len, texts)), lambda: self._tokenizer.encode_batch(texts, add_special_tokens=special)
-        )
+        return await self._tokenizer.offload(sum(map(len, texts)), lambda: [encode(text) for text in texts])
 
     async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         return await self._tokenizer.offload(
@@ -376,15 +379,12 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            self._refuse_too_long(raw, param)
-            return await self._tokenizer.offload(
-                sum(map(len, raw)), lambda: [self._encode_prompt(text, special, param) for text in raw]
-            )
+            return await self._encode(raw, lambda text: self._encode_prompt(text, special, param), param)
         for ids in raw:
             self._check_prompt_ids(ids, param)
         return raw
 
-    def _common(self, request: RequestFields, s: SamplingFields, prefix: str = "") -> _Common:
+    def _common(self, request: RequestFields, s: SamplingFields, logprobs: int, prefix: str = "") -> _Common:
         """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
         defaults = {} if prefix else self._facts.sampling_defaults
         vocab = self._tokenizer.vocab_size
@@ -402,14 +402,14 @@ class RequestValidator:
             stop_token_ids=stop_ids if s.ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
             ignore_eos=s.ignore_eos or False,
             logit_bias=self._logit_bias(prefix + "logit_bias", s.logit_bias or {}),
+            logprobs=logprobs,
         )
         given_options = request.stream_options or {}
         options = read_fields(StreamOptions, given_options, "stream_options.")
         keys = (request.cache_salt, request.extra_key)
-        return _Common(
-            params=params,
-            min_name=prefix + min_name,
-            seed=first(s, "seed", "sampling_seed")[1],
+        accepted = AcceptedRequest(
+            rid=_rid(first(request, "rid", "request_id")[1]),
+            items=(),
             n=s.n or 1,
             text=TextRules(
                 stops=(s.stop,) if isinstance(s.stop, str) else tuple(s.stop or ()),
@@ -417,16 +417,19 @@ class RequestValidator:
                 skip_special_tokens=_or(s.skip_special_tokens, True),
                 min_tokens=min_tokens or 0,
             ),
-            rid=_rid(first(request, "rid", "request_id")[1]),
+            stream=request.stream or False,
             include_usage=options.include_usage or False,
             continuous_usage=options.continuous_usage_stats or False,
+            logprobs=logprobs,
+            return_token_ids=request.return_token_ids or False,
             priority=self._priority(request.priority),
             asked=self.tenancy.read(request),
-            unknown_options=tuple(
-                f"stream_options.{n}" for n in given_options if n not in StreamOptions.__struct_fields__
-            ),
+            ttft_deadline_secs=_secs(request.ttft_deadline_ms),
+            deadline_secs=_secs(request.deadline_ms),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
+            ignored=tuple(f"stream_options.{n}" for n in given_options if n not in StreamOptions.__struct_fields__),
         )
+        return _Common(request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1])
 
     def _priority(self, value: int | None) -> int | None:
         config = self._config
@@ -457,57 +460,31 @@ class RequestValidator:
         return replace(accepted, ignored=(*accepted.ignored, *(prefix + name for name in unknown)))
 
     def _accept(
-        self,
-        request: RequestFields,
-        prompts: Sequence[Sequence[int]],
-        common: _Common,
-        max_tokens: int | None,
-        default_max_tokens: int | None,
-        logprobs: int,
-        param: str,
+        self, prompts: Sequence[Sequence[int]], common: _Common, max_tokens: int | None, default: int | None, param: str
     ) -> AcceptedRequest:
-        count = len(prompts) * common.n
+        request, n = common.request, common.accepted.n
+        count = len(prompts) * n
         if count > MAX_ITEMS:
             raise BadRequest(
-                f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
-                param="n",
+                f"{len(prompts)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted", param="n"
             )
-        placements = place(request, len(prompts), common.n, self._config.disaggregation_mode, self._config.dp_size)
+        placements = place(request, len(prompts), n, self._config.disaggregation_mode, self._config.dp_size)
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
-            new = self._max_new_tokens(len(prompt), max_tokens, default_max_tokens, param)
+            new = self._max_new_tokens(len(prompt), max_tokens, default, param)
             if common.params.min_new_tokens > new:
-                raise BadRequest(
-                    f"{common.min_name} is {common.params.min_new_tokens}, but the answer may have {new} tokens only",
-                    param=common.min_name,
-                )
-            for choice in range(common.n):
-                where = placements[i * common.n + choice]
+                least = common.params.min_new_tokens
+                raise bad(common.min_name, f"is {least}, but the answer may have {new} tokens only")
+            for choice in range(n):
+                where = placements[i * n + choice]
                 seed = seed_for(common.seed, where.rendezvous, choice)
-                params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
+                params = replace(common.params, max_new_tokens=new, seed=seed)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         resume = read_resume(request, self.context_length, self._tokenizer.vocab_size)
         if resume is not None:
             items = [_resumed(items, request.stream or False, resume)]
-        return AcceptedRequest(
-            rid=common.rid,
-            items=tuple(items),
-            n=common.n,
-            text=common.text,
-            stream=request.stream or False,
-            include_usage=common.include_usage,
-            continuous_usage=common.continuous_usage,
-            logprobs=logprobs,
-            return_token_ids=request.return_token_ids or False,
-            priority=common.priority,
-            asked=common.asked,
-            ttft_deadline_secs=_secs(request.ttft_deadline_ms),
-            deadline_secs=_secs(request.deadline_ms),
-            namespace=common.namespace,
-            resume=resume,
-            ignored=common.unknown_options,
-        )
+        return replace(common.accepted, items=tuple(items), resume=resume)
 
     def _max_new_tokens(self, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
         """The answer's limit. `asked` must fit; without it the default, or all that is left."""
@@ -524,18 +501,15 @@ class RequestValidator:
 
 @dataclass(frozen=True, slots=True)
 class _Common:
+    """A request before its prompts are placed."""
+
+    request: RequestFields
+    accepted: AcceptedRequest
+    """Without items."""
     params: SamplingParams
+    """Parameters of every item, apart from its limit and seed."""
     min_name: str
     seed: int | None
-    n: int
-    text: TextRules
-    rid: str | None
-    include_usage: bool
-    continuous_usage: bool
-    unknown_options: tuple[str, ...]
-    priority: int | None
-    asked: Asked
-    namespace: bytes
 
 
 def _or(value: T | None, default: T) -> T:

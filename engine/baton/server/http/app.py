@@ -1,7 +1,7 @@
 """The HTTP server of an engine: its routes, who may call them, and what the node says about itself.
 
 Every request passes `_guard`: it gets an id, its key is checked, and every exception becomes our error object.
-Generation is answering.py's; here are the other endpoints: tokens, facts, health, control.
+Generation is request_handler.py's; here are the other endpoints: tokens, facts, health, control.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from array import array
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -89,10 +88,8 @@ class HttpServer:
             version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
         )
         self.lifecycle = ServerLifecycle(ranks)
-        self.bootstrap_port: int | None = None
-        self.bootstrap_refused: Callable[[], int] = lambda: 0
-        """P nodes: requests that the bootstrap server has refused."""
         self._counted_refused = 0
+        """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
@@ -106,7 +103,7 @@ class HttpServer:
         ranks.on_stats = self._on_stats
 
     def _on_stats(self, rank: RankClient) -> None:
-        self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
+        self.metrics.report(rank.stats)
         if rank.dead is not None:
             self.kv_streams.on_death(rank.dp_rank)
 
@@ -203,8 +200,8 @@ class HttpServer:
         config["model_path"] = str(self.facts.path)
         config["served_model_name"] = self.facts.name
         config["served_model_names"] = self.validator.model_names
-        if self.bootstrap_port is not None:
-            config["disaggregation_bootstrap_port"] = self.bootstrap_port
+        if self.lifecycle.bootstrap is not None:
+            config["disaggregation_bootstrap_port"] = self.lifecycle.bootstrap.port
         ranks, now = self.ranks.ranks, self.lifecycle.condition()
         layout = ranks[0].info.get("layout")  # absent until the rank has loaded
         if isinstance(layout, dict):
@@ -236,9 +233,10 @@ class HttpServer:
     async def metrics_text(self, request: web.Request) -> web.Response:
         if self.tracer is not None:
             self.tracer.count(self.metrics.trace_spans)
-        refused = self.bootstrap_refused()
-        self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
-        self._counted_refused = refused
+        if self.lifecycle.bootstrap is not None:
+            refused = self.lifecycle.bootstrap.refused
+            self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
+            self._counted_refused = refused
         now = self.lifecycle.condition()
         self.metrics.ready.set(now.refusal is None)
         for state in NodeState:

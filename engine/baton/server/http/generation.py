@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import Aborted, EngineError, RequestTimeout
+from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
 from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
@@ -60,7 +60,7 @@ class TextDelta:
 
 
 class ChoiceState:
-    """Progress of one item. Implements ranks.Sink."""
+    """Progress of one item. Implements worker.client.EventSink."""
 
     __slots__ = (
         "_detok", "_matcher", "_min_tokens", "_owner", "_skip_stop_token", "cached_tokens", "completion_tokens",
@@ -105,8 +105,7 @@ class ChoiceState:
         if self.done:
             return
         self.cached_tokens = min(cached_tokens, self.item.asked_tokens)
-        ids = list(tokens)
-        text, ids, finish_name = self._text(ids, finish)
+        text, ids, finish_name = self._text(list(tokens), finish)
         if ids:
             self._owner.note_tokens(self, len(ids))
         self.completion_tokens += len(ids)
@@ -212,6 +211,7 @@ class Generation:
         many = len(self.tracks) > 1
         self.submitted_at = now = time.monotonic()
         trace = b"" if self._parent is None else self._parent.packed(now)
+        ttft_secs = self.accepted.ttft_deadline_secs
         try:
             for track in self.tracks:
                 item = track.item
@@ -226,10 +226,10 @@ class Generation:
                     tenant=self.accepted.tenant,
                     namespace=self.accepted.namespace,
                     rendezvous=item.rendezvous,
-                    age_secs=time.monotonic() - self.arrived,
+                    arrival=self.arrived,
                     trace=trace,
-                    timeout_secs=self._timeout_secs,
-                    ttft_deadline_secs=self.accepted.ttft_deadline_secs,
+                    deadline=self._deadline,
+                    ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
                 )
                 track.rank = rank
                 track.handle = self.ranks.submit(rank, message, track)
@@ -247,10 +247,6 @@ class Generation:
             self._error = error
             self.close()
             self.wake()
-
-    def cancel(self) -> None:
-        """POST /abort_request."""
-        self.fail(Aborted("the request was aborted with /abort_request"))
 
     def note_tokens(self, track: ChoiceState, count: int) -> None:
         now = time.monotonic()

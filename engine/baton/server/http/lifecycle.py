@@ -14,8 +14,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import Draining, EngineDead, EngineError, NotReady, QueueFull, WrongState
@@ -50,39 +49,6 @@ class NodeCondition:
     """Error that refuses a request sent now; None: it is accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Unfinished work of a node."""
-
-    requests: int
-    """HTTP answers in progress."""
-    streams: int
-    """Those of them that are streams."""
-    oldest_secs: float | None
-    """Age of the oldest request or lease; None: there is none."""
-    by_state: Counter[str] = field(default_factory=Counter)
-    """Requests on the ranks by scheduler state (baton_requests)."""
-    rooms: int = 0
-    """KV transfers that the runtimes of the ranks know and have not ended."""
-
-    @property
-    def is_finished(self) -> bool:
-        return not (self.requests or self.rooms or any(self.by_state.values()))
-
-    def as_json(self) -> dict[str, Any]:
-        states = self.by_state
-        return {
-            "requests": self.requests,
-            "streams": self.streams,
-            "waiting": states["waiting"] + states["opening"],
-            "running": states["running"] + states["suspended"] + states["aborting"],
-            "transfers": states["transfer"],
-            "leases": states["leased"],
-            "rooms": self.rooms,
-            "oldest_secs": None if self.oldest_secs is None else round(self.oldest_secs, 3),
-        }
-
-
 class ServerLifecycle:
     """The node's state. `answers` is set when the front can answer."""
 
@@ -94,8 +60,8 @@ class ServerLifecycle:
         self._final_reason: str | None = None
         self.is_loaded = False
         """All ranks have reported ready once."""
-        self.bootstrap_healthy: Callable[[], bool] = lambda: True
-        """P nodes: True while the bootstrap server answers; without it no D node finds the ranks."""
+        self.bootstrap: Any = None
+        """Bootstrap server of a P node (baton._native); when it stops, no D node finds the ranks."""
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -108,12 +74,12 @@ class ServerLifecycle:
         ranks = self._ranks.ranks
         if dead := [r for r in ranks if r.dead is not None]:
             return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
-        if ill := [r for r in ranks if r.trouble is not None]:
+        if ill := [r for r in ranks if r.stats.trouble is not None]:
             return self._dead(
                 "rank_failed",
-                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].trouble}; restart the node",
+                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].stats.trouble}; restart the node",
             )
-        if not self.bootstrap_healthy():
+        if self.bootstrap is not None and not self.bootstrap.healthy:
             return self._dead(
                 "bootstrap_stopped", "the bootstrap server of this prefill node has stopped; restart the node"
             )
@@ -169,37 +135,40 @@ class ServerLifecycle:
             log.info("drain undone after %.1f s: new requests are taken", time.monotonic() - self._drained_since)
             self._drained_since = None
 
-    async def work_left(self) -> Work:
-        """Returns the unfinished work. Raises EngineError when a living rank does not answer."""
+    async def report(self) -> dict[str, Any]:
+        """The answer of /drain and /undrain. Raises EngineError when a living rank does not answer."""
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
         replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
-        now = time.monotonic()
-        ages = [reply.result["oldest_secs"] for reply in replies]
-        if (arrived := self.answers.oldest_at) is not None:
-            ages.append(now - arrived)
-        by_state: Counter[str] = Counter()
-        for reply in replies:
-            by_state.update(reply.result["requests"])
+        now, condition = time.monotonic(), self.condition()
+        ages = [now - arrived for arrived in self.answers.arrivals.values()]
+        ages += [age for reply in replies if (age := reply.result["oldest_secs"]) is not None]
         rooms = sum(reply.result["rooms"] for reply in replies)
-        oldest = max((age for age in ages if age is not None), default=None)
-        return Work(self.answers.active, self.answers.streams, oldest, by_state, rooms)
-
-    async def report(self) -> dict[str, Any]:
-        """The answer of /drain and /undrain."""
-        work = await self.work_left()
-        now = self.condition()
+        states: Counter[str] = Counter()  # requests on the ranks by scheduler state (baton_requests)
+        for reply in replies:
+            states.update(reply.result["requests"])
+        requests = len(self.answers.arrivals)
+        is_finished = not (requests or rooms or any(states.values()))
         return {
-            "state": now.state.value,
-            "reason": now.reason,
+            "state": condition.state.value,
+            "reason": condition.reason,
             "is_final": self._final_reason is not None,
-            "is_drained": self.is_draining and work.is_finished,
-            "draining_secs": None if self._drained_since is None else round(time.monotonic() - self._drained_since, 3),
-            "left": work.as_json(),
+            "is_drained": self.is_draining and is_finished,
+            "draining_secs": None if self._drained_since is None else round(now - self._drained_since, 3),
+            "left": {
+                "requests": requests,  # HTTP answers in progress
+                "streams": self.answers.streams,  # those of them that are streams
+                "waiting": states["waiting"] + states["opening"],
+                "running": states["running"] + states["suspended"] + states["aborting"],
+                "transfers": states["transfer"],
+                "leases": states["leased"],
+                "rooms": rooms,  # KV transfers that the runtimes of the ranks know and have not ended
+                "oldest_secs": round(max(ages), 3) if ages else None,
+            },
         }
 
     async def until_finished(self) -> None:
         """Wait until no answer is in progress and no living rank has a request, lease or transfer left."""
-        await self.answers.idle()
+        await self.answers.is_idle.wait()
         await asyncio.gather(*(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None))
 
     async def _until_rank_finished(self, rank: RankClient) -> None:

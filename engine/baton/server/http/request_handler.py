@@ -16,12 +16,12 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
-from baton.errors import Draining, EngineError, RateLimited
+from baton.errors import Aborted, Draining, EngineError, RateLimited
 from baton.server.api.openai import ResponseFormat, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
@@ -52,50 +52,32 @@ _PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
 Validate = Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]
 
 
+@dataclass(eq=False)
 class RequestHandler:
     """The live requests of this process, and how they are answered."""
 
-    def __init__(
-        self,
-        ranks: RankSet,
-        tokenizer: Tokenizer,
-        metrics: EngineMetrics,
-        model_name: str,
-        timeout_secs: float,
-        admit: Callable[[], None],
-        validator: RequestValidator,
-        tracer: SpanTracer | None,
-    ) -> None:
-        """`admit` raises when the node does not take requests now (loading, draining, dead)."""
-        self._tracer = tracer
-        self._validator = validator
-        self._ranks = ranks
-        self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._model_name = model_name
-        self._timeout_secs = timeout_secs
-        self._admit = admit
+    ranks: RankSet
+    tokenizer: Tokenizer
+    metrics: EngineMetrics
+    model_name: str
+    timeout_secs: float
+    admit: Callable[[], None]
+    """Raises when the node does not take requests now (loading, draining, dead)."""
+    validator: RequestValidator
+    tracer: SpanTracer | None
+
+    def __post_init__(self) -> None:
         self._live: set[Generation] = set()
-        self._arrivals: dict[object, float] = {}
+        self.arrivals: dict[object, float] = {}
         """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
-        self.streams = 0
+        self.is_idle = asyncio.Event()
+        """Set while no request is being answered."""
+        self.is_idle.set()
+
+    @property
+    def streams(self) -> int:
         """Answers in progress that are streams."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def active(self) -> int:
-        """Requests that are being read or answered."""
-        return len(self._arrivals)
-
-    @property
-    def oldest_at(self) -> float | None:
-        """When the oldest of them arrived (monotonic seconds)."""
-        return next(iter(self._arrivals.values()), None)
-
-    async def idle(self) -> None:
-        """Wait until no request is being answered."""
-        await self._idle.wait()
+        return sum(generation.accepted.stream for generation in self._live)
 
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
@@ -106,7 +88,7 @@ class RequestHandler:
         """End the live requests with this rid (None: all) as aborted; returns how many."""
         found = list(self._live) if rid is None else self.live(rid)
         for generation in found:
-            generation.cancel()
+            generation.fail(Aborted("the request was aborted with /abort_request"))
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
@@ -120,45 +102,41 @@ class RequestHandler:
         arrived = time.monotonic()
         status: int | None = 500
         outcome = "internal_error"
-        parent = None if self._tracer is None else self._tracer.begin(request.headers)
+        parent = None if self.tracer is None else self.tracer.begin(request.headers)
         generation: Generation | None = None
-        limit = self._timeout_secs
+        limit = self.timeout_secs
         cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
-        self._metrics.in_flight.labels(endpoint).inc()
+        self.metrics.in_flight.labels(endpoint).inc()
         ticket = object()
-        self._arrivals[ticket] = arrived
-        self._idle.clear()
+        self.arrivals[ticket] = arrived
+        self.is_idle.clear()
         try:
-            self._admit()
-            body = await read_object(request, self._validator.refuse_oversized)
+            self.admit()
+            body = await read_object(request, self.validator.refuse_oversized)
             accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
             if accepted.ignored:
-                self._metrics.ignored.inc(len(accepted.ignored))
+                self.metrics.ignored.inc(len(accepted.ignored))
             request_id = request[REQUEST_ID]
             generation = Generation(
                 accepted.rid or request_id,
                 accepted,
-                self._ranks,
-                self._tokenizer,
-                self._metrics,
+                self.ranks,
+                self.tokenizer,
+                self.metrics,
                 endpoint,
                 arrived,
                 limit,
-                lambda count: self._validator.tenancy.spend(accepted.tenant, count, time.monotonic()),
+                lambda count: self.validator.tenancy.spend(accepted.tenant, count, time.monotonic()),
                 parent,
             )
             self._live.add(generation)
             generation.start()
-            shape = format(generation, request_id, self._model_name)
+            shape = format(generation, request_id, self.model_name)
             headers = _ignored_header(accepted)
             if accepted.stream:
-                self.streams += 1
-                try:
-                    response, outcome = await self._stream(request, generation, shape, headers)
-                finally:
-                    self.streams -= 1
+                response, outcome = await self._stream(request, generation, shape, headers)
                 status = 200
                 return response
             while not generation.finished:
@@ -169,34 +147,34 @@ class RequestHandler:
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
-                self._validator.tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
+                self.validator.tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
             raise
         except (asyncio.CancelledError, ConnectionError):
             status, outcome = None, "client_disconnected"
             waiting = generation is None or generation.first_token_at is None
-            self._metrics.disconnects.labels("before_first_token" if waiting else "streaming").inc()
+            self.metrics.disconnects.labels("before_first_token" if waiting else "streaming").inc()
             raise
         finally:
             cut.cancel()
-            del self._arrivals[ticket]
-            if not self._arrivals:
-                self._idle.set()
-            self._metrics.in_flight.labels(endpoint).dec()
-            self._metrics.requests.labels(endpoint, outcome).inc()
+            del self.arrivals[ticket]
+            if not self.arrivals:
+                self.is_idle.set()
+            self.metrics.in_flight.labels(endpoint).dec()
+            self.metrics.requests.labels(endpoint, outcome).inc()
             if generation is not None:
                 generation.close()
                 self._live.remove(generation)
                 self._account(generation, endpoint, outcome, arrived)
-            if self._tracer is not None and parent is not None:
-                self._tracer.answered(parent, request, generation, status, outcome, arrived)
+            if self.tracer is not None and parent is not None:
+                self.tracer.answered(parent, request, generation, status, outcome, arrived)
 
     def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
         """Set class and tenant, and take the tenant's tokens for its prompt. Raises RateLimited."""
-        placed = self._validator.tenancy.resolve(accepted.asked, accepted.priority, headers)
+        placed = self.validator.tenancy.resolve(accepted.asked, accepted.priority, headers)
         try:
-            self._validator.tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
+            self.validator.tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
         except RateLimited:
-            self._metrics.rate_limited.inc()
+            self.metrics.rate_limited.inc()
             raise
         return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
 
@@ -220,14 +198,12 @@ class RequestHandler:
             while not generation.finished:
                 deltas = await generation.next(KEEPALIVE_SECS)
                 if deltas is None:
-                    self._metrics.keepalives.inc()
+                    self.metrics.keepalives.inc()
                     await send(b": waiting\n\n")
                     continue
                 data = b"".join(shape.event(d) for d in deltas)
                 if teller is not None and not generation.finished:
-                    for delta in deltas:
-                        teller.took(delta.tokens)
-                    data = teller.mark(data)
+                    data = teller.mark(data, deltas[0].tokens)  # one choice: one delta
                 if generation.finished:
                     data += shape.end() + DONE
                 if data:
@@ -245,7 +221,7 @@ class RequestHandler:
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
         now = time.monotonic()
-        m = self._metrics
+        m = self.metrics
         m.prompt_tokens.inc(g.prompt_tokens)
         m.cached_tokens.inc(g.cached_tokens)
         m.completion_tokens.inc(g.completion_tokens)

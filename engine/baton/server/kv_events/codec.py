@@ -7,7 +7,7 @@ version of that format: readers of older, shorter ones ignore what follows their
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -50,6 +50,8 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+EXTRAS = ("lora_name", "extra_keys")
+"""Fields that JSON objects leave out when they are null."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
 
@@ -61,21 +63,16 @@ def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -
 
 def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
     if isinstance(event, Stored):
-        tokens = array("i")
-        tokens.frombytes(event.tokens)
-        stored = BlockStored(list(event.hashes), event.parent, tokens.tolist(), page_size, None, event.medium)
+        tokens = array("i", event.tokens).tolist()
+        stored = BlockStored(list(event.hashes), event.parent, tokens, page_size, None, event.medium)
         if event.namespace:
-            stored.extra_keys = _extra_keys(event)
+            first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
+            stored.extra_keys = [first, *[None] * (len(event.hashes) - 1)]
         return stored
     if isinstance(event, Removed):
         return BlockRemoved(list(event.hashes), event.medium)
     assert isinstance(event, Cleared), event
     return AllBlocksCleared()
-
-
-def _extra_keys(event: Stored) -> list[tuple[str, ...] | None]:
-    first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
-    return [first, *[None] * (len(event.hashes) - 1)]
 
 
 def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:
@@ -85,9 +82,5 @@ def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:
 
 
 def _as_object(event: WireEvent) -> dict[str, Any]:
-    fields: Sequence[str] = type(event).__struct_fields__
-    found = {name: getattr(event, name) for name in fields}
-    for name in ("lora_name", "extra_keys"):
-        if found.get(name, ...) is None:
-            del found[name]
-    return {"type": type(event).__name__, **found}
+    found = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+    return {name: value for name, value in found.items() if value is not None or name not in EXTRAS}

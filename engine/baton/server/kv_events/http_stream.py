@@ -121,12 +121,10 @@ class KvStreams:
                 # Answers and batches come through one socket in order: what is before the snapshot has arrived.
                 reply = await self._ranks.control(rank, "kv_snapshot", SNAPSHOT_SECS)
                 at = int(reply.result["seq"])
-                ts, events = codec.as_objects(reply.result["payload"])
-                yield _line({"type": "snapshot", **about, "seq": at, "ts": ts, "events": events})
+                yield _events_line("snapshot", about, at, reply.result["payload"])
                 continue
             if at < recent.next_seq:
-                ts, events = codec.as_objects(recent.payloads[at - recent.first_seq])
-                yield _line({"type": "batch", **about, "seq": at, "ts": ts, "events": events})
+                yield _events_line("batch", about, at, recent.payloads[at - recent.first_seq])
                 at += 1
                 continue
             if rank.dead is not None:
@@ -146,6 +144,11 @@ def _integer(request: web.Request, name: str, most: int) -> int | None:
     if not (raw.isascii() and raw.isdigit() and len(raw) < 20 and int(raw) <= most):
         raise BadRequest(f"{name} {raw[:50]!r}: give an integer from 0 to {most}", param=name)
     return int(raw)
+
+
+def _events_line(kind: str, about: dict[str, Any], seq: int, payload: bytes) -> bytes:
+    ts, events = codec.as_objects(payload)
+    return _line({"type": kind, **about, "seq": seq, "ts": ts, "events": events})
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,15 +45,13 @@ class KvPublisher:
         dp_rank: int,
         context: zmq.Context[Any],
         to_front: Callable[[KvEvents], None],
-        clock: Callable[[], float],
     ) -> None:
-        """Opens the sockets. Raises ConfigError naming the endpoint that cannot be had. `clock`: Unix time [s]."""
+        """Opens the sockets. Raises ConfigError naming the endpoint that cannot be had."""
         assert sched.kv_events is not None, "only made when events are enabled"
         self._sched = sched
         self._log = sched.kv_events
         self._dp_rank = dp_rank
         self._to_front = to_front
-        self._clock = clock
         self._topic = config.topic.encode()
         self.epoch = os.urandom(8).hex()
         """Drawn at each start: sequence numbers of another epoch mean nothing here."""
@@ -83,7 +82,7 @@ class KvPublisher:
 
     def publish(self) -> None:
         """Send what happened since the last call, if anything."""
-        batch = self._log.take(self._clock())
+        batch = self._log.take(time.time())
         if batch is None:
             return
         payload = self._encode(batch.events, batch.ts)
@@ -95,7 +94,7 @@ class KvPublisher:
         """Everything cached, and the number of the first batch that is not in it."""
         self.publish()
         blocks: list[Stored] = self._sched.cached_blocks()
-        payload = self._encode(blocks, self._clock())
+        payload = self._encode(blocks, time.time())
         return {"epoch": self.epoch, "seq": self._log.next_seq, "payload": payload}
 
     def serve_replays(self) -> None:
@@ -120,13 +119,10 @@ class KvPublisher:
 
 
 def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool) -> None:
+    attach, how = (socket.bind, "bound") if bind else (socket.connect, "connected to")
     try:
-        if bind:
-            socket.bind(endpoint)
-        else:
-            socket.connect(endpoint)
+        attach(endpoint)
     except zmq.ZMQError as err:
-        how = "bound" if bind else "connected to"
         raise ConfigError(f"{FLAG}: {key} {endpoint} cannot be {how} ({err}); choose another") from err
 
 

@@ -39,7 +39,7 @@ from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_by
 from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
 from baton.server.http.app import HttpServer
-from baton.server.launch.process_group import ProcessGroup, describe_exit
+from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
@@ -61,9 +61,7 @@ TRANSFER_END_SECS = 2.0
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
     logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
@@ -93,7 +91,6 @@ class _Launcher:
         """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
-        self._signals = 0
         self._signalled = asyncio.Event()
         self._hurry = asyncio.Event()
         self._closing = False
@@ -109,7 +106,7 @@ class _Launcher:
             stack.callback(tokenizer.close)
             folder = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            context, addresses, ranks = self._open_sockets(folder)
+            context, ranks = self._open_sockets(folder)
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = HttpServer(self._config, facts, tokenizer, ranks)
@@ -117,40 +114,33 @@ class _Launcher:
                 stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
             transfer_setup.warn_of_reach(self._config)
-            bootstrap = self._start_bootstrap(stack)
-            if bootstrap is not None:
-                front.bootstrap_port = bootstrap.port
-                front.lifecycle.bootstrap_healthy = lambda: bool(bootstrap.healthy)
-                front.bootstrap_refused = lambda: int(bootstrap.refused)
+            front.lifecycle.bootstrap = bootstrap = self._start_bootstrap(stack)
             stack.push_async_callback(self._end_children)
             for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
-                await self._spawn(dp_rank, tp_rank, folder, addresses, ranks, bootstrap)
+                await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
             log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
             log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
-            line = {"url": url, "pid": os.getpid(), "bootstrap_port": front.bootstrap_port}
-            print("READY " + json.dumps(line), flush=True)
+            port = None if bootstrap is None else bootstrap.port
+            print("READY " + json.dumps({"url": url, "pid": os.getpid(), "bootstrap_port": port}), flush=True)
             return await self._serve_until_end(front, ranks)
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], list[str], RankSet]:
+    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], RankSet]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
         pull.set_hwm(SEND_QUEUE)
         pull.bind(f"ipc://{folder}/front")
-        pushes, addresses = [], [f"ipc://{folder}/front"]
-        for rank in range(self._config.dp_size):
-            push = context.socket(zmq.PUSH)
+        pushes = [context.socket(zmq.PUSH) for _ in range(self._config.dp_size)]
+        for rank, push in enumerate(pushes):
             push.set_hwm(SEND_QUEUE)
-            addresses.append(f"ipc://{folder}/rank{rank}")
-            push.bind(addresses[-1])
-            pushes.append(push)
+            push.bind(f"ipc://{folder}/rank{rank}")
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        return context, addresses, RankSet(context, pull, pushes, limit, self._config.tp_size)
+        return context, RankSet(pull, pushes, limit, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
         runner = web.AppRunner(
@@ -189,22 +179,21 @@ class _Launcher:
         stack.callback(server.stop)
         return server
 
-    async def _spawn(
-        self, dp_rank: int, tp_rank: int, folder: Path, addresses: list[str], ranks: RankSet, bootstrap: Any
-    ) -> None:
+    async def _spawn(self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
         path = os.environ.get("PYTHONPATH")
         env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
+        listens = self._config.bootstrap_listen_host
+        reachable = LOOPBACK if listens in UNSPECIFIED_HOSTS else listens
         order = {
             "config": dataclasses.asdict(self._config),
             "dp_rank": dp_rank,
             "tp_rank": tp_rank,
             "folder": str(folder),
-            "to_rank": addresses[1 + dp_rank],
-            "to_front": addresses[0],
-            "bootstrap_host": None if bootstrap is None else _reachable(self._config.bootstrap_listen_host),
-            "bootstrap_port": None if bootstrap is None else bootstrap.port,
+            "to_rank": f"ipc://{folder}/rank{dp_rank}",
+            "to_front": f"ipc://{folder}/front",
+            "bootstrap": None if bootstrap is None else (reachable, bootstrap.port),
         }
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
             self._rank_command,
@@ -229,17 +218,15 @@ class _Launcher:
 
     async def _wait_ready(self, ranks: RankSet, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
-        while True:
-            ranks.changed.clear()
-            if ranks.all_ready:
-                return True
+        while not ranks.all_ready:
             if self._signalled.is_set() or not ranks.all_alive:
                 return False
-            await self._first(ranks.changed, self._signalled, timeout_secs=PROGRESS_SECS)
-            if not ranks.all_alive:
-                return False
-            ready = sum(r.ready for r in ranks.ranks)
-            log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+            ranks.changed.clear()
+            await first_of(ranks.changed.wait(), self._signalled.wait(), timeout_secs=PROGRESS_SECS)
+            if ranks.all_alive:
+                ready = sum(r.ready for r in ranks.ranks)
+                log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+        return True
 
     async def _give_up(self, ranks: RankSet) -> int:
         """A signal or a rank's death before everything was ready."""
@@ -253,28 +240,17 @@ class _Launcher:
         await self._end_children()
         return 2 if 2 in self._exit_codes else 1
 
-    @staticmethod
-    async def _first(*events: asyncio.Event, timeout_secs: float | None = None) -> None:
-        """Wait until one of the events is set."""
-        tasks = [asyncio.create_task(e.wait()) for e in events]
-        await asyncio.wait(tasks, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
-        self._signals += 1
-        self._signalled.set()
-        if self._signals > 1:
+        if self._signalled.is_set():
             self._hurry.set()
+        self._signalled.set()
 
     async def _serve_until_end(self, front: HttpServer, ranks: RankSet) -> int:
-        while True:
+        while ranks.all_alive and not self._signalled.is_set():
             ranks.changed.clear()
-            if self._signalled.is_set() or not ranks.all_alive:
-                break
-            await self._first(ranks.changed, self._signalled)
+            await first_of(ranks.changed.wait(), self._signalled.wait())
         is_whole = ranks.all_alive
         if not is_whole:
             alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
@@ -282,7 +258,7 @@ class _Launcher:
         if ranks.any_alive:
             await self._drain(front, ranks, "it got a signal to end" if is_whole else "one of its ranks died")
         else:
-            await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
+            await first_of(front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS)  # the error events leave
         return 0 if is_whole else 1
 
     async def _drain(self, front: HttpServer, ranks: RankSet, why: str) -> None:
@@ -290,16 +266,11 @@ class _Launcher:
         limit = self._config.drain_timeout_secs
         log.info("ending, because %s: at most %g s; a second signal ends at once", why, limit)
         front.lifecycle.begin_drain(final_reason=why)
-        work = asyncio.create_task(self._finish_work(front, ranks))
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait((work, hurry), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, hurry):
-            task.cancel()
-        await asyncio.gather(work, hurry, return_exceptions=True)
+        await first_of(self._finish_work(front, ranks), self._hurry.wait(), timeout_secs=limit)
         if ranks.in_flight:
             log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
             front.answering.cut_all()
-            await _within(front.answering.idle(), LAST_ANSWERS_SECS)
+            await first_of(front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS)
         log.info("drained")
 
     @staticmethod
@@ -325,21 +296,7 @@ class _Launcher:
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 
-async def _within(work: Any, secs: float) -> bool:
-    """Await `work` for at most `secs`; whether it ended."""
-    try:
-        await asyncio.wait_for(work, secs)
-    except asyncio.TimeoutError:
-        return False
-    return True
-
-
 def url_of(host: str, port: int) -> str:
     """URL of a server on this machine that listens on `host`. asyncio's sockets on :: take no IPv4."""
     shown = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-
-
-def _reachable(host: str) -> str:
-    """Where our own ranks find the bootstrap server."""
-    return LOOPBACK if host in UNSPECIFIED_HOSTS else host

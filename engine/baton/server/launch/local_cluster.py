@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,9 @@ from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_b
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
-from baton.server.launch.process_group import describe_exit
+from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 from baton.server.text import model_info
-from baton.server.text.model_info import resolve, resolve_tokenizer
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
@@ -108,15 +107,15 @@ class ClusterPlan:
     """Nodes per role."""
     engine: dict[str, Any]
     """Engine flags given by the user, by field name."""
-
-    def dp_size(self, role: str) -> int:
-        """DP ranks of each node of a role."""
-        return self._size(role, "dp_size")
+    args: dict[str, list[str]]
+    """Words of --router-args, --prefill-args and their like, by "router" and role."""
+    own: dict[str, dict[str, Any]]
+    """Engine flags among them, by role and field name."""
 
     @property
     def processes(self) -> int:
         """Those that compute."""
-        return sum(count * self.dp_size(role) * self._size(role, "tp_size") for role, count in self.counts.items())
+        return sum(n * self.size(role, "dp_size") * self.size(role, "tp_size") for role, n in self.counts.items())
 
     @property
     def gpu_share(self) -> dict[str, float]:
@@ -131,9 +130,9 @@ class ClusterPlan:
             return self.up.start_timeout_secs
         return 300.0 if self.engine.get("device", "cpu") == "cpu" else 1800.0
 
-    def _size(self, role: str, field: str) -> int:
-        own, _ = _role_flags(self.up, role)
-        return int({**self.engine, **own}.get(field, 1))
+    def size(self, role: str, field: str) -> int:
+        """Ranks of each node of a role: `dp_size` or `tp_size`."""
+        return int({**self.engine, **self.own[role]}.get(field, 1))
 
 
 def parse(argv: Sequence[str]) -> ClusterPlan:
@@ -156,9 +155,13 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
     bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
-    if bad := [*bad, *_router_complaints(up), *_role_complaints(up, engine)]:
+    plan = ClusterPlan(up, counts, engine, args={}, own={})
+    for name in ("router", *ROLES):
+        plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
+        bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
+    if bad:
         refuse("baton up", bad)
-    return ClusterPlan(up, counts, engine)
+    return plan
 
 
 def _engine_complaint(engine: dict[str, Any]) -> str | None:
@@ -170,36 +173,20 @@ def _engine_complaint(engine: dict[str, Any]) -> str | None:
     return None
 
 
-def _role_flags(up: UpConfig, role: str) -> tuple[dict[str, Any], list[str]]:
-    """Flags in --prefill-args and its like, and the mistakes in them."""
-    name = f"{role}_args"
+def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Words of --router-args, or of a role's flag; the engine flags among them; the mistakes."""
     try:
-        words = shlex.split(getattr(up, name))
+        words = shlex.split(getattr(up, f"{name}_args"))
     except ValueError as err:  # a quote without its other half
-        return {}, [f"{err}; it is read as a shell would"]
-    parser = FlagParser(f"baton up: {flag_name(name)}", "")
+        return [], {}, [f"{err}; it is read as a shell would"]
+    if name == "router":
+        names = [word.partition("=")[0] for word in words]
+        return words, {}, [f"{flag} is set by baton up; give its own flags" for flag in names if flag in _ROUTER_OWN]
+    parser = FlagParser(f"baton up: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
-    return parser.read(words)
-
-
-def _router_complaints(up: UpConfig) -> list[str]:
-    try:
-        words = shlex.split(up.router_args)
-    except ValueError as err:
-        return [f"--router-args: {err}; it is read as a shell would"]
-    names = [word.partition("=")[0] for word in words]
-    return [f"--router-args: {name} is set by baton up; give its own flags" for name in names if name in _ROUTER_OWN]
-
-
-def _role_complaints(up: UpConfig, engine: dict[str, Any]) -> list[str]:
-    """The same for the flags of one role."""
-    bad = []
-    for role in ROLES:
-        values, mistakes = _role_flags(up, role)
-        complaint = _engine_complaint({**engine, **values}) if values else None
-        texts = [*mistakes, *([] if complaint is None else complaint.splitlines())]
-        bad += [f"{flag_name(f'{role}_args')}: {text}" for text in texts]
-    return bad
+    values, mistakes = parser.read(words)
+    complaint = _engine_complaint({**engine, **values}) if values else None
+    return words, values, [*mistakes, *(complaint or "").splitlines()]
 
 
 def _complaint(counts: dict[str, int]) -> str | None:
@@ -238,7 +225,7 @@ class ClusterNode:
         for name, value in values.items():
             if name not in SECRETS:
                 argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]
-        return argv + shlex.split(getattr(self.plan.up, f"{self.role}_args"))
+        return argv + self.plan.args[self.role]
 
 
 class LocalCluster:
@@ -247,8 +234,6 @@ class LocalCluster:
     def __init__(self, plan: ClusterPlan, log_dir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._say = say
-        self._log_dir = log_dir
-        self._stopping = asyncio.Event()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Through the environment: command lines are public on a machine.
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
@@ -272,12 +257,13 @@ class LocalCluster:
             self._say(note)
         progress = asyncio.ensure_future(self._tell_progress())
         try:
-            await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
+            starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
+            await first_of(*starts, return_when=asyncio.FIRST_EXCEPTION)  # the first failure, else the end of all
         finally:
-            await _cancelled([progress])
-        router = asyncio.ensure_future(self._guarded(self.router, self._start_router_first()))
-        ends = [asyncio.ensure_future(self._guarded(node.child, _fail_at_end(node.child))) for node in self.nodes]
-        await _first_of([router, *ends])  # the router would wait for a node that is gone
+            await cancel(progress)
+        ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
+        # The router would wait for a node that is gone.
+        await first_of(self._guarded(self.router, self._start_router_first()), *ends)
         self.write_state()
 
     async def watch(self) -> None:
@@ -289,8 +275,7 @@ class LocalCluster:
         )
 
     async def stop(self) -> None:
-        """Router first, so that no request finds half a cluster; then all nodes at once."""
-        self._stopping.set()
+        """Router first, so that no request finds half a cluster; then all nodes at once. Cancel `watch` before."""
         await self._end(self.router, ROUTER_STOP_SECS)
         await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
         if self.plan.up.state_file:
@@ -382,7 +367,7 @@ class LocalCluster:
                 argv += ["--prefill", node.url, str(node.bootstrap_port)]
             elif node.role == "decode":
                 argv += ["--decode", node.url]
-        if any(count and self.plan.dp_size(role) > 1 for role, count in self.plan.counts.items()):
+        if any(count and self.plan.size(role, "dp_size") > 1 for role, count in self.plan.counts.items()):
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
@@ -390,10 +375,7 @@ class LocalCluster:
         backoff = RestartBackoff()
         while True:
             code = await child.wait()
-            if self._stopping.is_set():
-                return
-            loop_time = asyncio.get_running_loop().time()
-            pause = backoff.pause(0.0 if child.ready_at is None else loop_time - child.ready_at)
+            pause = backoff.pause(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
             self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:")
             self._say(_indented(child.last_errors()))
             await asyncio.sleep(pause)
@@ -406,31 +388,6 @@ class LocalCluster:
             self.write_state()
 
 
-async def _all_or_none(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await _cancelled(tasks)
-
-
-async def _first_of(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for the first to end or fail; the others are cancelled."""
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _fail_at_end(child: ChildProcess) -> None:
     raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
@@ -441,17 +398,15 @@ async def _answers(url: str) -> None:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):  # not listening yet
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return
+                async with session.get(url, raise_for_status=True):
+                    return
             await asyncio.sleep(PROBE_PAUSE_SECS)
 
 
 def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
     """The router's port and a sentence if it is not the expected one. Raises ChildFailed if `wanted` is taken."""
     if wanted is not None:
-        port = _bindable(host, wanted)
-        if port is None:
+        if (port := _bindable(host, wanted)) is None:
             raise ChildFailed(
                 f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
             )
@@ -518,8 +473,7 @@ async def _serve(cluster: LocalCluster, api_key: str | None) -> int:
     try:
         return 0 if await run_smoke(cluster.url, model, api_key) else 1
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        await cancel(watch)
 
 
 async def _run(plan: ClusterPlan, log_dir: Path) -> int:
@@ -543,9 +497,8 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     serving = asyncio.ensure_future(_serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")))
-    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(serving, stop.wait())
         if stop.is_set():
             print("stopping; once more to kill", flush=True)
             return 0
@@ -554,9 +507,6 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
         print(f"baton up: {err}", file=sys.stderr, flush=True)
         return 2 if err.exit_code == 2 else 1
     finally:
-        for task in (serving, stopping):
-            task.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
         await cluster.stop()
         say("stopped")
 
@@ -566,9 +516,9 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
     config = build(dict(engine))
     if uses_four_bytes(config):
         return []
-    flags = ["--model-path", str(resolve(config.model_path)), "--forward-input-ids"]
+    flags = ["--model-path", str(model_info.resolve(config.model_path)), "--forward-input-ids"]
     if config.tokenizer_path:
-        flags += ["--tokenizer-path", str(resolve_tokenizer(config.tokenizer_path))]
+        flags += ["--tokenizer-path", str(model_info.model_directory("--tokenizer-path", config.tokenizer_path))]
     if config.chat_template:
         flags += ["--chat-template", str(Path(config.chat_template).expanduser())]
     return flags
@@ -584,12 +534,12 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
     for name in ("policy", "prefill_policy", "decode_policy"):
         if value := getattr(up, name):
             flags += [flag_name(name), value]
-    return flags + shlex.split(up.router_args)
+    return flags + plan.args["router"]
 
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
-    if any(word == "--api-key" or word.startswith("--api-key=") for word in shlex.split(plan.up.router_args)):
+    if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
     asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -630,11 +580,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if complaint := check_place(plan):
         refuse("baton up", [complaint])
-    if plan.up.log_dir:
-        return asyncio.run(_run(plan, Path(plan.up.log_dir)))
-    log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
+    log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
     code = asyncio.run(_run(plan, log_dir))
-    if code == 0:  # else the logs are of interest; --log-dir keeps them always
+    if code == 0 and not plan.up.log_dir:  # else the logs are of interest; --log-dir keeps them always
         shutil.rmtree(log_dir, ignore_errors=True)
     return code
 

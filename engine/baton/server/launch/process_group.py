@@ -13,7 +13,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -94,6 +95,30 @@ class ProcessGroup:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_of(
+    *works: Awaitable[Any], timeout_secs: float | None = None, return_when: str = asyncio.FIRST_COMPLETED
+) -> set[asyncio.Future[Any]]:
+    """Wait until the first of these ends, or as `return_when` says (asyncio.wait), and cancel the others.
+
+    Returns those that have ended, none after `timeout_secs`. Raises their failure.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_secs, return_when=return_when)
+        for task in done:
+            task.result()
+        return done
+    finally:
+        await cancel(*tasks)
 
 
 def _die_with_parent(parent: int, number: signal.Signals) -> Callable[[], None]:

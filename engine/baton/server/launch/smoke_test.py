@@ -162,8 +162,7 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
         for name, check in CHECKS:
             started = time.perf_counter()
             try:
-                detail = await check(client)
-                ok = True
+                detail, ok = await check(client), True
             except (SmokeFailure, aiohttp.ClientError, asyncio.TimeoutError, KeyError, ValueError) as err:
                 detail, ok = f"{type(err).__name__}: {err}", False
             passed += ok

@@ -14,11 +14,12 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.server.launch.process_group import ProcessGroup, describe_exit
+from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
 
 READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
@@ -62,7 +63,7 @@ class ChildProcess:
         self.log_path = log_path
         self.restarts = 0
         self.ready_at: float | None = None
-        """Loop time of the last `until_ready` that succeeded; None while it is not ready."""
+        """When the last `until_ready` succeeded (monotonic seconds); None while it is not ready."""
         self._argv = argv
         self._env = env
         self._group: ProcessGroup | None = None
@@ -99,20 +100,14 @@ class ChildProcess:
         assert self._announced is not None, "start comes first"
         ready = asyncio.ensure_future(probe if probe is not None else asyncio.shield(self._announced))
         ended = asyncio.ensure_future(self._group.wait())
-        try:
-            await asyncio.wait({ready, ended}, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                result = ready.result()
-                self.ready_at = asyncio.get_running_loop().time()
-                return result
-            if ended.done():
-                code = ended.result()
-                raise ChildFailed(f"{self.name} {describe_exit(code)} before it was ready", code)
-            raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
-        finally:
-            for task in (ready, ended):
-                task.cancel()
-            await asyncio.gather(ready, ended, return_exceptions=True)
+        done = await first_of(ready, ended, timeout_secs=timeout_secs)
+        if ready in done:
+            self.ready_at = time.monotonic()
+            return ready.result()
+        if ended in done:
+            code = ended.result()
+            raise ChildFailed(f"{self.name} {describe_exit(code)} before it was ready", code)
+        raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
 
     async def wait(self) -> int:
         """Wait for its end; returns the exit code, negative for a signal. The rest of its group is killed."""
@@ -120,8 +115,7 @@ class ChildProcess:
         code = await self._group.wait()
         if self._output is not None:  # bounded: a descendant that left the group may hold the pipe open
             await asyncio.wait({self._output}, timeout=1.0)
-            self._output.cancel()
-            await asyncio.gather(self._output, return_exceptions=True)
+            await cancel(self._output)
         return code
 
     async def stop(self, grace_secs: float) -> bool:

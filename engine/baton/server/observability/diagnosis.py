@@ -21,11 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
 from baton.server.api import fields
 from baton.server.api.schema import DiagnosisRequest
-from baton.server.observability.host_facts import read_host_facts
+from baton.server.observability.host_facts import HostFacts
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
 AUTH_HEADER = "x-baton-auth"
@@ -67,28 +68,26 @@ class PrefillProbe:
             return {"host": host, "port": port, "bootstrap": "untrusted", "detail": detail, "ranks": []}
         sizes_path = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
         outcome, detail, sizes = await self._ask(host, port, sizes_path)
-        ranks: list[dict[str, Any]] = []
-        if outcome == "ok":
-            count = min(_count(sizes), MAX_RANKS)
-            ranks = list(await asyncio.gather(*(self._rank(host, port, rank) for rank in range(count))))
+        count = min(_count(sizes), MAX_RANKS) if outcome == "ok" else 0
+        ranks = await asyncio.gather(*(self._rank(host, port, rank) for rank in range(count)))
         return {"host": host, "port": port, "bootstrap": outcome, "detail": detail, "ranks": ranks}
 
     async def _rank(self, host: str, port: int, rank: int) -> dict[str, Any]:
         path = f"/route?engine_rank=0&target_dp_group={rank}&target_pp_rank=0"
         outcome, detail, route = await self._ask(host, port, path)
+        found = {"rank": rank, "address": None, "transfer": outcome, "detail": detail, "transport": None}
         if outcome != "ok":
-            return {"rank": rank, "address": None, "transfer": outcome, "detail": detail, "transport": None}
+            return found
         peer_host, peer_port = str(route.get("rank_ip", "")), route.get("rank_port")
         if type(peer_port) is not int or not 0 < peer_port < 65536:
             detail = f"the bootstrap server names no transfer port, but {peer_port!r}"
-            return {"rank": rank, "address": None, "transfer": "refused", "detail": detail, "transport": None}
-        address = _address(peer_host, peer_port)
+            return found | {"transfer": "refused", "detail": detail}
+        found["address"] = _address(peer_host, peer_port)
         for known in await _numeric(peer_host, peer_port):
             if (transport := self._links.get(known)) is not None:
-                return {"rank": rank, "address": address, "transfer": "linked", "detail": "", "transport": transport}
+                return found | {"transfer": "linked", "transport": transport}
         problem = await _connect(peer_host, peer_port)
-        transfer = "unreachable" if problem else "reachable"
-        return {"rank": rank, "address": address, "transfer": transfer, "detail": problem, "transport": None}
+        return found | {"transfer": "unreachable" if problem else "reachable", "detail": problem}
 
     async def _ask(self, host: str, port: int, path: str) -> tuple[str, str, dict[str, Any]]:
         """Outcome, its detail and the answer's object."""
@@ -116,12 +115,9 @@ class PrefillProbe:
         if status != 200:
             return "refused", f"status {status}: {_message(body)}", {}
         try:
-            answer = json.loads(body)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
+            return "ok", "", msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return "refused", "its answer is no JSON object: another program listens there", {}
-        return "ok", "", answer
 
 
 def _count(sizes: Mapping[str, Any]) -> int:
@@ -188,7 +184,7 @@ async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[di
         probe = PrefillProbe(config, session, links)
         looks = await asyncio.gather(*(probe.look(node.host, node.port) for node in targets.prefill or ()))
     return {
-        "host": read_host_facts().json(),
+        "host": HostFacts(),
         "has_cluster_key": config.cluster_key is not None,
         "cluster_key_proofs": proofs,
         "has_api_key": config.api_key is not None,

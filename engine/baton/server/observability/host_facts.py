@@ -1,8 +1,7 @@
 """Facts about the machine and the process that reads them: limits, memory, shared memory, clock, versions.
 
 An engine reports its own (server/observability/diagnosis.py); `baton doctor` reads those of the machine it runs on.
-Reads files under
-/proc and makes a few system calls; judges nothing.
+Reads files under /proc and makes a few system calls; judges nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import ctypes
 import fcntl
 import os
 import platform
+import re
 import resource
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,120 +32,40 @@ STA_UNSYNC = 0x0040
 """sys/timex.h: the layout of struct timex on 64-bit Linux, and the status bit of a clock that nothing disciplines."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """Sizes are in bytes; None: unknown here, or of a limit: none."""
-
-    hostname: str
-    boot_id: str
-    network_namespace: str
-    uid: int
-    kernel: str
-    machine: str
-    cpu_count: int
-    cpu_features: list[str]
-    cpu_isa: str | None
-    """Instruction level of our kernels."""
-    memory_total: int | None
-    memory_available: int | None
-    memory_limit: int | None
-    """Memory that the control group allows."""
-    shm_total: int | None
-    shm_free: int | None
-    sealed_memfd_error: str | None
-    """Why a sealed memory file cannot be made; None: it can."""
-    open_files_limit: int | None
-    open_files_hard_limit: int | None
-    locked_memory_limit: int | None
-    has_rdma: bool
-    unix_seconds: float
-    is_clock_synchronized: bool | None
-    versions: dict[str, str]
-    """Versions of baton, its extension, python, and those of PACKAGES that are installed."""
-
-    def json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> HostFacts:
-        """Facts of another process; what its version does not tell is unknown, what it tells besides is left out."""
-        unknown: dict[str, Any] = {"cpu_features": [], "versions": {}, "has_rdma": False}
-        return cls(**{f.name: value.get(f.name, unknown.get(f.name)) for f in fields(cls)})
-
-
-def read_host_facts() -> HostFacts:
-    """Facts of this process. Takes about a millisecond."""
-    memory, shm = _memory(), _file_system("/dev/shm")
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return HostFacts(
-        hostname=socket.gethostname(),
-        boot_id=_text("/proc/sys/kernel/random/boot_id"),
-        network_namespace=_link("/proc/self/ns/net"),
-        uid=os.geteuid(),
-        kernel=platform.release(),
-        machine=platform.machine(),
-        cpu_count=len(os.sched_getaffinity(0)),
-        cpu_features=_cpu_features(),
-        cpu_isa=_cpu_isa(),
-        memory_total=memory.get("MemTotal"),
-        memory_available=memory.get("MemAvailable"),
-        memory_limit=_memory_limit(),
-        shm_total=shm and shm[0],
-        shm_free=shm and shm[1],
-        sealed_memfd_error=_sealed_memfd_error(),
-        open_files_limit=_limit(open_files[0]),
-        open_files_hard_limit=_limit(open_files[1]),
-        locked_memory_limit=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
-        unix_seconds=time.time(),
-        is_clock_synchronized=_is_clock_synchronized(),
-        versions=_versions(),
-    )
+def _or_empty(read: Callable[[], str]) -> str:
+    try:
+        return read().strip()
+    except OSError:
+        return ""
 
 
 def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    return _or_empty(Path(path).read_text)
 
 
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
+def _limits(which: int) -> list[int | None]:
+    """Soft and hard limit of a resource."""
+    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
 
 
 def _cpu_features() -> list[str]:
-    for line in _text("/proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            found = set(value.split())
-            return [feature for feature in CPU_FEATURES if feature in found]
-    return []
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)", _text("/proc/cpuinfo"), re.MULTILINE)
+    found = flags[1].split() if flags else []
+    return [feature for feature in CPU_FEATURES if feature in found]
 
 
 def _cpu_isa() -> str | None:
-    try:
+    with contextlib.suppress(ImportError):  # a source tree without the extension
         from baton._native import cpu_isa
-    except ImportError:
-        return None
-    return str(cpu_isa())
+
+        return str(cpu_isa())
+    return None
 
 
-def _memory() -> dict[str, int]:
-    """/proc/meminfo [bytes]."""
-    found = {}
-    for line in _text("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            found[name] = int(value.split()[0]) * 1024
-    return found
+def _memory(name: str) -> int | None:
+    """Entry of /proc/meminfo [bytes]."""
+    found = re.search(rf"^{name}:\s*(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _memory_limit() -> int | None:
@@ -167,23 +87,21 @@ def _memory_limit() -> int | None:
     return limit if 0 < limit < 1 << 60 else None  # version 1 says "none" with a number near 2**63
 
 
-def _file_system(path: str) -> tuple[int, int] | None:
+def _file_system(path: str) -> tuple[int | None, int | None]:
+    """Size and free space."""
     try:
         found = os.statvfs(path)
     except OSError:
-        return None
+        return None, None
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def _sealed_memfd_error() -> str | None:
     """Make what a KV pool in host memory is made of, one page long."""
     try:
-        descriptor = os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, 4096)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
+            file.truncate(4096)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, AttributeError) as err:
         return str(err)
     return None
@@ -210,3 +128,44 @@ def _versions() -> dict[str, str]:
 
         found["extension"] = str(__version__)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Facts of this process, each read when it is not given: `HostFacts()` takes about a millisecond.
+
+    Sizes are in bytes; None: unknown here, or of a limit: none.
+    """
+
+    hostname: str = field(default_factory=socket.gethostname)
+    boot_id: str = field(default_factory=lambda: _text("/proc/sys/kernel/random/boot_id"))
+    network_namespace: str = field(default_factory=lambda: _or_empty(lambda: os.readlink("/proc/self/ns/net")))
+    uid: int = field(default_factory=os.geteuid)
+    kernel: str = field(default_factory=platform.release)
+    machine: str = field(default_factory=platform.machine)
+    cpu_count: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cpu_features: list[str] = field(default_factory=_cpu_features)
+    cpu_isa: str | None = field(default_factory=_cpu_isa)
+    """Instruction level of our kernels."""
+    memory_total: int | None = field(default_factory=lambda: _memory("MemTotal"))
+    memory_available: int | None = field(default_factory=lambda: _memory("MemAvailable"))
+    memory_limit: int | None = field(default_factory=_memory_limit)
+    """Memory that the control group allows."""
+    shm_total: int | None = field(default_factory=lambda: _file_system("/dev/shm")[0])
+    shm_free: int | None = field(default_factory=lambda: _file_system("/dev/shm")[1])
+    sealed_memfd_error: str | None = field(default_factory=_sealed_memfd_error)
+    """Why a sealed memory file cannot be made; None: it can."""
+    open_files_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[0])
+    open_files_hard_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[1])
+    locked_memory_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_MEMLOCK)[0])
+    has_rdma: bool = field(default_factory=lambda: any(Path("/sys/class/infiniband").glob("*")))
+    unix_seconds: float = field(default_factory=time.time)
+    is_clock_synchronized: bool | None = field(default_factory=_is_clock_synchronized)
+    versions: dict[str, str] = field(default_factory=_versions)
+    """Versions of baton, its extension, python, and those of PACKAGES that are installed."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> HostFacts:
+        """Facts of another process; what its version does not tell is unknown, what it tells besides is left out."""
+        unknown: dict[str, Any] = {"cpu_features": [], "versions": {}, "has_rdma": False}
+        return cls(**{f.name: value.get(f.name, unknown.get(f.name)) for f in fields(cls)})

@@ -20,38 +20,37 @@ def short(rank: RankClient) -> dict[str, Any]:
     """Element of SGLang's GET /get_load."""
     return {
         "dp_rank": rank.dp_rank,
-        "num_reqs": len(rank.sinks),
-        "num_running_reqs": int(rank.gauges.get('requests{state="running"}', 0)),
-        "num_waiting_reqs": int(rank.gauges.get('requests{state="waiting"}', 0)),
+        "num_reqs": len(rank.items),
+        "num_running_reqs": int(rank.stats.gauges.get('requests{state="running"}', 0)),
+        "num_waiting_reqs": int(rank.stats.gauges.get('requests{state="waiting"}', 0)),
         "num_tokens": rank.tokens_in_flight,
-        "token_usage": rank.gauges.get("kv_usage_ratio", 0.0),
+        "token_usage": rank.stats.gauges.get("kv_usage_ratio", 0.0),
     }
 
 
 def full(rank: RankClient) -> dict[str, Any]:
     """Element of GET /v1/loads: the same, tokens since the start, and all of sched.metrics.load_report.LoadReport."""
-    return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.load or None}
+    return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.stats.load}
 
 
 def header(rank: RankClient) -> str:
     """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
-    values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.sinks), "tokens": rank.tokens_in_flight}
-    load = rank.load
-    if load:
+    values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.items), "tokens": rank.tokens_in_flight}
+    if (load := rank.stats.load) is not None:
         values |= {
             "age_ms": _age_ms(rank),
-            "running": load["running_requests"],
-            "queued": load["queued_requests"],
-            "queued_tokens": load["queued_tokens"],
-            "started_tokens": load["started_tokens"],
-            "pages_free": load["pages_free"] + load["pages_evictable"],
-            "pages": load["pages"],
-            "prefill_rate": round(load["prefill_tokens_per_s"]),
-            "decode_rate": round(load["decode_tokens_per_s"]),
+            "running": load.running_requests,
+            "queued": load.queued_requests,
+            "queued_tokens": load.queued_tokens,
+            "started_tokens": load.started_tokens,
+            "pages_free": load.pages_free + load.pages_evictable,
+            "pages": load.pages,
+            "prefill_rate": round(load.prefill_tokens_per_s),
+            "decode_rate": round(load.decode_tokens_per_s),
             **_totals(rank),
         }
-        if load["bands"]:
-            values["bands"] = ",".join(f"{name}:{entry['tokens']}" for name, entry in load["bands"].items())
+        if load.bands:
+            values["bands"] = ",".join(f"{name}:{entry.tokens}" for name, entry in load.bands.items())
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -71,10 +70,10 @@ def stages_header(stages: FirstTokenStages) -> str:
 def _totals(rank: RankClient, suffix: str = "") -> dict[str, int]:
     """Tokens since the rank's start, as of its last report."""
     return {
-        f"prefilled{suffix}": int(rank.counters.get("prompt_tokens_computed_total", 0)),
-        f"generated{suffix}": int(rank.counters.get("generated_tokens_total", 0)),
+        f"prefilled{suffix}": int(rank.stats.counters.get("prompt_tokens_computed_total", 0)),
+        f"generated{suffix}": int(rank.stats.counters.get("generated_tokens_total", 0)),
     }
 
 
 def _age_ms(rank: RankClient) -> int | None:
-    return round((time.monotonic() - rank.reported_at) * 1000) if rank.load else None
+    return round((time.monotonic() - rank.reported_at) * 1000) if rank.stats.load else None

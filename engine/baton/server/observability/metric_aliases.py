@@ -7,7 +7,8 @@ are names of proposals for it, which scheduling dashboards use. What we have no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -119,28 +120,23 @@ def chosen(which: str) -> tuple[Alias, ...]:
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
+@dataclass(frozen=True, slots=True)
 class CompatCollector(Collector):
     """`native` gives our own metrics, as they are now; `prefix` is what their names begin with."""
 
-    def __init__(
-        self, which: str, model: str, page_size: int, prefix: str, native: Callable[[], Iterable[Metric]]
-    ) -> None:
-        self._which = which
-        self._model = model
-        self._page_size = page_size
-        self._prefix = prefix
-        self._native = native
-
-    def describe(self) -> Sequence[Metric]:
-        return ()
+    which: str
+    model: str
+    page_size: int
+    prefix: str
+    native: Callable[[], Iterable[Metric]]
 
     def collect(self) -> Iterator[Metric]:
-        ours = {family.name.removeprefix(self._prefix): family for family in self._native()}
-        for alias in chosen(self._which):
+        ours = {family.name.removeprefix(self.prefix): family for family in self.native()}
+        for alias in chosen(self.which):
             if alias.source in ours:
                 yield self._render(alias, ours)
         for engine, (name, size_label, count_label) in CACHE_CONFIG.items():
-            if self._which in (engine, "all") and "kv_pages" in ours:
+            if self.which in (engine, "all") and "kv_pages" in ours:
                 yield self._geometry(engine, name, size_label, count_label, ours["kv_pages"])
 
     def _render(self, alias: Alias, ours: dict[str, Metric]) -> Metric:
@@ -148,20 +144,19 @@ class CompatCollector(Collector):
         rank_label = "engine" if alias.name.startswith("vllm:") else "dp_rank"
         of_rank = any("dp_rank" in s.labels for s in source.samples)
         labels = ["model_name", *([rank_label] if of_rank else ()), *alias.keep.values()]
-        scale = float(self._page_size) if alias.in_tokens else 1.0
+        scale = float(self.page_size) if alias.in_tokens else 1.0
         if alias.per:
             whole = sum(s.value for s in ours[alias.per].samples)
             scale = 1 / whole if whole else 0.0
-        sums: dict[tuple[str, ...], dict[str, float]] = {}
+        sums: defaultdict[tuple[str, ...], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         for s in source.samples:
             if any(s.labels.get(label) not in allowed for label, allowed in alias.where.items()):
                 continue
             of = [s.labels["dp_rank"]] if of_rank else []
-            key = (self._model, *of, *(s.labels[label] for label in alias.keep))
+            key = (self.model, *of, *(s.labels[label] for label in alias.keep))
             # What is added up is the value, or a histogram's buckets (by le) and its sum.
-            part = s.labels.get("le") or s.name.removeprefix(self._prefix + alias.source)
-            table = sums.setdefault(key, {})
-            table[part] = table.get(part, 0.0) + s.value * scale
+            part = s.labels.get("le") or s.name.removeprefix(self.prefix + alias.source)
+            sums[key][part] += s.value * scale
         made = _FAMILIES[alias.kind](alias.name, alias.help, labels=labels)
         for key, table in sorted(sums.items()):
             if alias.kind == "histogram":
@@ -177,11 +172,11 @@ class CompatCollector(Collector):
             name + "_info", "KV pool: tokens per page and pages, value 1",
             labels=["model_name", rank_label, size_label, count_label],
         )  # fmt: skip
-        total: dict[str, float] = {}
+        total: defaultdict[str, float] = defaultdict(float)
         for s in pages.samples:
-            total[s.labels["dp_rank"]] = total.get(s.labels["dp_rank"], 0.0) + s.value
+            total[s.labels["dp_rank"]] += s.value
         for dp_rank, count in sorted(total.items()):
-            made.add_metric([self._model, dp_rank, str(self._page_size), str(int(count))], 1)
+            made.add_metric([self.model, dp_rank, str(self.page_size), str(int(count))], 1)
         return made
 
 

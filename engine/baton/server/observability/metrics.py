@@ -15,7 +15,8 @@ import platform
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,211 +28,158 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.sched.metrics.collector import HISTOGRAMS
 from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS
 from baton.server.observability import metric_aliases
-from baton.server.worker.messages import HistogramColumns
+from baton.server.worker.messages import HistogramColumns, StatsMessage
 
 PREFIX = "baton_"
+M = TypeVar("M", bound=MetricWrapperBase)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Definition of a metric. `name` is without the prefix."""
 
-    name: str
     kind: str
+    name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
 
-def _rank_histogram(name: str, help: str, labels: tuple[str, ...] = ()) -> Spec:
-    return Spec(name, "histogram", help, labels, HISTOGRAMS[name])
+_gauge = partial(Spec, "gauge")
+_counter = partial(Spec, "counter")
 
 
-FRONT = (
-    Spec(
-        "http_requests",
-        "counter",
-        "requests answered, by endpoint and outcome ('ok' or an error code)",
-        ("endpoint", "code"),
-    ),
-    Spec("requests_in_flight", "gauge", "requests this process is working on", ("endpoint",)),
-    Spec("ttft_seconds", "histogram", "arrival of the request to its first token", ("endpoint",), STAGE_BUCKETS),
-    Spec("itl_seconds", "histogram", "mean gap between tokens of one delivery", (), GAP_BUCKETS),
-    Spec("e2e_seconds", "histogram", "arrival of the request to the end of its answer", ("endpoint",), STAGE_BUCKETS),
-    Spec("prompt_tokens", "counter", "prompt tokens of answered requests"),
-    Spec("cached_prompt_tokens", "counter", "of these, tokens that prefill did not compute for the request"),
-    Spec("completion_tokens", "counter", "tokens generated for answered requests"),
-    Spec("request_prompt_tokens", "histogram", "prompt length of a request", (), TOKEN_BUCKETS),
-    Spec("request_completion_tokens", "histogram", "answer length of a request", (), TOKEN_BUCKETS),
-    Spec("client_disconnects", "counter", "requests whose client left before the answer's end", ("phase",)),
-    Spec("keepalives", "counter", "SSE comments sent while a request waited"),
-    Spec("ignored_parameters", "counter", "unknown request fields that had no effect"),
-    Spec("tenant_rate_limited", "counter", "requests refused with 429: their tenant's tokens_per_minute are used up"),
-    Spec(
-        "trace_spans",
-        "counter",
-        "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
-        ("result",),
-    ),
-    Spec("ready", "gauge", "1 when a request sent now would be accepted"),
-    Spec("state", "gauge", "1 for the state in force: starting, loading, ready, draining or dead", ("state",)),
-    Spec("load_progress_ratio", "gauge", "share of the model's weights that are in memory, 0 to 1"),
-    Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
-    Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
-    Spec("kv_routes_refused", "counter", "P: requests to the bootstrap server refused, or closed while silent"),
-)
+def _histogram(name: str, help: str, labels: tuple[str, ...] = ()) -> Spec:
+    return Spec("histogram", name, help, labels, HISTOGRAMS[name])
+
 
 RANK = (
-    Spec(
-        "requests",
-        "gauge",
-        "requests by state: waiting, opening, transfer, running, suspended, leased, aborting",
-        ("state",),
+    _gauge(
+        "requests", "requests by state: waiting, opening, transfer, running, suspended, leased, aborting", ("state",)
     ),
-    Spec("max_running_requests", "gauge", "most requests that run at once: --max-running-requests, or its default"),
-    Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
-    Spec(
-        "kv_host_pages",
-        "gauge",
-        "pages of the host tier by state: free, cached, pinned (preempted requests)",
-        ("state",),
-    ),
-    Spec("page_ledger_healthy", "gauge", "1 while the KV pages add up; at 0 the rank has ended its requests"),
-    Spec("kv_host_copies", "counter", "KV pages copied between device and host: out, in", ("direction",)),
-    Spec("kv_host_copy_bytes", "counter", "bytes of these", ("direction",)),
-    Spec("kv_host_copy_seconds", "counter", "time they took; 0 on devices that copy in the background"),
-    Spec("kv_usage_ratio", "gauge", "pages neither free nor evictable / all pages, 0 to 1"),
-    Spec("new_token_ratio", "gauge", "estimate of the answer's share of its limit, used for admission"),
-    Spec("engine_steps", "counter", "forward passes"),
-    Spec("engine_step_seconds", "counter", "time from launch to commit of forward passes"),
-    Spec("tp_collectives", "counter", "exchanges among tensor-parallel ranks, as the first one counts; with --tp-size"),
-    Spec(
+    _gauge("max_running_requests", "most requests that run at once: --max-running-requests, or its default"),
+    _gauge("kv_pages", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
+    _gauge("kv_host_pages", "pages of the host tier by state: free, cached, pinned (preempted requests)", ("state",)),
+    _gauge("page_ledger_healthy", "1 while the KV pages add up; at 0 the rank has ended its requests"),
+    _counter("kv_host_copies", "KV pages copied between device and host: out, in", ("direction",)),
+    _counter("kv_host_copy_bytes", "bytes of these", ("direction",)),
+    _counter("kv_host_copy_seconds", "time they took; 0 on devices that copy in the background"),
+    _gauge("kv_usage_ratio", "pages neither free nor evictable / all pages, 0 to 1"),
+    _gauge("new_token_ratio", "estimate of the answer's share of its limit, used for admission"),
+    _counter("engine_steps", "forward passes"),
+    _counter("engine_step_seconds", "time from launch to commit of forward passes"),
+    _counter("tp_collectives", "exchanges among tensor-parallel ranks, as the first one counts; with --tp-size"),
+    _counter(
         "tp_collective_seconds",
-        "counter",
         "how long the first tensor-parallel rank was in exchanges, waiting for others included; on CUDA until the call "
         "returned",
     ),
-    Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
-    Spec(
+    _counter("prompt_tokens_computed", "prompt tokens that went through the model"),
+    _counter(
         "cached_prompt_tokens_by_source",
-        "counter",
         "tokens found in the cache: device, in_flight, host, decode_tree, rematch (docs/scheduling/cache.md)",
         ("source",),
     ),
-    Spec("kv_event_batches", "counter", "batches of KV events announced, with --kv-events-config"),
-    Spec("generated_tokens", "counter", "tokens sampled"),
-    Spec("nonfinite_logits", "counter", "rows that got no token because the model computed NaN or infinity"),
-    Spec("generated_tokens_per_s", "gauge", "the same per second, over the second before the report"),
-    Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
-    Spec(
-        "deadline_missed",
-        "counter",
-        "first tokens past ttft_deadline_ms (ttft), requests timed out (total)",
-        ("kind",),
-    ),
-    Spec("schedule_policy_active", "gauge", "1 for the queue order in force, 0 for the other candidates", ("policy",)),
-    Spec("adaptive_policy", "gauge", "the same, only under --schedule-policy adaptive", ("policy",)),
-    Spec("priority_hook_errors", "counter", "failed calls of --priority-adjustment-function"),
-    Spec("schedule_policy_degraded", "counter", "times lpm turned to fcfs because of --lpm-degrade-threshold"),
-    Spec(
+    _counter("kv_event_batches", "batches of KV events announced, with --kv-events-config"),
+    _counter("generated_tokens", "tokens sampled"),
+    _counter("nonfinite_logits", "rows that got no token because the model computed NaN or infinity"),
+    _gauge("generated_tokens_per_s", "the same per second, over the second before the report"),
+    _counter("retractions", "running requests sent back to the waiting queue for memory"),
+    _counter("deadline_missed", "first tokens past ttft_deadline_ms (ttft), requests timed out (total)", ("kind",)),
+    _gauge("schedule_policy_active", "1 for the queue order in force, 0 for the other candidates", ("policy",)),
+    _gauge("adaptive_policy", "the same, only under --schedule-policy adaptive", ("policy",)),
+    _counter("priority_hook_errors", "failed calls of --priority-adjustment-function"),
+    _counter("schedule_policy_degraded", "times lpm turned to fcfs because of --lpm-degrade-threshold"),
+    _counter(
         "queue_turned_away",
-        "counter",
         "waiting requests that ended with an error: refused (queue full), evicted (for a higher priority), timeout, "
         "deadline",
         ("reason",),
     ),
-    Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
-    Spec("suspensions", "counter", "requests suspended by POST /v1/requests/{rid}/suspend"),
-    Spec(
+    _counter("preemptions", "running requests sent back to the waiting queue for one of higher priority"),
+    _counter("suspensions", "requests suspended by POST /v1/requests/{rid}/suspend"),
+    _counter(
         "steps",
-        "counter",
         "steps planned, by mode (extend, decode, mixed) and by why they took no further prompt tokens",
         ("mode", "stopped_by"),
     ),
-    Spec("log_lines_dropped", "counter", "lines of --decision-log and --scheduler-trace that were lost", ("log",)),
-    Spec("starving_requests", "gauge", "requests that wait too long while later ones are admitted", ("class",)),
-    Spec("priority_starvation", "counter", "requests that were starving at any time", ("class",)),
-    Spec(
+    _counter("log_lines_dropped", "lines of --decision-log and --scheduler-trace that were lost", ("log",)),
+    _gauge("starving_requests", "requests that wait too long while later ones are admitted", ("class",)),
+    _counter("priority_starvation", "requests that were starving at any time", ("class",)),
+    _counter(
         "priority_preemption",
-        "counter",
         "running requests sent back to the queue, by their class and the class they made room for",
         ("class", "by", "reason"),
     ),
-    Spec("request_retraction_reasons", "counter", "the same: memory, priority, slots, admin", ("reason",)),
-    Spec("recomputed_tokens", "counter", "tokens computed again because their request was sent back"),
-    _rank_histogram("priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)),
-    _rank_histogram("request_overtaken", "later requests that were admitted before this one"),
-    _rank_histogram("decode_stall_seconds", "gaps between tokens of a running request in which other work was done"),
-    _rank_histogram("deadline_slack_seconds", "time left to ttft_deadline_ms at the first token, negative if late"),
-    Spec("class_waiting", "gauge", "requests waiting, by priority class", ("class",)),
-    Spec("class_tokens", "counter", "tokens by priority class: prompt (computed), generated", ("class", "kind")),
-    Spec(
+    _counter("request_retraction_reasons", "the same: memory, priority, slots, admin", ("reason",)),
+    _counter("recomputed_tokens", "tokens computed again because their request was sent back"),
+    _histogram("priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)),
+    _histogram("request_overtaken", "later requests that were admitted before this one"),
+    _histogram("decode_stall_seconds", "gaps between tokens of a running request in which other work was done"),
+    _histogram("deadline_slack_seconds", "time left to ttft_deadline_ms at the first token, negative if late"),
+    _gauge("class_waiting", "requests waiting, by priority class", ("class",)),
+    _counter("class_tokens", "tokens by priority class: prompt (computed), generated", ("class", "kind")),
+    _counter(
         "tenant_tokens",
-        "counter",
         "tokens by tenant (those of the tenant file, 100 more, then other): prompt (computed), cached, generated",
         ("tenant", "kind"),
     ),
-    Spec(
+    _counter(
         "tenant_throttled",
-        "counter",
         "requests that met a limit of their tenant: queue (refused), running, kv (waited)",
         ("reason",),
     ),
-    Spec("tenants_forgotten", "counter", "idle tenants dropped from the table at --max-idle-tenants"),
-    Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
-    Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
-    Spec("kv_oldest_lease_seconds", "gauge", "P: age of the oldest of these prompts; 0 without any"),
-    Spec("kv_peers", "gauge", "connected nodes of the other role"),
-    Spec("kv_outbox_bytes", "gauge", "control messages that wait for the slowest peer, about"),
-    Spec("kv_transfer_healthy", "gauge", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
-    Spec("kv_quarantined_pages", "counter", "cached pages taken out of use: one was damaged, or gave NaN"),
-    Spec("kv_accept_errors", "counter", "connections of this host not accepted for lack of descriptors or memory"),
-    Spec("kv_pulls", "counter", "D: prompts whose pages arrived and verified", ("transport",)),
-    Spec("kv_pull_bytes", "counter", "D: bytes of KV pages pulled", ("transport",)),
-    Spec(
-        "kv_pull_seconds",
-        "counter",
-        "D: sum of baton_kv_pull_duration_seconds as the transfer runtime counts it",
-        ("transport",),
+    _counter("tenants_forgotten", "idle tenants dropped from the table at --max-idle-tenants"),
+    _gauge("kv_rooms", "live KV transfers by state", ("state",)),
+    _gauge("kv_leases", "P: finished prompts whose pages wait for D"),
+    _gauge("kv_oldest_lease_seconds", "P: age of the oldest of these prompts; 0 without any"),
+    _gauge("kv_peers", "connected nodes of the other role"),
+    _gauge("kv_outbox_bytes", "control messages that wait for the slowest peer, about"),
+    _gauge("kv_transfer_healthy", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
+    _counter("kv_quarantined_pages", "cached pages taken out of use: one was damaged, or gave NaN"),
+    _counter("kv_accept_errors", "connections of this host not accepted for lack of descriptors or memory"),
+    _counter("kv_pulls", "D: prompts whose pages arrived and verified", ("transport",)),
+    _counter("kv_pull_bytes", "D: bytes of KV pages pulled", ("transport",)),
+    _counter(
+        "kv_pull_seconds", "D: sum of baton_kv_pull_duration_seconds as the transfer runtime counts it", ("transport",)
     ),
-    _rank_histogram(
+    _histogram(
         "kv_pull_duration_seconds", "D: time from the first pull of a prompt to its last page verified", ("transport",)
     ),
-    Spec("kv_transfer_failures", "counter", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
-    Spec(
+    _counter("kv_transfer_failures", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
+    _counter(
         "kv_room_errors",
-        "counter",
         "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a bad first token)",
         ("kind",),
     ),
-    Spec("kv_rejects", "counter", "P: OPENs of decode ranks that were refused, by reason code", ("code",)),
-    Spec("kv_hellos_refused", "counter", "connections refused before a link existed, by reason code", ("code",)),
-    Spec("kv_hellos_evicted", "counter", "silent connections closed to make space for new ones"),
-    Spec("kv_reads_refused", "counter", "P: reads of pages that were not announced to the asking decode rank"),
-    Spec("kv_links_lost", "counter", "links to nodes of the other role that ended, for any reason"),
-    Spec("kv_bad_frames", "counter", "connections cut because of a damaged, unauthenticated or unexpected message"),
-    Spec("kv_damaged_pulls", "counter", "D: pulls that brought pages other than announced", ("transport",)),
-    Spec(
+    _counter("kv_rejects", "P: OPENs of decode ranks that were refused, by reason code", ("code",)),
+    _counter("kv_hellos_refused", "connections refused before a link existed, by reason code", ("code",)),
+    _counter("kv_hellos_evicted", "silent connections closed to make space for new ones"),
+    _counter("kv_reads_refused", "P: reads of pages that were not announced to the asking decode rank"),
+    _counter("kv_links_lost", "links to nodes of the other role that ended, for any reason"),
+    _counter("kv_bad_frames", "connections cut because of a damaged, unauthenticated or unexpected message"),
+    _counter("kv_damaged_pulls", "D: pulls that brought pages other than announced", ("transport",)),
+    _counter(
         "kv_quarantines",
-        "counter",
         "D: times that transfers from a P rank were stopped for a while because several in a row were damaged",
     ),
-    Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
-    Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
-    Spec(
+    _counter("kv_transport_fallbacks", "pairs that changed to a slower transport"),
+    _gauge("kv_communicators", "communicators of the gloo or nccl transport by state", ("state",)),
+    _counter(
         "kv_communicators_ended",
-        "counter",
         "communicators closed to make place, failed, or abandoned because their abort hung",
         ("end",),
     ),
 )
 
+_FAMILIES = (GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -239,33 +187,24 @@ class _RankCollector(Collector):
     """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says so."""
 
     def __init__(self) -> None:
-        self.reports: dict[int, tuple[dict[str, float], dict[str, float], dict[str, HistogramColumns]]] = {}
+        self.reports: dict[int, StatsMessage] = {}
 
     def collect(self) -> Iterator[Metric]:
         specs = {s.name: s for s in RANK}
-        families: dict[str, Metric] = {}
-        for dp_rank, (gauges, counters, histograms) in sorted(self.reports.items()):
-            for table, family in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
+        families: dict[str, Any] = {}
+        for dp_rank, report in sorted(self.reports.items()):
+            for family, table in zip(_FAMILIES, (report.gauges, report.counters, report.histograms), strict=True):
                 for key, value in table.items():
-                    name, _, rest = key.partition("{")
-                    name = name.removesuffix("_total") if family is CounterMetricFamily else name
+                    series, _, rest = key.partition("{")
                     labels = dict(_LABEL.findall(rest))
-                    if name not in families:
+                    name = series.removesuffix("_total")
+                    if series not in families:
                         text = specs[name].help if name in specs else "reported by the rank"
-                        families[name] = family(PREFIX + name, text, labels=["dp_rank", *labels])
-                    families[name].add_metric([str(dp_rank), *labels.values()], value)  # type: ignore[attr-defined]
-            for key, columns in histograms.items():
-                name, _, rest = key.partition("{")
-                labels = dict(_LABEL.findall(rest))
-                if name not in families:
-                    families[name] = HistogramMetricFamily(PREFIX + name, specs[name].help, labels=["dp_rank", *labels])
-                families[name].add_metric(  # type: ignore[attr-defined]
-                    [str(dp_rank), *labels.values()], _cumulated(specs[name].buckets, columns.counts), columns.sum
-                )
+                        families[series] = family(PREFIX + series, text, labels=["dp_rank", *labels])
+                    is_columns = isinstance(value, HistogramColumns)
+                    values = (_cumulated(specs[name].buckets, value.counts), value.sum) if is_columns else (value,)
+                    families[series].add_metric([str(dp_rank), *labels.values()], *values)
         yield from families.values()
-
-    def describe(self) -> Sequence[Metric]:
-        return ()
 
 
 def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
@@ -282,77 +221,92 @@ class EngineMetrics:
         """`compat_names`: --metrics-compat."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = CollectorRegistry()
-        made = {s.name: self._make(s) for s in FRONT}
-        self.requests: Counter = made["http_requests"]
-        self.in_flight: Gauge = made["requests_in_flight"]
-        self.ttft: Histogram = made["ttft_seconds"]
-        self.itl: Histogram = made["itl_seconds"]
-        self.e2e: Histogram = made["e2e_seconds"]
-        self.prompt_tokens: Counter = made["prompt_tokens"]
-        self.cached_tokens: Counter = made["cached_prompt_tokens"]
-        self.completion_tokens: Counter = made["completion_tokens"]
-        self.prompt_length: Histogram = made["request_prompt_tokens"]
-        self.completion_length: Histogram = made["request_completion_tokens"]
-        self.disconnects: Counter = made["client_disconnects"]
-        self.keepalives: Counter = made["keepalives"]
-        self.ignored: Counter = made["ignored_parameters"]
-        self.rate_limited: Counter = made["tenant_rate_limited"]
-        self.trace_spans: Counter = made["trace_spans"]
-        self.kv_routes_refused: Counter = made["kv_routes_refused"]
-        self.ready: Gauge = made["ready"]
-        self.state: Gauge = made["state"]
-        self.load_progress: Gauge = made["load_progress_ratio"]
-        self.ranks_alive: Gauge = made["ranks_alive"]
-        made["build"].labels(version, platform.python_version(), mode, model).set(1)
+        self.table: dict[Spec, MetricWrapperBase] = {}
+        """Metrics that the front writes."""
+        counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
+        histogram = partial(self._add, Histogram)
+        self.requests = counter(
+            "http_requests", "requests answered, by endpoint and outcome ('ok' or an error code)", ("endpoint", "code")
+        )
+        self.in_flight = gauge("requests_in_flight", "requests this process is working on", ("endpoint",))
+        self.ttft = histogram(
+            "ttft_seconds", "arrival of the request to its first token", ("endpoint",), buckets=STAGE_BUCKETS
+        )
+        self.itl = histogram("itl_seconds", "mean gap between tokens of one delivery", buckets=GAP_BUCKETS)
+        self.e2e = histogram(
+            "e2e_seconds", "arrival of the request to the end of its answer", ("endpoint",), buckets=STAGE_BUCKETS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests")
+        self.cached_tokens = counter(
+            "cached_prompt_tokens", "of these, tokens that prefill did not compute for the request"
+        )
+        self.completion_tokens = counter("completion_tokens", "tokens generated for answered requests")
+        self.prompt_length = histogram("request_prompt_tokens", "prompt length of a request", buckets=TOKEN_BUCKETS)
+        self.completion_length = histogram(
+            "request_completion_tokens", "answer length of a request", buckets=TOKEN_BUCKETS
+        )
+        self.disconnects = counter(
+            "client_disconnects", "requests whose client left before the answer's end", ("phase",)
+        )
+        self.keepalives = counter("keepalives", "SSE comments sent while a request waited")
+        self.ignored = counter("ignored_parameters", "unknown request fields that had no effect")
+        self.rate_limited = counter(
+            "tenant_rate_limited", "requests refused with 429: their tenant's tokens_per_minute are used up"
+        )
+        self.trace_spans = counter(
+            "trace_spans",
+            "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
+            ("result",),
+        )
+        self.ready = gauge("ready", "1 when a request sent now would be accepted")
+        self.state = gauge("state", "1 for the state in force: starting, loading, ready, draining or dead", ("state",))
+        self.load_progress = gauge("load_progress_ratio", "share of the model's weights that are in memory, 0 to 1")
+        self.ranks_alive = gauge("ranks_alive", "DP ranks of this engine that live")
+        build = gauge("build_info", "version and mode, value 1", ("version", "python", "mode", "model"))
+        build.labels(version, platform.python_version(), mode, model).set(1)
+        self.kv_routes_refused = counter(
+            "kv_routes_refused", "P: requests to the bootstrap server refused, or closed while silent"
+        )
         ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)
         self.registry.register(metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native))
-        self._made = tuple(made.values())
+
+    def _add(self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> M:
+        """A metric that the front writes, with its row of the table."""
+        made = kind(PREFIX + name, help, labels, registry=self.registry, **more)
+        self.table[Spec(kind.__name__.lower(), name, help, labels, more.get("buckets", ()))] = made
+        return made
 
     def _native(self) -> Iterator[Metric]:
-        for metric in self._made:
+        for metric in self.table.values():
             yield from metric.collect()
         yield from self._ranks.collect()
 
-    def _make(self, spec: Spec) -> Any:
-        name = PREFIX + spec.name
-        if spec.kind == "counter":
-            return Counter(name, spec.help, spec.labels, registry=self.registry)
-        if spec.kind == "histogram":
-            return Histogram(name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
-        return Gauge(name + ("_info" if spec.kind == "info" else ""), spec.help, spec.labels, registry=self.registry)
-
-    def report(
-        self,
-        dp_rank: int,
-        gauges: dict[str, float],
-        counters: dict[str, float],
-        histograms: dict[str, HistogramColumns] | None = None,
-    ) -> None:
+    def report(self, stats: StatsMessage) -> None:
         """Set the last report of a rank; empty tables when it died."""
-        self._ranks.reports[dp_rank] = (gauges, counters, histograms or {})
+        self._ranks.reports[stats.dp_rank] = stats
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
+FRONT = tuple(EngineMetrics().table)
+
+
 def exported_name(spec: Spec) -> str:
     """The name as it appears in /metrics."""
-    return PREFIX + spec.name + {"counter": "_total", "info": "_info"}.get(spec.kind, "")
+    return PREFIX + spec.name + ("_total" if spec.kind == "counter" else "")
 
 
 def markdown() -> str:
     """The tables of docs/metrics.md."""
     out = []
-    for title, specs in (
-        ("Written by the front process", FRONT),
-        ("Written by each rank (label `dp_rank`)", RANK),
-    ):
+    for title, specs in (("Written by the front process", FRONT), ("Written by each rank (label `dp_rank`)", RANK)):
         out += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
         for s in specs:
             labels = ", ".join(f"`{label}`" for label in s.labels) or "-"
-            out.append(f"| `{exported_name(s)}` | {'gauge' if s.kind == 'info' else s.kind} | {labels} | {s.help} |")
+            out.append(f"| `{exported_name(s)}` | {s.kind} | {labels} | {s.help} |")
         out.append("")
     return "\n".join([*out, metric_aliases.markdown()])
 

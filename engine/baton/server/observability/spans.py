@@ -121,7 +121,8 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
         )
         stages.append(_Stage(name, timeline.admitted_at, attributes))
     if timeline.first_token_at is not None:
-        name, attributes = ("lease", _lease(timeline)) if timeline.leased_pages else ("decode", _decode(timeline))
+        leased: Attributes = [("baton.pages", timeline.leased_pages)]
+        name, attributes = ("lease", leased) if timeline.leased_pages else ("decode", _decode(timeline))
         stages.append(_Stage(name, timeline.first_token_at, attributes))
     stages[-1].attributes.append(("baton.finish", timeline.finish))
     if timeline.lost_events:
@@ -177,10 +178,6 @@ def _transfer(timeline: RequestTimeline) -> Attributes:
             ("baton.pull_us", round(pulled.pull_seconds * 1e6)),
         ]
     return attributes
-
-
-def _lease(timeline: RequestTimeline) -> Attributes:
-    return [("baton.pages", timeline.leased_pages)]
 
 
 def _decode(timeline: RequestTimeline) -> Attributes:

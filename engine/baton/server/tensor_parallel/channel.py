@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from baton.config import EngineConfig
-
 if TYPE_CHECKING:
     from baton.layers.collectives import ProcessGroup
     from baton.runtime.build import LoadedModel
@@ -54,13 +52,6 @@ class TpGroup:
     tp_size: int
     folder: Path
     dp_rank: int
-
-    @staticmethod
-    def of(job: dict[str, Any], config: EngineConfig) -> TpGroup | None:
-        """None: this process computes alone."""
-        if config.tp_size == 1:
-            return None
-        return TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
 
     @property
     def meeting_point(self) -> Path:
@@ -97,6 +88,7 @@ class TpWorkers:
     """The first rank's side. Any thread may tell; the rest is one thread's."""
 
     def __init__(self, context: zmq.Context[Any], team: TpGroup, timeout_secs: float) -> None:
+        self.team = team
         self.pids: list[int] = []
         """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
         self._timeout_secs = timeout_secs
@@ -106,13 +98,11 @@ class TpWorkers:
         self.reports = context.socket(zmq.PULL)
         """Readable while `heard` has something."""
         self.reports.bind(team.address(0))
-        self._orders: list[zmq.Socket[bytes]] = []
-        for tp_rank in range(1, team.tp_size):
-            socket = context.socket(zmq.PUSH)
+        self._orders = [context.socket(zmq.PUSH) for _ in range(1, team.tp_size)]
+        for tp_rank, socket in enumerate(self._orders, 1):
             socket.set_hwm(QUEUE)
             socket.setsockopt(zmq.SNDTIMEO, int(timeout_secs * 1000))
             socket.bind(team.address(tp_rank))
-            self._orders.append(socket)
 
     def await_loaded(self, own: LoadedModel) -> None:
         """Wait until all have loaded. No deadline: the front ends us when one of them dies.

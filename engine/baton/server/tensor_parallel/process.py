@@ -27,7 +27,6 @@ from baton.server.tensor_parallel.channel import (
 )
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
-from baton.server.worker.transfer_setup import Bootstrap
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel
@@ -54,7 +53,7 @@ def follow(
     config: EngineConfig,
     team: TpGroup,
     context: zmq.Context[Any],
-    bootstrap: Bootstrap | None,
+    bootstrap: tuple[str, int] | None,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""

@@ -142,15 +142,14 @@ class EventMerger:
 class TeamNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: Any, followers: TpWorkers, team: TpGroup, late_secs: float) -> None:
+    def __init__(self, node: Any, followers: TpWorkers, late_secs: float) -> None:
         """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
         self._followers = followers
-        self._team = team
         self._late_secs = late_secs
         self._failure: str | None = None
         """Why a follower's runtime does not work any more."""
-        self._merger = EventMerger(team.tp_size, self._everywhere)
+        self._merger = EventMerger(followers.team.tp_size, self._everywhere)
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
         self._begin(room, "offer", room, attempt, prompt_hash, deadline_ms)
@@ -218,12 +217,12 @@ class TeamNode:
         """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
         if room in self._merger:
             raise ValueError(f"room {room} is live on another tensor-parallel rank")
-        call_or_raise(self._node, self._team, call, args)
+        call_or_raise(self._node, self._followers.team, call, args)
         self._merger.begin(room)
         self._followers.tell_node(call, *args)
 
     def _everywhere(self, call: str, *args: Any) -> None:
-        call_or_raise(self._node, self._team, call, args)
+        call_or_raise(self._node, self._followers.team, call, args)
         self._followers.tell_node(call, *args)
 
 

@@ -52,15 +52,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
+    env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     return env
 
 
@@ -113,9 +109,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
         last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + MARK_SPACE}]
     else:
-        raise BadRequest(
-            "continue_final_message needs a last message with text to continue", param="continue_final_message"
-        )
+        raise bad("continue_final_message", "needs a last message with text to continue")
     return [*messages[:-1], last]
 
 
@@ -159,9 +153,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 param=f"{where}.content",
             )
         if type(part) is not dict or type(part.get("text")) is not str:
-            raise BadRequest(
-                f"{where}.content must hold parts like {{'type': 'text', 'text': …}}", param=f"{where}.content"
-            )
+            raise bad(f"{where}.content", "must hold parts like {'type': 'text', 'text': …}")
         texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}
 

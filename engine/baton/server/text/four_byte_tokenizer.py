@@ -25,8 +25,7 @@ class FourByteTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         data = text.encode("utf-8", "replace")
-        ids = array("i")
-        ids.frombytes(data + b"\0" * (-len(data) % TOKEN_BYTES))
+        ids = array("i", data + b"\0" * (-len(data) % TOKEN_BYTES))
         return ids.tolist() if text.isascii() else [i & MASK for i in ids]
 
     def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -34,9 +33,6 @@ class FourByteTokenizer(Tokenizer):
         if len(ids) > max_tokens:
             raise TooManyTokens(len(ids))
         return ids
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")

@@ -10,7 +10,6 @@ Every problem is a ConfigError that names the file and what to do, because it is
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+import baton
 from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH
 from baton.errors import ConfigError
@@ -55,24 +55,15 @@ class ModelFacts:
 def resolve(model_path: str) -> Path:
     """The directory for `--model-path`. Raises ConfigError when it does not exist."""
     if model_path == "demo":
-        # find_spec does not execute baton.models, which would import torch.
-        spec = importlib.util.find_spec("baton.models")
-        if spec is None or not spec.submodule_search_locations:
-            raise ConfigError("the package baton.models is missing, so there is no demo model; give --model-path DIR")
-        path = Path(next(iter(spec.submodule_search_locations))) / "demo"
+        path = Path(baton.__path__[0]) / "models" / "demo"
     else:
-        path = _directory("--model-path", model_path)
+        path = model_directory("--model-path", model_path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
     return path.resolve()
 
 
-def resolve_tokenizer(tokenizer_path: str) -> Path:
-    """The directory for `--tokenizer-path`. Raises ConfigError when it does not exist."""
-    return _directory("--tokenizer-path", tokenizer_path)
-
-
-def _directory(flag: str, given: str) -> Path:
+def model_directory(flag: str, given: str) -> Path:
     """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
     path = Path(given).expanduser()
     if not path.is_dir() and HUB_ID.fullmatch(given):
@@ -99,8 +90,8 @@ def _from_hub_cache(flag: str, model_id: str) -> Path:
 def load(config: EngineConfig) -> ModelFacts:
     """Read the directory that `config` names. Raises ConfigError."""
     path = resolve(config.model_path)
-    tokenizer_path = resolve_tokenizer(config.tokenizer_path) if config.tokenizer_path else path
-    model = _read_json(path / "config.json", required=True)
+    tokenizer_path = model_directory("--tokenizer-path", config.tokenizer_path) if config.tokenizer_path else path
+    model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
     nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
@@ -130,12 +121,11 @@ def load(config: EngineConfig) -> ModelFacts:
     )
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """A file's object, empty without the file. Raises ConfigError."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
-        if required:
-            raise ConfigError(f"{path} is missing") from None
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
         raise ConfigError(f"{path} cannot be read: {err}") from err

@@ -80,7 +80,8 @@ class Tokenizer:
         self._offloaded = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        (found,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
         """Like `encode`. Raises TooManyTokens before the ids become Python objects, during which all threads wait."""
@@ -88,10 +89,6 @@ class Tokenizer:
         if len(found) > max_tokens:
             raise TooManyTokens(len(found))
         return list(found.ids)
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        found = self._hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """For a few ids: the event loop stands still meanwhile."""

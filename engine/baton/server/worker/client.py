@@ -28,7 +28,6 @@ from baton.sched.types.request import FinishReason
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
-    HistogramColumns,
     KvEvents,
     LoadingMessage,
     LogprobsMessage,
@@ -73,25 +72,24 @@ class RankClient:
     ready: bool = False
     dead: str | None = None
     """Why it is gone; None while it lives."""
-    trouble: str | None = None
-    """Why it should get no new requests although it lives."""
     info: dict[str, Any] = field(default_factory=dict)
     loading: dict[int, float] = field(default_factory=dict)
     """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
     tp_size: int = 1
-    gauges: dict[str, float] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, HistogramColumns] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)
-    """sched.metrics.load_report.LoadReport, as reported at `reported_at` (monotonic seconds)."""
+    stats: StatsMessage = field(init=False)
+    """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
     reported_at: float = 0.0
-    sinks: dict[int, EventSink] = field(default_factory=dict)
+    items: dict[int, tuple[EventSink, int]] = field(default_factory=dict)
+    """Sink and weight of each item in flight, by handle."""
     nonfinite: int = 0
     """Answers in a row that ended because the model computed NaN or infinity."""
     nonfinite_at: float = 0.0
     """When the last of them ended (monotonic seconds)."""
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
+
+    def __post_init__(self) -> None:
+        self.stats = StatsMessage(self.dp_rank)
 
     @property
     def load_progress(self) -> float:
@@ -103,25 +101,18 @@ class RankSet:
     """All ranks of this node."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        pull: zmq.Socket[bytes],
-        pushes: Sequence[zmq.Socket[bytes]],
-        limit: int,
-        tp_size: int = 1,
+        self, pull: zmq.Socket[bytes], pushes: Sequence[zmq.Socket[bytes]], limit: int, tp_size: int = 1
     ) -> None:
-        self._context = context
         self._pull = pull
         self._limit = limit
         self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
         self._of_handle: dict[int, RankClient] = {}
-        self._weights: dict[int, int] = {}
         self._handles = itertools.count(1)
         self._controls: dict[int, tuple[RankClient, asyncio.Future[ReplyMessage]]] = {}
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
-        """Set at every Ready and death. Clear it, then look, then wait: nothing is missed."""
+        """Set at every Ready and death. Look and clear it without an await between, then wait: nothing is missed."""
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
@@ -170,19 +161,18 @@ class RankSet:
 
     def submit(self, rank: RankClient, message: SubmitMessage, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
-        if len(rank.sinks) >= self._limit:
+        if len(rank.items) >= self._limit:
             raise QueueFull(
-                f"rank {rank.dp_rank} has {len(rank.sinks)} requests in flight, its limit is {self._limit}; "
+                f"rank {rank.dp_rank} has {len(rank.items)} requests in flight, its limit is {self._limit}; "
                 "try again later, or raise --max-queued-requests",
                 retry_after_secs=1,
             )
         handle = next(self._handles)
         weight = len(message.prompt) // 4 + message.params.max_new_tokens
         self._send(rank, msgspec.structs.replace(message, handle=handle))
-        rank.sinks[handle] = sink
+        rank.items[handle] = (sink, weight)
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank
-        self._weights[handle] = weight
         return handle
 
     def abort(self, handles: Sequence[int]) -> None:
@@ -245,8 +235,7 @@ class RankSet:
             self._tokens(message)
         elif isinstance(message, StatsMessage):
             rank = self.ranks[message.dp_rank]
-            rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
-            rank.load, rank.reported_at, rank.trouble = message.load, time.monotonic(), message.trouble
+            rank.stats, rank.reported_at = message, time.monotonic()
             self.on_stats(rank)
         elif isinstance(message, ReplyMessage):
             _, future = self._controls.get(message.id, (None, None))
@@ -266,11 +255,8 @@ class RankSet:
             self.died(message.dp_rank, message.message)
 
     def _tokens(self, batch: TokenBatch) -> None:
-        counts, tokens, cached, finishes = array("i"), array("i"), array("i"), array("b")
-        counts.frombytes(batch.counts)
-        tokens.frombytes(batch.tokens)
-        cached.frombytes(batch.cached_tokens)
-        finishes.frombytes(batch.finish)
+        counts, tokens = array("i", batch.counts), array("i", batch.tokens)
+        cached, finishes = array("i", batch.cached_tokens), array("b", batch.finish)
         at = 0
         for row, handle in enumerate(batch.handles):
             mine = tokens[at : at + counts[row]]
@@ -278,7 +264,7 @@ class RankSet:
             rank = self._of_handle.get(handle)
             if rank is None:
                 continue  # aborted while this batch was on its way
-            sink = rank.sinks[handle]
+            sink, _ = rank.items[handle]
             finish = FinishReason(finishes[row]) if finishes[row] else None
             if finish is not None:
                 self._forget(handle)
@@ -307,11 +293,11 @@ class RankSet:
         if rank.dead is not None:
             return
         if rank.ready:
-            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
+            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.items))
         rank.dead, rank.ready = why, False
-        rank.gauges, rank.counters, rank.histograms, rank.load = {}, {}, {}, {}
+        rank.stats = StatsMessage(dp_rank)
         self.on_stats(rank)
-        for handle, sink in list(rank.sinks.items()):
+        for handle, (sink, _) in list(rank.items.items()):
             self._forget(handle)
             sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
         for asked, future in self._controls.values():
@@ -322,8 +308,8 @@ class RankSet:
     def _forget(self, handle: int) -> RankClient | None:
         rank = self._of_handle.pop(handle, None)
         if rank is not None:
-            del rank.sinks[handle]
-            rank.tokens_in_flight -= self._weights.pop(handle)
+            _, weight = rank.items.pop(handle)
+            rank.tokens_in_flight -= weight
         return rank
 
     def close(self) -> None:

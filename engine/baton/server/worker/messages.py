@@ -10,14 +10,16 @@ from typing import Any
 
 import msgspec
 
+from baton.sched.metrics.load_report import LoadReport
 from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
-from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams
-
-__all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
+from baton.sched.types.request import Rendezvous, SamplingParams
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """Checked request (request.ValidatedRequest on the wire). `age_secs`: time it already spent in the front."""
+    """Checked request: the fields of request.ValidatedRequest by their names, the prompt as bytes.
+
+    Front and ranks are processes of one machine, so they share the monotonic clock.
+    """
 
     handle: int
     rid: str
@@ -26,10 +28,9 @@ class SubmitMessage(msgspec.Struct, tag="submit"):
     priority: int | None = None
     namespace: bytes = b""
     rendezvous: Rendezvous | None = None
-    age_secs: float = 0.0
-    timeout_secs: float | None = None
-    ttft_deadline_secs: float | None = None
-    """Like timeout_secs from the request's arrival in the front."""
+    arrival: float = 0.0
+    deadline: float | None = None
+    ttft_deadline: float | None = None
     priority_class: str = ""
     tenant: str = ""
     trace: bytes = b""
@@ -123,13 +124,12 @@ class StatsMessage(msgspec.Struct, tag="stats"):
     """
 
     dp_rank: int
-    gauges: dict[str, float]
-    counters: dict[str, float]
+    gauges: dict[str, float] = {}
+    counters: dict[str, float] = {}
     histograms: dict[str, HistogramColumns] = {}
     """Keyed like the others; the buckets' bounds are those of the metric's name in
     server.observability.metrics.RANK."""
-    load: dict[str, Any] = {}
-    """sched.metrics.load_report.LoadReport."""
+    load: LoadReport | None = None
     trouble: str | None = None
     """Why the rank should get no new requests although it lives."""
 

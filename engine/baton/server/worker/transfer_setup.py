@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
 from baton.errors import ConfigError
@@ -55,19 +55,6 @@ def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
             log.info("KV pages do not travel by nccl: %s", reason)
     log.info("KV pages are in %s memory and travel by %s", "GPU" if on_device else "host", ", else ".join(found))
     return found
-
-
-class Bootstrap(NamedTuple):
-    """Where a P node's processes find their bootstrap server."""
-
-    host: str
-    port: int
-
-    @staticmethod
-    def of(job: Mapping[str, Any]) -> Bootstrap | None:
-        """As the front's order to a process names it; None on other nodes."""
-        port = job["bootstrap_port"]
-        return None if port is None else Bootstrap(job["bootstrap_host"], port)
 
 
 def warn_of_reach(config: EngineConfig) -> None:
@@ -137,9 +124,9 @@ def start(
     layout: Mapping[str, object],
     dp_rank: int,
     tp_rank: int,
-    bootstrap: Bootstrap | None,
+    bootstrap: tuple[str, int] | None,
 ) -> Any:
-    """A baton._native.TransferNode for these pages, registered on a P node."""
+    """A baton._native.TransferNode for these pages, registered on a P node with its bootstrap server."""
     from baton._native import TransferNode
     from baton.runtime.communicators import make_backend
 
@@ -173,5 +160,5 @@ def start(
     }
     node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))
     if bootstrap is not None:
-        node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
+        node.register(*bootstrap, REGISTER_TIMEOUT_MS)
     return node
