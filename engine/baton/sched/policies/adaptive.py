@@ -340,10 +340,6 @@ class AdaptivePolicy(Policy):
     def chosen(self) -> dict[str, bool]:
         return {name: name == self.choice.active for name in self._orders}
 
-    @property
-    def reads_tree(self) -> bool:
-        return self.order.reads_tree
-
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return self.choice.active, self.order.inputs(count, view)
 

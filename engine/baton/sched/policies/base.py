@@ -91,7 +91,7 @@ class Policy(abc.ABC):
     reviews: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
     each_alone: bool = True
-    """A sequence's number does not depend on who else waits."""
+    """A sequence's number does not depend on who else waits, and on nothing in the tree but its cached prefix."""
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
@@ -116,16 +116,11 @@ class Policy(abc.ABC):
         """The orders among which a policy chooses, and which it has chosen."""
         return {}
 
-    @property
-    def reads_tree(self) -> bool:
-        """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
-        return False
-
     def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         return None
 
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
-        """Called before `keys` with the queue's length: while it and what `reads_tree` means are equal, so are keys."""
+        """Called before `keys` with the queue's length: while it and the cached prefixes are equal, so are keys."""
         return ()
 
     @abc.abstractmethod

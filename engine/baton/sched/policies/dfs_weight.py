@@ -63,10 +63,6 @@ class DfsWeight(Policy):
     name = "dfs-weight"
     each_alone = False
 
-    @property
-    def reads_tree(self) -> bool:
-        return True
-
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         ends = _PrefixEnds()
         ends.add(queue, view.index)

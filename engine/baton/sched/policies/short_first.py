@@ -21,10 +21,6 @@ class ShortFirst(Policy):
             return self._ratio(view.answer_share)
         return self.params.short_first_output_weight
 
-    @property
-    def reads_tree(self) -> bool:
-        return True
-
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         aging, weight = self.params.short_first_aging_tokens_per_s, inputs
         return [
