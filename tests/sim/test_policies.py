@@ -33,7 +33,7 @@ class FixedIndex:
 
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
         found = self.cached.get(tokens[0], 0)
-        node = TreeNode(None, tokens[:1] if found else b"", array("i"), 0, tokens[0])
+        node = TreeNode(None, tokens[:1] if found else b"", array("i"), tokens[0])
         return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
 
     def outdated(self, probes: Sequence[PrefixProbe | None]) -> range:

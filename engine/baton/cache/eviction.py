@@ -22,19 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+
+LOWEST_PRIORITY = -(2**31)
+"""Priority of pages whose requests stated none."""
 
 
-class Memory(Protocol):
+@dataclass(slots=True, eq=False, kw_only=True)
+class PageMemory:
     """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
 
-    stamp: int
+    stamp: int = 0
     """Last use."""
-    created: int
+    created: int = 0
     """Publication."""
-    reuses: int
+    reuses: int = 0
     """Requests that started with these pages instead of computing them."""
-    priority: int
+    priority: int = LOWEST_PRIORITY
     """Highest priority among the requests that published or reused them; larger is more important."""
 
 
@@ -44,7 +47,7 @@ Key = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
     name: str
-    key: Callable[[Memory], Key]
+    key: Callable[[PageMemory], Key]
     falls_with_use: bool = False
     """Using a node makes its key smaller. All other keys only grow, so that a queued key may be checked lazily."""
 

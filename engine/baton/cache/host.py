@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from baton.cache.eviction import Key, eviction_policy
+from baton.cache.eviction import Key, PageMemory, eviction_policy
 from baton.cache.ledger import HostLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, RadixNode
@@ -55,40 +55,22 @@ class CopyRun:
     """In the host pool, one for each page."""
 
 
-class HostPage:
+@dataclass(slots=True, eq=False)
+class HostPage(PageMemory):
     """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
 
-    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.Memory).
+    It remembers what the tree's node did.
     """
 
-    __slots__ = (
-        "created",
-        "first_key",
-        "index",
-        "key",
-        "on_device",
-        "pins",
-        "priority",
-        "queued",
-        "reuses",
-        "slot",
-        "stamp",
-    )
-
-    def __init__(self, key: bytes, first_key: bytes, index: int, slot: int) -> None:
-        self.key = key
-        self.first_key = first_key
-        """Key of the prompt's first page."""
-        self.index = index
-        self.slot = slot
-        self.stamp = 0
-        self.created = 0
-        self.reuses = 0
-        self.priority = 0
-        self.pins = 0
-        self.on_device = False
-        """The tree got its content back: reused first."""
-        self.queued: Key | None = None
+    key: bytes
+    first_key: bytes
+    """Key of the prompt's first page."""
+    index: int
+    slot: int
+    pins: int = 0
+    on_device: bool = False
+    """The tree got its content back: reused first."""
+    queued: Key | None = None
 
 
 class HostTier:

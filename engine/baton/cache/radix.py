@@ -29,54 +29,33 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.cache.eviction import Key, Memory, eviction_policy
+from baton.cache.eviction import LOWEST_PRIORITY, Key, PageMemory, eviction_policy
 from baton.cache.kv_events import Edge, KvEventLog
 from baton.cache.pages import PageAllocator
 
 TOKEN_BYTES = 4
-LOWEST_PRIORITY = -(2**31)
-"""Priority of pages whose requests stated none."""
 DEAD_ENTRIES = 64
 """Superseded heap entries that are tolerated beside one per live entry."""
 
 
-class RadixNode:
+@dataclass(slots=True, eq=False, repr=False)
+class RadixNode(PageMemory):
     """Edge and its subtree; a root (parent None) has its namespace as key and no pages.
 
     A handle for lock/unlock; its fields belong to the tree.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "is_evicted",
-        "key",
-        "locks",
-        "pages",
-        "parent",
-        "priority",
-        "queued",
-        "reuses",
-        "serial",
-        "stamp",
-    )
-
-    def __init__(self, parent: RadixNode | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.stamp = stamp
-        self.serial = serial
-        self.created = stamp
-        self.reuses = 0
-        self.priority = LOWEST_PRIORITY
-        self.children: dict[bytes, RadixNode] = {}
-        self.locks = 0
-        self.queued: Key | None = None
-        self.is_evicted = False
+    parent: RadixNode | None
+    key: bytes
+    pages: array[int]
+    serial: int
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
+    locks: int = 0
+    queued: Key | None = None
+    is_evicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +174,7 @@ class RadixCache:
         self._allocator = allocator
         self._log = log
         self._roots: dict[bytes, RadixNode] = {}
-        self._nowhere = RadixNode(None, b"", array("i"), 0, 0)
+        self._nowhere = RadixNode(None, b"", array("i"), 0)
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
         self.clock = 0
         """Ticks with every use; what was published later has a larger `created`."""
@@ -282,7 +261,7 @@ class RadixCache:
         namespace: bytes,
         from_page: int = 0,
         priority: int = LOWEST_PRIORITY,
-        like: Memory | None = None,
+        like: PageMemory | None = None,
     ) -> InsertResult:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 
@@ -308,7 +287,7 @@ class RadixCache:
         not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
         if matched < total:
             if node is self._nowhere:
-                node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0, 0)
+                node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
             node = self._attach(node, key, pages[matched - from_page :], like)
@@ -449,7 +428,7 @@ class RadixCache:
             del self._roots[namespace]
         self._serial += 1
         self.version += 1
-        away = top.parent = RadixNode(None, namespace, array("i"), self.clock, self._serial)
+        away = top.parent = RadixNode(None, namespace, array("i"), self._serial)
         away.children[first] = top
         self._quarantine.add(away)
         branch = [top]
@@ -502,9 +481,9 @@ class RadixCache:
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        upper = RadixNode(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
-        upper.locks = node.locks
-        upper.created, upper.reuses, upper.priority = node.created, node.reuses, node.priority
+        upper = RadixNode(parent, node.key[:cut], node.pages[:at_page], self._serial, locks=node.locks)
+        upper.stamp, upper.created = node.stamp, node.created
+        upper.reuses, upper.priority = node.reuses, node.priority
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         self._changed(node)
@@ -513,10 +492,11 @@ class RadixCache:
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: Memory | None) -> RadixNode:
+    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None) -> RadixNode:
         self._serial += 1
         self.version += 1
-        leaf = RadixNode(parent, key, pages, self.clock + 1, self._serial)
+        now = self.clock + 1
+        leaf = RadixNode(parent, key, pages, self._serial, stamp=now, created=now)
         if like is not None:
             leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf

@@ -6,11 +6,10 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from baton.cache.eviction import LOWEST_PRIORITY
 from baton.sched.policies.base import Policy, PolicyContext
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-
-LOWEST_PRIORITY = -(2**31)
 
 
 @dataclass(frozen=True, slots=True)
