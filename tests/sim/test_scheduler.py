@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -12,7 +13,7 @@ from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRules
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.fairness.fair_queue import FairnessRules
-from baton.sched.queue import waiting_queue
+from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
@@ -349,14 +350,15 @@ def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "hrrn"])
 def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slot or no pages, with prompts under way that the queue's order puts last."""
-    taken: list[waiting_queue._Lane] = []
-    take = waiting_queue._Lane.take
+    taken: list[Seq] = []
+    in_order = WaitingQueue.in_order
 
-    def counted(lane: waiting_queue._Lane) -> Seq:
-        taken.append(lane)
-        return take(lane)
+    def counted(queue: WaitingQueue, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
+        for seq in in_order(queue, under_way):
+            taken.append(seq)
+            yield seq
 
-    monkeypatch.setattr(waiting_queue._Lane, "take", counted)
+    monkeypatch.setattr(WaitingQueue, "in_order", counted)
     for limits in (Limits(4000, 4, 2, 5000, 8, policy=policy), Limits(80, 4, 50, 5000, 8, policy=policy)):
         node = Node(limits, depth=1)
         for handle in (0, 1):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
 from baton.sched.fairness.fair_queue import FairQueue
-from baton.sched.fairness.sharing import SharingStrategy, SingleClass
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.memory.kv_manager import KvManager
 from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.step_time import StepTime
@@ -51,7 +51,7 @@ class SchedulerState:
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
-        self.sharing: SharingStrategy = SingleClass()
+        self.sharing = SharingStrategy()
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
             self.sharing = fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)

@@ -16,7 +16,7 @@ tenants has had least. What the planner plans for a candidate is charged before 
 * With one class and no tenants the order is the policy's own.
 
 Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off
-(sharing.SingleClass).
+(sharing.SharingStrategy).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from baton.config.classes import ClassRules, PriorityClass
 from baton.config.tenants import INTERNAL, OTHER, TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.classes import DeficitRoundRobin
-from baton.sched.fairness.sharing import PrefillView
+from baton.sched.fairness.sharing import PrefillView, SharingStrategy
 from baton.sched.fairness.tenants import VirtualCounters
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState, is_partial
@@ -157,7 +157,7 @@ class _Use:
     kv_tokens: int = 0
 
 
-class FairQueue:
+class FairQueue(SharingStrategy):
     """The accounts of one rank. `answer_tokens`: tokens that a request is expected to still generate."""
 
     orders_requests = True
@@ -196,7 +196,7 @@ class FairQueue:
         """Requests without a tenant, such as the node's own health probes, have no limits."""
         return self._tenants.of(tenant) if tenant else _NO_LIMITS
 
-    # ------------------------------------------------------------------ the queue (waiting_queue.QueueWatcher)
+    # ------------------------------------------------------------------ the queue (waiting_queue.WaitingQueue)
 
     def check(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
         """Raises what keeps a request out of the queue: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""

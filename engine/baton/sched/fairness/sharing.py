@@ -1,7 +1,7 @@
 """Which request is tried next: the strategies between which the planner does not distinguish.
 
-`SingleClass` is for one class and one tenant: the order is the policy's own, and nothing is charged. `FairQueue`
-(fair_queue.py) shares between classes and tenants.
+`SharingStrategy` is for one class and one tenant: the order is the policy's own, and nothing is charged. `FairQueue`
+(fair_queue.py), derived from it, shares between classes and tenants.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class PrefillView(Protocol):
         """Place in the order of importance."""
 
 
-class SharingStrategy(Protocol):
-    """Order of candidates, and the accounts behind it."""
+class SharingStrategy:
+    """Order of candidates, and the accounts behind it. By itself for one class and one tenant: nothing to share out."""
 
-    orders_requests: bool
+    orders_requests = False
     """True if requests differ in importance by class or tenant."""
 
-    def check(self, req: ValidatedRequest, retry_secs: int) -> None:
+    def check(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
         """Raises what keeps a request out of the queue."""
 
     def entered(self, seq: Seq) -> None:
@@ -75,49 +75,11 @@ class SharingStrategy(Protocol):
         """A request waits no more."""
 
     def candidates(self, view: PrefillView) -> Iterator[Seq]:
-        """Prompts to compute in this step, in the order in which they should be tried."""
+        """Prompts to compute in this step, in the order in which they should be tried.
 
-    def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
-        """D: prompts on their way, in the order in which they should get pages."""
-
-    def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
-        """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
-
-    def startable(self, seqs: Iterable[Seq], holders: Callable[[], Iterable[Seq]]) -> Iterable[Seq]:
-        """Those whose tenants are below their limits."""
-
-    def charge_prompt(self, seq: Seq, computed: int, cached: int) -> None:
-        """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
-
-    def charge_generated(self, seq: Seq) -> None:
-        """Charge one generated token."""
-
-    def gauges(self) -> dict[str, float]:
-        """Gauges by name."""
-
-    def counters(self) -> dict[str, float]:
-        """Counters by name."""
-
-
-class SingleClass:
-    """Null object: nothing to share out."""
-
-    orders_requests = False
-
-    def check(self, req: ValidatedRequest, retry_secs: int) -> None:
-        pass
-
-    def entered(self, seq: Seq) -> None:
-        pass
-
-    def left(self, seq: Seq) -> None:
-        pass
-
-    def candidates(self, view: PrefillView) -> Iterator[Seq]:
-        """All prompts under way, and those of the waiting queue that may start.
-
-        Where both compete, a request starts only if this step completes it, or if fewer than `max_partial` unfinished
-        prompts precede it: those behind it hold back nothing.
+        Here all prompts under way, and those of the waiting queue that may start. Where both compete, a request starts
+        only if this step completes it, or if fewer than `max_partial` unfinished prompts precede it: those behind it
+        hold back nothing.
         """
         together = view.together
         if not together:
@@ -155,22 +117,27 @@ class SingleClass:
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
 
     def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
+        """D: prompts on their way, in the order in which they should get pages."""
         return order
 
     def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
+        """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
         return itertools.islice(waiting, count)
 
     def startable(self, seqs: Iterable[Seq], holders: Callable[[], Iterable[Seq]]) -> Iterable[Seq]:
+        """Those whose tenants are below their limits."""
         return seqs
 
     def charge_prompt(self, seq: Seq, computed: int, cached: int) -> None:
-        pass
+        """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
 
     def charge_generated(self, seq: Seq) -> None:
-        pass
+        """Charge one generated token."""
 
     def gauges(self) -> dict[str, float]:
+        """Gauges by name."""
         return {}
 
     def counters(self) -> dict[str, float]:
+        """Counters by name."""
         return {}
