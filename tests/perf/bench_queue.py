@@ -18,10 +18,11 @@ from collections.abc import Callable
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
-from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.sched_sim import ordered
 
 ROUNDS = 7
 

@@ -16,11 +16,11 @@ from baton.cache.radix import RadixCache
 from baton.sched.policies import POLICIES, Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT
 from baton.sched.queue import waiting_queue
-from baton.sched.queue.priority import PriorityRule, ordered, ranks
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
-from tests.support.sched_sim import request
+from tests.support.sched_sim import ordered, ranks, request
 
 PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
 
