@@ -177,7 +177,3 @@ class KvEventLog:
             hashes = tuple(self._hashes[page] for page in edge.pages)
             blocks.append(Stored(hashes, parent, edge.tokens, edge.namespace))
         return blocks
-
-    def hash_of(self, page: int) -> int | None:
-        """The announced name of a page's content."""
-        return self._hashes.get(page)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 
-from baton.cache.kv_events import KvEventLog, Stored
+from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
 from baton.errors import (
     DuplicateRoom,
@@ -27,8 +27,6 @@ from baton.errors import (
     RequestTimeout,
     WrongState,
 )
-from baton.sched.fairness.sharing import SharingStrategy
-from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.load_report import LoadReport, measure
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
@@ -37,7 +35,7 @@ from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
-from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, PagesFinal, PrefillDone, new_token
+from baton.sched.types.events import AbortTransfer, Event, PagesFinal, PrefillDone, new_token
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -54,11 +52,19 @@ TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._state = SchedulerState(limits)
-        self._planner = Planner(self._state)
+        self._state = state = SchedulerState(limits)
+        self._planner = Planner(state)
         self._deadlines = DeadlineQueue(with_first_token=limits.aborts_missed_deadlines)
         self.decisions = StepLog()
         """Log of the last plans and their reasons."""
+        self.stats = state.stats
+        """Statistics for metrics."""
+        self.sharing = state.sharing
+        """The accounts of classes and tenants."""
+        self.hit_tokens = state.memory.hit_tokens
+        """Tokens that sequences found in the cache, since the start, by source (memory.kv_manager.HIT_SOURCES)."""
+        self.kv_events = state.memory.kv_events
+        """Events of the tree; None unless Limits.kv_event_batches."""
 
     # ------------------------------------------------------------------ ingress
 
@@ -76,7 +82,7 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.prefill_rate))
+        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise DuplicateRoom(
@@ -99,8 +105,8 @@ class Scheduler:
     def _make_room(self, req: ValidatedRequest) -> None:
         state = self._state
         now = max(state.now, req.arrival)
-        for seq in state.admission.make_room(req, now, state.prefill_rate):
-            retry = state.admission.retry_after(now, state.prefill_rate)
+        for seq in state.admission.make_room(req, now, state.times.prefill_rate):
+            retry = state.admission.retry_after(now, state.times.prefill_rate)
             error = QueueFull(
                 f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
                 retry_after_secs=retry,
@@ -200,7 +206,7 @@ class Scheduler:
     def load_view(self) -> LoadView:
         state = self._state
         waiting = len(state.waiting) + len(state.opening)
-        return LoadView(waiting, len(state.running), state.memory.available, state.prefill_rate)
+        return LoadView(waiting, len(state.running), state.memory.available, state.times.prefill_rate)
 
     # ------------------------------------------------------------------ deadlines and failures
 
@@ -221,7 +227,7 @@ class Scheduler:
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
         for seq in state.admission.overdue(now):
-            retry = state.admission.retry_after(now, state.prefill_rate)
+            retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
             error = QueueTimeout(
                 f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
@@ -289,15 +295,8 @@ class Scheduler:
         seq = state.rooms.get(room)
         if seq is None:
             return
-        if seq.state is SeqState.ABORTING:
-            self.transfer_closed(room)
-            return
-        seq.finish = FinishReason.ERROR
-        state.stats.on_failed(seq, error.code)
-        given = (error.code, error.message)
-        state.outbox.append(
-            EmittedTokens(seq.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=error.retry_after_secs)
-        )
+        if seq.state is not SeqState.ABORTING:
+            state.report_error(seq, error)
         state.forget(seq)
 
     def transfer_closed(self, room: int) -> None:
@@ -481,11 +480,6 @@ class Scheduler:
         """Drop every cached page without users, on the host too; returns how many of the device."""
         return self._state.memory.flush()
 
-    @property
-    def stats(self) -> SchedStats:
-        """Statistics for metrics."""
-        return self._state.stats
-
     def load(self) -> LoadReport:
         """Load report for routers."""
         return measure(self._state)
@@ -537,38 +531,30 @@ class Scheduler:
         """Requests suspended by an operator, since the start."""
         return self._state.suspensions
 
-    @property
-    def hit_tokens(self) -> dict[str, int]:
-        """Tokens that sequences found in the cache, since the start, by source
-        (sched.memory.kv_manager.HIT_SOURCES)."""
-        return self._state.memory.hit_tokens
-
-    @property
-    def kv_events(self) -> KvEventLog | None:
-        """Events of the tree; None unless Limits.kv_event_batches."""
-        return self._state.memory.kv_events
-
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
-        memory = self._state.memory
-        return [] if memory.kv_events is None else memory.kv_events.snapshot(memory.cache.edges())
+        return [] if self.kv_events is None else self.kv_events.snapshot(self._state.memory.cache.edges())
 
     @property
     def new_token_ratio(self) -> float:
         return self._state.memory.ratio.value
 
-    @property
-    def sharing(self) -> SharingStrategy:
-        """The accounts of classes and tenants."""
-        return self._state.sharing
-
     def counts(self) -> dict[str, int]:
         """Requests by state."""
-        return self._state.counts()
+        state = self._state
+        return {
+            "waiting": len(state.waiting),
+            "opening": len(state.opening),
+            "transfer": len(state.transfer),
+            "running": len(state.running),
+            "suspended": len(state.suspended),
+            "leased": len(state.leased),
+            "aborting": len(state.closing),
+        }
 
     def oldest_arrival(self) -> float | None:
         """When the oldest request that is not over arrived, leased ones included; None: there is none."""
-        return self._state.oldest_arrival()
+        return min((seq.req.arrival for seq in self._state.seqs.values()), default=None)
 
     def host_ledger(self) -> HostLedger | None:
         """Where every page of the host tier is; None without one. Raises if the books do not balance."""
@@ -577,8 +563,35 @@ class Scheduler:
 
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
-        return self._state.ledger()
+        state, memory = self._state, self._state.memory
+        private = in_transfer = 0
+        for seq in state.seqs.values():
+            if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
+                in_transfer += len(seq.private)
+            else:
+                private += len(seq.private)
+        ledger = PageLedger.take(memory.allocator, memory.cache, private, in_transfer)
+        ledger.check(self.limits.num_pages)
+        self.host_ledger()
+        return ledger
 
     def dump(self) -> dict[str, object]:
         """Pages by owner, and the last decisions: for the log when the page ledger does not balance."""
-        return {**self._state.dump(), "decisions": self.decisions.recent(DUMPED_DECISIONS)}
+        memory = self._state.memory
+        return {
+            "free": memory.allocator.free_count,
+            "evictable": memory.cache.evictable_pages,
+            "locked": memory.cache.locked_pages,
+            "capacity": self.limits.num_pages,
+            "requests": [
+                {
+                    "rid": seq.req.rid,
+                    "state": seq.state.value,
+                    "pages": seq.pages.tolist(),
+                    "private": sorted(seq.private),
+                    "published": seq.published,
+                }
+                for seq in self._state.seqs.values()
+            ],
+            "decisions": self.decisions.recent(DUMPED_DECISIONS),
+        }

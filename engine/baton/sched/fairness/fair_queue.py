@@ -26,7 +26,7 @@ import heapq
 import itertools
 import math
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -172,9 +172,8 @@ class FairQueue(SharingStrategy):
         self._middle = self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
         self._rounds = DeficitRoundRobin([c.weight for c in classes], quantum)
         self._counters = [VirtualCounters(rules.table_size) for _ in classes]
-        self._waiting: list[dict[str, int]] = [{} for _ in classes]
+        self._waiting: list[Counter[str]] = [Counter() for _ in classes]
         """Per class and tenant; no zeros."""
-        self._queued: dict[str, int] = {}
         self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)
         self._has_kv_caps = any(r.max_kv_tokens is not None for r in self._tenants.all)
         self._held_back: set[int] = set()
@@ -207,7 +206,7 @@ class FairQueue(SharingStrategy):
                 f"prompt has {len(req.prompt)} tokens, tenant {tenant!r} may hold {rule.max_kv_tokens}; shorten it or "
                 "raise the tenant's max_kv_tokens"
             )
-        waiting = self._queued.get(tenant, 0)
+        waiting = sum(waiting.get(tenant, 0) for waiting in self._waiting)
         if rule.max_queued is not None and waiting >= rule.max_queued:
             self._throttled["queue"] += 1
             raise TenantQueueFull(
@@ -219,18 +218,13 @@ class FairQueue(SharingStrategy):
 
     def entered(self, seq: Seq) -> None:
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
-        self._queued[tenant] = self._queued.get(tenant, 0) + 1
-        count = self._waiting[c].get(tenant, 0)
-        self._waiting[c][tenant] = count + 1
-        if not count:
+        self._waiting[c][tenant] += 1
+        if self._waiting[c][tenant] == 1:
             self._counters[c].enter(tenant)
 
     def left(self, seq: Seq) -> None:
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         self._held_back.discard(seq.handle)
-        self._queued[tenant] -= 1
-        if not self._queued[tenant]:
-            del self._queued[tenant]
         self._waiting[c][tenant] -= 1
         if not self._waiting[c][tenant]:
             del self._waiting[c][tenant]
@@ -434,10 +428,7 @@ class FairQueue(SharingStrategy):
     def gauges(self) -> dict[str, float]:
         if not self._rules.classes.classes:
             return {}
-        return {
-            f'class_waiting{{class="{name}"}}': float(sum(self._waiting[c].values()))
-            for name, c in self._number.items()
-        }
+        return {f'class_waiting{{class="{name}"}}': float(self._waiting[c].total()) for name, c in self._number.items()}
 
     def counters(self) -> dict[str, float]:
         values: dict[str, float] = {}

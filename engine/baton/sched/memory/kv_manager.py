@@ -43,10 +43,6 @@ rematch      found again by a request that had released its pages (retraction, p
 COPY_RATE_SMOOTHING = 0.1
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 class KvManager:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
@@ -99,7 +95,7 @@ class KvManager:
 
     def pages(self, tokens: int) -> int:
         """Pages that so many tokens fill, the last one perhaps in part."""
-        return ceil_div(tokens, self.page_size)
+        return -(-tokens // self.page_size)
 
     def cached_pages(self, seq: Seq) -> int:
         """Pages of a waiting sequence that the tree holds now."""

@@ -23,10 +23,7 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
     Less important ones go before more important ones, then the cheapest to compute again, then the newest.
     None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
     """
-
-    def base(seq: Seq) -> int:
-        return rule.base(seq) if rule.enabled else 0
-
+    base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
     first = min(running, key=lambda s: (not s.is_promised, -base(s), s.req.arrival, s.handle))
     victims = [s for s in running if s is not first and s is not keep and s.pages and not s.is_promised]
     if not victims:
@@ -69,10 +66,6 @@ def priority_victims(
         (s for s in running if rule.base(s) < below and s.place > place and may_preempt(s, limits)),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
-    gains, costs = [], []
-    for seq in candidates:
-        pages, tokens = freed(seq)
-        gains.append(pages)
-        costs.append(tokens)
-    chosen = cheap_cover(costs, gains, short)
+    found = [freed(seq) for seq in candidates]
+    chosen = cheap_cover([tokens for _, tokens in found], [pages for pages, _ in found], short)
     return [] if chosen is None else [candidates[i] for i in chosen]

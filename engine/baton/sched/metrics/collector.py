@@ -21,7 +21,7 @@ waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are c
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,11 +101,11 @@ class SchedStats:
         """Tokens of decode rows per second of steps that had some, smoothed."""
         self.recomputed_tokens = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
-        self.waiting_time: dict[str, Histogram] = {}
+        self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
         self.overtaken = Histogram(HISTOGRAMS["request_overtaken"])
         self.decode_stall = Histogram(HISTOGRAMS["decode_stall_seconds"])
         self.deadline_slack = Histogram(HISTOGRAMS["deadline_slack_seconds"])
-        self.pull_durations: dict[str, Histogram] = {}
+        self.pull_durations = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
         """D: durations of pulls by transport."""
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""
@@ -170,9 +170,8 @@ class SchedStats:
             life.was_admitted = True
             self._overtake_overdue(life.key, now)
             self.overtaken.observe(self._order.admit(seq.handle))
-            times = self.waiting_time.setdefault(life.cls, Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
             life.queue_seconds = max(now - seq.req.arrival, 0.0)
-            times.observe(life.queue_seconds)
+            self.waiting_time[life.cls].observe(life.queue_seconds)
         self._stop_waiting(life)
         if (timeline := self._timelines.get(seq.handle)) is not None:
             if timeline.admitted_at is None:
@@ -276,8 +275,7 @@ class SchedStats:
         """D: its pages are here."""
         self._lives[seq.handle].pulled = pulled
         if pulled is not None:
-            times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
-            times.observe(pulled.pull_seconds)
+            self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
         if (timeline := self._timelines.get(seq.handle)) is not None:
             timeline.pulled = pulled
 

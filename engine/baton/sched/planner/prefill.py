@@ -19,11 +19,7 @@ class PrefillPlanner:
     """Plans prompt chunks; sched.fairness.sharing.PrefillView while candidates are handed out."""
 
     def __init__(
-        self,
-        state: SchedulerState,
-        growth: ReservedGrowth,
-        estimate: AdmissionEstimate,
-        reservation: ReservationHolder,
+        self, state: SchedulerState, growth: ReservedGrowth, estimate: AdmissionEstimate, reservation: ReservationHolder
     ) -> None:
         self._state = state
         self._growth = growth

@@ -164,8 +164,9 @@ class TransferPlanner:
 
     def _first_sent_back(self) -> tuple[float, float, int] | None:
         """Place of the first that ran here and waits for room again, within its tenant's limits."""
-        startable = self._state.sharing.startable(self._state.sent_back(), self._state.holders)
-        return min(map(self._place, startable), default=None)
+        state = self._state
+        sent_back = (seq for seq in state.waiting if seq.generated)
+        return min(map(self._place, state.sharing.startable(sent_back, state.holders)), default=None)
 
     def _place(self, seq: Seq) -> tuple[float, float, int]:
         return self._state.limits.priority.place(seq, self._state.now)

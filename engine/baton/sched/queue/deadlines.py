@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from baton.sched.types.request import ValidatedRequest
 
@@ -34,13 +34,11 @@ class DeadlineQueue:
             self._heap = [entry for entry in self._heap if entry[2] in alive]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float) -> list[tuple[int, DeadlineKind]]:
+    def passed(self, now: float) -> Iterator[tuple[int, DeadlineKind]]:
         """Handles whose time is over, perhaps after they ended; each entry is given once."""
-        found = []
         while self._heap and self._heap[0][0] <= now:
             _, kind, handle = heapq.heappop(self._heap)
-            found.append((handle, kind))
-        return found
+            yield handle, kind
 
     def next(self) -> float | None:
         return self._heap[0][0] if self._heap else None
