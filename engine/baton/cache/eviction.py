@@ -46,22 +46,18 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    name: str
     key: Callable[[PageMemory], Key]
     falls_with_use: bool = False
     """Using a node makes its key smaller. All other keys only grow, so that a queued key may be checked lazily."""
 
 
-EVICTION_POLICIES: dict[str, EvictionPolicy] = {
-    policy.name: policy
-    for policy in (
-        EvictionPolicy("lru", lambda node: (node.stamp, 0)),
-        EvictionPolicy("lfu", lambda node: (node.reuses, node.stamp)),
-        EvictionPolicy("fifo", lambda node: (node.created, 0)),
-        EvictionPolicy("mru", lambda node: (-node.stamp, 0), falls_with_use=True),
-        EvictionPolicy("filo", lambda node: (-node.created, 0)),
-        EvictionPolicy("priority", lambda node: (node.priority, node.stamp)),
-    )
+EVICTION_POLICIES = {
+    "lru": EvictionPolicy(lambda node: (node.stamp, 0)),
+    "lfu": EvictionPolicy(lambda node: (node.reuses, node.stamp)),
+    "fifo": EvictionPolicy(lambda node: (node.created, 0)),
+    "mru": EvictionPolicy(lambda node: (-node.stamp, 0), falls_with_use=True),
+    "filo": EvictionPolicy(lambda node: (-node.created, 0)),
+    "priority": EvictionPolicy(lambda node: (node.priority, node.stamp)),
 }
 
 

@@ -25,7 +25,6 @@ import functools
 import heapq
 import itertools
 import math
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,9 +112,7 @@ class _Lane:
         if self._heap is None:
             # Equal counters: who has been waiting longer without a break.
             counters = self._counters.of(self.tenants)
-            self._heap = [
-                (counter, i, tenant) for i, (counter, tenant) in enumerate(zip(counters, self.tenants, strict=True))
-            ]
+            self._heap = list(zip(counters, range(len(counters)), self.tenants, strict=True))
             heapq.heapify(self._heap)
         while self._heap:
             rank, i, tenant = self._heap[0]
@@ -238,16 +235,7 @@ class FairQueue(SharingStrategy):
             yield first
             view.preemptor = None
         order = (seq for seq in view.order() if seq.state is not SeqState.WAITING or not seq.inflight_steps)
-        yield from self.merge(
-            view.unfinished,
-            order,
-            view.holders(),
-            together=view.together,
-            has_slot=view.has_slot,
-            completes=view.completes,
-            most=view.max_partial,
-            most_skipped=view.skip_ahead,
-        )
+        yield from self.merge(view, order, view.holders(), view.skip_ahead)
         for seq in view.untried():
             if self._ahead_in_class(seq, view.partial()) < view.max_partial or view.completes(seq):
                 yield seq
@@ -259,34 +247,22 @@ class FairQueue(SharingStrategy):
 
     def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
         """D: prompts on their way, in the order in which they should get pages."""
-        return self.merge((), order, holders, most_skipped=skip_ahead)
+        return self.merge(None, order, holders, skip_ahead)
 
     def merge(
-        self,
-        under_way: Sequence[Seq],
-        order: Iterable[Seq],
-        holders: Iterable[Seq],
-        *,
-        together: bool = False,
-        has_slot: Callable[[], bool] = lambda: True,
-        completes: Callable[[Seq], bool] = lambda seq: False,
-        most: int = sys.maxsize,
-        most_skipped: int = 0,
+        self, view: PrefillView | None, order: Iterable[Seq], holders: Iterable[Seq], most_skipped: int
     ) -> Iterator[Seq]:
         """Candidates in the order in which the planner should try them. What it plans must be charged at once.
 
         Args:
-            under_way: prompts that have begun. They go before everything else in their class.
+            view: prompts under way, which go before everything else in their class, or (`together`) where `order` has
+                them. A request starts only if fewer than its `max_partial` unfinished prompts were handed out before
+                it, none of its class, or this step completes it. None: none are under way, nothing limits the others.
             order: those that wait, in the order of the policy.
             holders: every sequence that holds pages now.
-            together: `order` holds those under way as well, and they go where the policy puts them.
-            has_slot: asked before a waiting sequence is handed out.
-            completes: would this step compute all of a waiting sequence?
-            most: a request starts only if fewer unfinished prompts were handed out before it, none of its class, or
-                this step completes it.
             most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
-        lanes = self._lanes(under_way, order, together, most_skipped)
+        lanes = self._lanes(view, order, most_skipped)
         ready = {c for c, lane in enumerate(lanes) if lane.first or lane.tenants}
         if not ready:
             self._rounds.settle()
@@ -301,10 +277,10 @@ class FairQueue(SharingStrategy):
             return is_open and self._fits(seq, used)
 
         def has_room(seq: Seq) -> bool:
-            return ahead < most or not lanes[c].ahead or completes(seq)
+            return view is None or ahead < view.max_partial or not lanes[c].ahead or view.completes(seq)
 
         while ready:
-            is_open = is_open and has_slot()
+            is_open = is_open and (view is None or view.has_slot())
             c = self._rounds.turn(ready) if is_open else self._rounds.least_served(ready)
             seq = None
             if is_open or lanes[c].first or lanes[c].pending:
@@ -329,11 +305,11 @@ class FairQueue(SharingStrategy):
         """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
         saved = self._rounds.saved()
         try:
-            yield from itertools.islice(self.merge((), waiting, holders, most_skipped=count), count)
+            yield from itertools.islice(self.merge(None, waiting, holders, count), count)
         finally:
             self._rounds.restore(saved)
 
-    def _lanes(self, under_way: Sequence[Seq], order: Iterable[Seq], together: bool, most_skipped: int) -> list[_Lane]:
+    def _lanes(self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int) -> list[_Lane]:
         source = iter(order)
         lanes: list[_Lane] = []
 
@@ -347,9 +323,9 @@ class FairQueue(SharingStrategy):
 
         for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
             lanes.append(_Lane(counters, waiting, functools.partial(pull, c), most_skipped))
-        for seq in under_way:
+        for seq in view.unfinished if view is not None else ():
             lane = lanes[self.class_of(seq)]
-            if together:
+            if view is not None and view.together:
                 lane.tenants.setdefault(self.tenant_of(seq.req))
                 lane.pending += 1
             else:

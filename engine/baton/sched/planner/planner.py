@@ -106,16 +106,9 @@ class Planner:
         else:  # a step for copies alone adds nothing
             run = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
             self._prefill_run_secs = (self._prefill_run_secs or 0.0) + run
-        return StepPlan(
-            state.step_planned(),
-            tuple(draft.rows),
-            num_decode,
-            tuple(draft.admitted),
-            memory.take_new_pages(),
-            stopped_by,
-            retracted,
-            memory.take_copies(),
-        )
+        step, rows, admitted = state.step_planned(), tuple(draft.rows), tuple(draft.admitted)
+        new_pages, copies = memory.take_new_pages(), memory.take_copies()
+        return StepPlan(step, rows, num_decode, admitted, new_pages, stopped_by, retracted, copies)
 
     def _reclaim(self, stopped_by: StopReason) -> bool:
         """P: prompts wait for pages and nothing runs: have a retained one release its pages.

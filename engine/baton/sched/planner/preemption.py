@@ -35,7 +35,7 @@ class PreemptionPlanner:
             return
         least = min(map(rule.base, state.running.values()))
         self._reservation.review(self._estimate.can_start, was_tried=False)
-        for ahead, seq in enumerate(self._heads()):
+        for slots, seq in enumerate(self._heads(), start=1):
             short = self._estimate.pages_for(seq, state.memory.cached_pages(seq)) - state.memory.available
             if state.slots and short <= 0:
                 return
@@ -46,9 +46,7 @@ class PreemptionPlanner:
             victims = priority_victims(
                 seq, short, state.running.values(), state.limits, state.memory.freed_by, rule.place(seq, state.now)
             )
-            if not self._reservation.may_pass(seq, without=victims):
-                continue
-            if not self._saves_time(victims, slots=ahead + 1, short=short):
+            if not (self._reservation.may_pass(seq, victims) and self._saves_time(victims, slots=slots, short=short)):
                 continue
             for victim in victims:
                 state.preempt(victim, seq)
