@@ -297,10 +297,10 @@ def bench_radix(seconds: float) -> None:
         )
         other = tokens[: PROMPT - PROMPT // 16] + tokens_of(rng, PROMPT // 16)
         late = other.tobytes()
-        assert PROMPT * 15 // 16 - page < cache.peek(late, b"", PROMPT) <= PROMPT * 15 // 16
+        assert PROMPT * 15 // 16 - page < cache.probe(late, b"", PROMPT).num_tokens <= PROMPT * 15 // 16
         race(
             f"peek, first difference at {PROMPT * 15 // 16}, page {page}",
-            lambda cache=cache, late=late: cache.peek(late, b"", PROMPT),
+            lambda cache=cache, late=late: cache.probe(late, b"", PROMPT).num_tokens,
             None,
             seconds / 4,
             budget=10e-6,

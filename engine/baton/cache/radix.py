@@ -209,14 +209,11 @@ class RadixCache:
         self._touch(node)
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
-    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
-        """Length in tokens of what `match` would find; changes neither tree nor LRU order (for sorting queues)."""
-        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        return self._walk(tokens, namespace, limit)[1] * self.page_size
-
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None) -> PrefixProbe:
-        """As `peek`; `last` is the answer of an earlier call for these tokens or a part of them, None the first time.
+        """What `match` would find; changes neither tree nor LRU order (for sorting queues).
 
+        Args:
+            last: the answer of an earlier call for these tokens or a part of them, None the first time.
         Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
         """
         width = self._page_bytes

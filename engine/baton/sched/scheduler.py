@@ -15,18 +15,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 
+from baton import errors
 from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
-from baton.errors import (
-    DuplicateRoom,
-    EngineError,
-    NonfiniteLogits,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    RequestTimeout,
-    WrongState,
-)
 from baton.sched.metrics.load_report import LoadReport, measure
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
@@ -78,14 +69,14 @@ class Scheduler:
         state, limits = self._state, self.limits
         prompt_len = len(req.prompt)
         if prompt_len + 1 > limits.capacity_tokens:
-            raise PromptTooLong(
+            raise errors.PromptTooLong(
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
         state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
-            raise DuplicateRoom(
+            raise errors.DuplicateRoom(
                 f"bootstrap room {meet.room} is in use by another request; draw a new one", param="bootstrap_room"
             )
         self._make_room(req)
@@ -107,7 +98,7 @@ class Scheduler:
         now = max(state.now, req.arrival)
         for seq in state.admission.make_room(req, now, state.times.prefill_rate):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
-            error = QueueFull(
+            error = errors.QueueFull(
                 f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
                 retry_after_secs=retry,
             )
@@ -140,7 +131,7 @@ class Scheduler:
         seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
         for seq in seqs:
             if seq.state not in (SeqState.WAITING, SeqState.RUNNING, SeqState.SUSPENDED):
-                raise WrongState(
+                raise errors.WrongState(
                     f"request {seq.req.rid} is {seq.state.value}: only waiting and running requests can be suspended; "
                     "ask again once it decodes, or ask the other node of the pair"
                 )
@@ -218,7 +209,7 @@ class Scheduler:
             if seq is None:
                 continue
             if kind is DeadlineKind.WHOLE:
-                error: EngineError = RequestTimeout(
+                error: errors.EngineError = errors.RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
                 )
@@ -229,7 +220,7 @@ class Scheduler:
         for seq in state.admission.overdue(now):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
-            error = QueueTimeout(
+            error = errors.QueueTimeout(
                 f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
                 f"retry after {retry} s",
                 retry_after_secs=retry,
@@ -240,7 +231,7 @@ class Scheduler:
         coming = [at for at in (self._deadlines.next(), self._state.admission.next_due()) if at is not None]
         return min(coming, default=None)
 
-    def fail(self, handle: int, error: EngineError, code: str = "DEADLINE") -> None:
+    def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
         """End a request with an error; `code` is the reason given to the transfer peer."""
         seq = self._alive(handle)
         if seq is not None:
@@ -289,7 +280,7 @@ class Scheduler:
         state.stats.on_pulled(seq, pulled)
         self._take_token(seq, token, logprobs)
 
-    def transfer_failed(self, room: int, error: EngineError) -> None:
+    def transfer_failed(self, room: int, error: errors.EngineError) -> None:
         """D: the room is over and nothing writes to its pages any more."""
         state = self._state
         seq = state.rooms.get(room)
@@ -317,7 +308,7 @@ class Scheduler:
         if code == "CHECKSUM":
             self._state.memory.quarantine(seq)
         if seq.state is SeqState.LEASED:
-            self._state.stats.on_released(seq, code)
+            self.stats.timeline(seq).finish = code
             self._state.forget(seq)
         else:
             seq.is_released = True
@@ -445,7 +436,7 @@ class Scheduler:
 
     def _fail_nonfinite(self, seq: Seq) -> None:
         state = self._state
-        error = NonfiniteLogits(
+        error = errors.NonfiniteLogits(
             f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
             "the checkpoint and --dtype when it happens to all"
         )

@@ -291,7 +291,7 @@ class SchedulerState:
     def announce(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
         seq.is_announced, seq.is_revoking = True, False
-        self.stats.on_announced(seq)
+        self.stats.timeline(seq).announced_at = self.stats.now
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
 
@@ -344,7 +344,7 @@ class SchedulerState:
     def report_error(self, seq: Seq, error: EngineError) -> None:
         """Tell the client why its request is about to end."""
         seq.finish = FinishReason.ERROR
-        self.stats.on_failed(seq, error.code)
+        self.stats.timeline(seq).error = error.code
         cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
         self.outbox.append(EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs))
 

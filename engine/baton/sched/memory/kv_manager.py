@@ -190,10 +190,14 @@ class KvManager:
     def share(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
+        self._hold(seq, match.node, len(match.pages))
+        seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def _hold(self, seq: Seq, node: RadixNode | None, published: int) -> None:
+        """Let a sequence hold this path, which is locked for it, in place of the one it had."""
         if seq.node is not None:
             self.cache.unlock(seq.node)
-        seq.node, seq.published = match.node, len(match.pages)
-        seq.pages.extend(match.pages[len(seq.pages) :])
+        seq.node, seq.published = node, published
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
@@ -229,20 +233,17 @@ class KvManager:
         priority = max(self._priority.base(seq), like.priority)
         done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
         self.cache.lock(done.node)
-        assert seq.node is not None, "share comes first"
         tokens = len(pages) * self.page_size
         self.hit_tokens["rematch" if seq.has_let_go else "host"] += tokens
         if not seq.has_let_go:
             self.cache.reuse(done.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
-        self.cache.unlock(seq.node)
-        seq.node, seq.published = done.node, first + len(pages)
+        self._hold(seq, done.node, first + len(pages))
         seq.pages.extend(pages)
 
     def _unpin(self, seq: Seq) -> None:
-        if seq.pinned:
-            assert self.host is not None, "nothing is pinned without a host tier"
+        if self.host is not None and seq.pinned:
             self.host.unpin(seq.pinned)
             seq.pinned = []
 
@@ -282,10 +283,7 @@ class KvManager:
         priority = self._priority.base(seq)
         done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
         self.cache.lock(done.node)
-        if seq.node is not None:
-            self.cache.unlock(seq.node)
-        seq.node = done.node
-        seq.published = last
+        self._hold(seq, done.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
@@ -326,10 +324,7 @@ class KvManager:
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
-        if seq.node is not None:
-            self.cache.unlock(seq.node)
-            seq.node = None
-            seq.published = 0
+        self._hold(seq, None, 0)
         seq.pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:

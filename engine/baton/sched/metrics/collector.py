@@ -89,6 +89,8 @@ class SchedStats:
         """Time as far as it has come, for hooks without a time argument."""
         self._timelines: dict[int, RequestTimeline] = {}
         """Timelines of traced requests that live."""
+        self._unread = RequestTimeline(-1, b"", 0)
+        """Timeline of all the others."""
         self.queued: Counter[str] = Counter()
         """Waiting requests by class."""
         self.starving: Counter[str] = Counter()
@@ -110,6 +112,10 @@ class SchedStats:
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""
 
+    def timeline(self, seq: Seq) -> RequestTimeline:
+        """Timeline of a traced request, to be written; for any other request one that is never read."""
+        return self._timelines.get(seq.handle, self._unread)
+
     # ------------------------------------------------------------------ waiting
 
     def on_queued(self, seq: Seq, now: float) -> None:
@@ -125,8 +131,8 @@ class SchedStats:
             return
         else:
             life.waits, life.since = True, now
-            if seq.state is SeqState.OPENING and (timeline := self._timelines.get(seq.handle)) is not None:
-                timeline.note(self.now, "revoked", 0)
+            if seq.state is SeqState.OPENING:
+                self.timeline(seq).note(self.now, "revoked", 0)
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
@@ -173,11 +179,11 @@ class SchedStats:
             life.queue_seconds = max(now - seq.req.arrival, 0.0)
             self.waiting_time[life.cls].observe(life.queue_seconds)
         self._stop_waiting(life)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            if timeline.admitted_at is None:
-                timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
-            else:
-                timeline.note(now, "admitted", seq.computed)
+        timeline = self.timeline(seq)
+        if timeline.admitted_at is None:
+            timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
+        else:
+            timeline.note(now, "admitted", seq.computed)
         if life.lost_tokens:
             self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
             life.lost_tokens = 0
@@ -209,8 +215,7 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._lives[seq.handle]
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.note(self.now, SENT_BACK[reason], seq.computed)
+        self.timeline(seq).note(self.now, SENT_BACK[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
@@ -257,8 +262,7 @@ class SchedStats:
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
         now = max(now, self.now)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.first_token_at = now
+        self.timeline(seq).first_token_at = now
         if seq.req.ttft_deadline is not None:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
@@ -266,34 +270,17 @@ class SchedStats:
         life = self._lives[seq.handle]
         return FirstTokenStages(life.queue_seconds, life.pulled)
 
-    def on_announced(self, seq: Seq) -> None:
-        """D: P holds pages of it."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.announced_at = self.now
-
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
         self._lives[seq.handle].pulled = pulled
         if pulled is not None:
             self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.pulled = pulled
+        self.timeline(seq).pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.leased_pages = pages
-
-    def on_released(self, seq: Seq, code: str) -> None:
-        """P: end of its lease, with the reason."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.finish = code
-
-    def on_failed(self, seq: Seq, code: str) -> None:
-        """Note the error with which the request is about to end."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.error = code
+        self.timeline(seq).leased_pages = pages
 
     def on_timeout(self) -> None:
         """A request ended because its deadline passed."""

@@ -45,7 +45,3 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)

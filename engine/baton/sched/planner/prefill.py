@@ -69,17 +69,13 @@ class PrefillPlanner:
             else:
                 memory.adopt_prefix(seq)
             n = self._chunk(seq.computed, seq.extend_tokens, seconds, is_first=not started)
-            if n and not memory.extend(seq, seq.computed + n):
-                if is_new:
+            if n == 0 or not memory.extend(seq, seq.computed + n):
+                if is_new:  # without a token to compute: the host tier had more of it than the tree
                     state.unadmit(seq)
-                elif not draft.rows and state.planned_step == state.committed_step:
+                elif n and not draft.rows and state.planned_step == state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     retract_for(state, seq)
-                return StopReason.NO_PAGES
-            if n == 0:
-                if is_new:  # the host tier had more of it than the tree
-                    state.unadmit(seq)
-                return StopReason.TOKEN_BUDGET
+                return StopReason.NO_PAGES if n else StopReason.TOKEN_BUDGET
             if is_new:
                 state.stats.on_admitted(seq, state.now)
             if seconds is not None:

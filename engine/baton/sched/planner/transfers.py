@@ -96,11 +96,7 @@ class TransferPlanner:
 
     def _candidates(self) -> Iterator[Seq]:
         """Prompts on their way, in order, until too many lacked room; then the one with the reservation."""
-        held = self.reservation.held
-        if held is not None and held.seq.state is not SeqState.OPENING:
-            held = self.reservation.held = None
-        if held is not None:
-            held.was_tried = False
+        self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
         for seq in self._openings():
             if self._skipped > self._state.limits.admission_skip_ahead:
                 break

@@ -53,11 +53,4 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = [
-    "POLICIES",
-    "AdaptivePolicy",
-    "Policy",
-    "PolicyContext",
-    "PolicyParams",
-    "ShortFirst",
-]
+__all__ = ["POLICIES", "AdaptivePolicy", "Policy", "PolicyContext", "PolicyParams", "ShortFirst"]

@@ -94,9 +94,6 @@ class AdmissionController:
         """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""
         self._due: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._inside)
-
     def enter(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
         self._rate.start(now, was_empty=not self._inside)

@@ -154,11 +154,6 @@ class WaitingQueue:
         """In order of arrival here."""
         return iter(list(self._seqs.values()))
 
-    @property
-    def inputs(self) -> Hashable:
-        """The policy's inputs of the order in force."""
-        return self._order.inputs
-
     def add(self, seq: Seq) -> None:
         seq.probe = None  # it may have run meanwhile, and have more tokens
         self._seqs[seq.handle] = seq
