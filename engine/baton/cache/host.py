@@ -111,7 +111,7 @@ class HostTier:
         asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
         """
         keys = self._keys_of(node)
-        index = sum(len(part.pages) for part in node.upward()) - len(keys)
+        index = _depth(node) - len(keys)
         first_key = self._first_key(node)
         room = -1
         for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
@@ -204,7 +204,11 @@ class HostTier:
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
-        return [key for part in reversed(list(node.upward())) for key in self._keys_of(part)]
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return [key for part in reversed(path) for key in self._keys_of(part)]
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
@@ -318,9 +322,19 @@ class HostTier:
 
     def _first_key(self, node: RadixNode) -> bytes:
         """Key of the first page on the way to a node."""
-        *_, top = node.upward()
-        assert top.parent is not None, "a root has no pages"
-        return _next_key(_root_key(top.parent.key), top.key[: self._page_bytes])
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        assert node.parent is not None, "a root has no pages"
+        return _next_key(_root_key(node.parent.key), node.key[: self._page_bytes])
+
+
+def _depth(node: RadixNode) -> int:
+    """Pages from the root to the end of a node."""
+    pages = 0
+    while node.parent is not None:
+        pages += len(node.pages)
+        node = node.parent
+    return pages
 
 
 def _may_come_back(node: RadixNode) -> bool:

@@ -57,13 +57,6 @@ class RadixNode(PageMemory):
     queued: Key | None = None
     is_evicted: bool = False
 
-    def upward(self) -> Iterator[RadixNode]:
-        """This node and its ancestors, without the root. Lists the path from its end."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -250,7 +243,11 @@ class RadixCache:
 
         The last node may be matched in part only (`match` would split it).
         """
-        path = [node.serial for node in probe.node.upward()]
+        node = probe.node
+        path: list[int] = []
+        while node.parent is not None:
+            path.append(node.serial)
+            node = node.parent
         path.reverse()
         return path
 
@@ -568,9 +565,13 @@ class RadixCache:
 
     @staticmethod
     def _path_pages(node: RadixNode) -> array[int]:
+        edges = []
+        while node.parent is not None:
+            edges.append(node.pages)
+            node = node.parent
         pages = array("i")
-        for part in reversed(list(node.upward())):
-            pages.extend(part.pages)
+        for edge in reversed(edges):
+            pages.extend(edge)
         return pages
 
 

@@ -203,10 +203,11 @@ class WaitingQueue:
         view = self._view()
         self._update(view)
         order = self._order
-        entries = self._waiting_entries(order, view, self._joins)
-        if under_way:
-            entries = heapq.merge(entries, self._entries_of(under_way, view, order.inputs))
+        waiting = self._waiting_entries(order, view, self._joins)
+        if not under_way:
+            return (entry[4] for entry in waiting)
         given = {seq.handle for seq in under_way}
+        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.inputs))
         return (entry[4] for entry in entries if entry[3] in self._seqs or entry[3] in given)
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
@@ -239,7 +240,10 @@ class WaitingQueue:
     def _waiting_entries(self, order: _Order, view: PolicyContext, last_join: int) -> Iterator[Entry]:
         """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        for entry in heapq.merge(_walk(order, order.aging, -gained), _walk(order, order.aged, 0.0)):
+        entries = _walk(order, order.aging, -gained)
+        if self.priority.is_capped:
+            entries = heapq.merge(entries, _walk(order, order.aged, 0.0))
+        for entry in entries:
             if entry[3] in self._seqs:
                 yield entry
         while order is self._order and (joined := self._join(view, last_join)):
