@@ -125,9 +125,10 @@ class HostTier:
                 if room == 0:
                     continue
                 room -= 1
-                slot = self._take_slot()
-                known = self._pages[key] = HostPage(key, first_key, index + at, slot)
-                self._ask(True, page, slot)
+                taken = self._slots.alloc(1)
+                assert taken is not None, "room was made before"
+                known = self._pages[key] = HostPage(key, first_key, index + at, taken[0])
+                self._ask(True, page, taken[0])
             known.stamp, known.created = node.stamp, node.created
             known.reuses, known.priority = node.reuses, node.priority
             known.on_device = False
@@ -135,10 +136,7 @@ class HostTier:
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
-        gone = [page for page in self._pages.values() if not page.pins]
-        for page in gone:
-            self._drop(page)
-        return len(gone)
+        return self._drop_all([page for page in self._pages.values() if not page.pins])
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
         """Forget every page of the prompts that begin as this one: one of its pages is damaged. Returns how many.
@@ -146,10 +144,7 @@ class HostTier:
         Cost: O(pages of the tier).
         """
         first_key = _next_key(_root_key(namespace), tokens[: self._page_bytes])
-        gone = [page for page in self._pages.values() if page.first_key == first_key]
-        for page in gone:
-            self._drop(page)
-        return len(gone)
+        return self._drop_all([page for page in self._pages.values() if page.first_key == first_key])
 
     # ------------------------------------------------------------------ back to the device
 
@@ -260,11 +255,6 @@ class HostTier:
             self._drop(victim)
         return min(wanted, self._slots.free_count)
 
-    def _take_slot(self) -> int:
-        taken = self._slots.alloc(1)
-        assert taken is not None, "room was made before"
-        return taken[0]
-
     def _least(self) -> HostPage | None:
         """The cached page that the policy values least; among equals the deepest."""
         while self._heap:
@@ -303,6 +293,11 @@ class HostTier:
             self._condemned += 1
         else:
             self._slots.free((page.slot,))
+
+    def _drop_all(self, pages: Sequence[HostPage]) -> int:
+        for page in pages:
+            self._drop(page)
+        return len(pages)
 
     # ------------------------------------------------------------------ keys
 

@@ -213,7 +213,7 @@ class Scheduler:
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
                 )
-                state.stats.on_timeout()
+                state.stats.deadlines_missed["total"] += 1
                 state.end_with_error(seq, error, "DEADLINE")
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
@@ -330,7 +330,7 @@ class Scheduler:
         state, limits, plan = self._state, self.limits, outcome.plan
         sent_back = tuple(state.stats.sent_back)
         if plan is not None:
-            self.decisions.count(plan)
+            self.decisions.steps[plan.mode, plan.stopped_by] += 1
         elif not sent_back:
             waits = state.waiting or state.opening
             if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(outcome.stopped_by):

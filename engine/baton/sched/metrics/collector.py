@@ -5,7 +5,7 @@ docs/metrics.md. Nothing here influences a decision.
 
 1. `on_queued`: a request waits, for the first time or again (retracted, preempted).
 2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the first admission.
-3. `on_suspended`, `on_step`, `on_first_token`, `on_timeout`: on its way.
+3. `on_suspended`, `on_step`, `on_first_token`: on its way.
 4. `on_ended`: forgotten.
 
 The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of them traced that
@@ -281,10 +281,6 @@ class SchedStats:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
         self.timeline(seq).leased_pages = pages
-
-    def on_timeout(self) -> None:
-        """A request ended because its deadline passed."""
-        self.deadlines_missed["total"] += 1
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""

@@ -159,8 +159,7 @@ class WaitingQueue:
         self._seqs[seq.handle] = seq
         self._joins += 1
         self._await_place(seq, self._joins)
-        if not self.policy.each_alone:
-            self._tree = None
+        self._tree = None
         self._sharing.entered(seq)
 
     def discard(self, seq: Seq) -> None:
@@ -174,8 +173,7 @@ class WaitingQueue:
             self._next.remove(handle)
         if self._probes is not None:
             self._probes.forget(handle)
-        if not self.policy.each_alone:
-            self._tree = None
+        self._tree = None
         self._sharing.left(seq)
 
     def reprioritize(self, seq: Seq) -> None:
