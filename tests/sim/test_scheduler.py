@@ -13,6 +13,7 @@ from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRules
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.fairness.fair_queue import FairnessRules
+from baton.sched.memory.kv_manager import KvManager
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
@@ -390,3 +391,20 @@ def test_an_admission_taken_back_leaves_cached_tokens_to_charge(monkeypatch: pyt
             node.sched.add(req)
         node.run()
     assert node.sched.sharing.counters()['tenant_tokens_total{tenant="b",kind="cached"}'] == 16
+
+
+def test_disabled_cache_takes_and_finds_nothing() -> None:
+    memory = KvManager(Limits(4, 1, 1, 10, 4, radix_cache=False))
+    req = request(0, [1, 2], 1)
+    seq, later = Seq(req, array("i", req.prompt), 1), Seq(req, array("i", req.prompt), 1)
+    assert memory.extend(seq, 2)
+    seq.computed = 2
+    memory.publish(seq)
+    assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), "the sequence still owns its pages"
+    match = memory.match(later, 2)
+    assert match.num_tokens == 0
+    memory.cache.unlock(match.node)
+    cache = memory.cache
+    assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
+    memory.let_go(seq)
+    assert memory.allocator.free_count == 4

@@ -405,19 +405,6 @@ def test_eviction_frees_the_oldest_leaf_then_its_parent() -> None:
     assert allocator.free_count == 8
 
 
-def test_disabled_cache_takes_and_finds_nothing() -> None:
-    allocator = PageAllocator(4)
-    cache = RadixCache(1, allocator, enabled=False)
-    pages = allocator.alloc(2)
-    assert pages is not None
-    inserted = cache.insert(encode([1, 2]), pages, b"")
-    assert (list(inserted.existing_pages), inserted.not_taken) == ([], pages)
-    cache.lock(inserted.node)
-    assert cache.match(encode([1, 2]), b"", 2).num_tokens == 0
-    cache.unlock(inserted.node)
-    assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
-
-
 def test_tokens_that_do_not_fill_the_pages_are_refused() -> None:
     allocator = PageAllocator(4)
     cache = RadixCache(2, allocator)

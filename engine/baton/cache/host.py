@@ -111,8 +111,9 @@ class HostTier:
         asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
         """
         keys = self._keys_of(node)
-        index = _depth(node) - len(keys)
-        first_key = self._first_key(node)
+        path = node.path()
+        index = sum(len(part.pages) for part in path) - len(keys)
+        first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the leaf
         room = -1
         for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
             known = self._pages.get(key)
@@ -199,11 +200,7 @@ class HostTier:
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
-        path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return [key for part in reversed(path) for key in self._keys_of(part)]
+        return [key for part in node.path() for key in self._keys_of(part)]
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
@@ -314,22 +311,6 @@ class HostTier:
             for i, page in enumerate(part.pages):
                 key = self._keys[page] = _next_key(key, part.key[i * width : (i + 1) * width])
         return [self._keys[page] for page in node.pages]
-
-    def _first_key(self, node: RadixNode) -> bytes:
-        """Key of the first page on the way to a node."""
-        while node.parent is not None and node.parent.parent is not None:
-            node = node.parent
-        assert node.parent is not None, "a root has no pages"
-        return _next_key(_root_key(node.parent.key), node.key[: self._page_bytes])
-
-
-def _depth(node: RadixNode) -> int:
-    """Pages from the root to the end of a node."""
-    pages = 0
-    while node.parent is not None:
-        pages += len(node.pages)
-        node = node.parent
-    return pages
 
 
 def _may_come_back(node: RadixNode) -> bool:

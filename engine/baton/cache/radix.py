@@ -57,6 +57,15 @@ class RadixNode(PageMemory):
     queued: Key | None = None
     is_evicted: bool = False
 
+    def path(self) -> list[RadixNode]:
+        """Nodes from the root's child on down to this one."""
+        node, found = self, []
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        found.reverse()
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -139,29 +148,23 @@ class InsertResult:
     existing_pages: array[int]
     """The tree's own pages for the first part of the range: use these instead of the caller's."""
     not_taken: array[int]
-    """The caller's pages that the tree did not take; the caller still owns and frees them. With the cache enabled these
-    are the duplicates of `existing_pages`; with the cache disabled all of them."""
+    """The caller's pages that the tree did not take, duplicates of `existing_pages`; the caller still owns and frees
+    them."""
 
 
 class RadixCache:
-    """See the module. `page_size` in tokens; `enabled=False` keeps the interface and caches nothing.
+    """See the module. `page_size` in tokens.
 
     Raises:
         ValueError: page_size < 1, or no eviction policy of this name.
     """
 
     def __init__(
-        self,
-        page_size: int,
-        allocator: PageAllocator,
-        enabled: bool = True,
-        eviction: str = "lru",
-        log: KvEventLog | None = None,
+        self, page_size: int, allocator: PageAllocator, eviction: str = "lru", log: KvEventLog | None = None
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
         self.page_size = page_size
-        self.enabled = enabled
         self.evictable_pages = 0
         self.locked_pages = 0
         self.version = 0
@@ -243,13 +246,7 @@ class RadixCache:
 
         The last node may be matched in part only (`match` would split it).
         """
-        node = probe.node
-        path: list[int] = []
-        while node.parent is not None:
-            path.append(node.serial)
-            node = node.parent
-        path.reverse()
-        return path
+        return [node.serial for node in probe.node.path()]
 
     def insert(
         self,
@@ -273,8 +270,6 @@ class RadixCache:
         total = from_page + len(pages)
         if len(tokens) // self._page_bytes < total:
             raise ValueError(f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}")
-        if not self.enabled:
-            return InsertResult(self._nowhere, array("i"), pages[:])
         node, matched, inside = self._walk(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
@@ -565,13 +560,9 @@ class RadixCache:
 
     @staticmethod
     def _path_pages(node: RadixNode) -> array[int]:
-        edges = []
-        while node.parent is not None:
-            edges.append(node.pages)
-            node = node.parent
         pages = array("i")
-        for edge in reversed(edges):
-            pages.extend(edge)
+        for part in node.path():
+            pages.extend(part.pages)
         return pages
 
 

@@ -51,9 +51,8 @@ class KvManager:
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
-        self.cache = RadixCache(
-            limits.page_size, self.allocator, limits.radix_cache, eviction=limits.eviction, log=self.kv_events
-        )
+        self.cache = RadixCache(limits.page_size, self.allocator, limits.eviction, self.kv_events)
+        self._publishes = limits.radix_cache
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
         self.watermark = int(limits.watermark * limits.num_pages)
@@ -276,7 +275,7 @@ class KvManager:
         """Offer every whole page of known tokens whose computation is scheduled to the tree."""
         first = seq.published
         last = min(seq.computed, len(seq.tokens)) // self.page_size
-        if last <= first or not self.cache.enabled:
+        if last <= first or not self._publishes:
             return
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             return  # what follows a damaged page is of no use to others

@@ -123,8 +123,7 @@ class SchedStats:
         life = self._lives.get(seq.handle)
         if life is None:
             arrival = seq.req.arrival
-            life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
-            self._lives[seq.handle] = life
+            life = self._lives[seq.handle] = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             if seq.req.trace:
                 self._timelines[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
@@ -194,8 +193,7 @@ class SchedStats:
             _, handle = heapq.heappop(self._overdue)
             life = self._lives.get(handle)
             # The wait of this entry may be over, and another one have begun.
-            waits = life is not None and life.waits and not life.is_starving
-            if life is not None and waits and now - life.since > self._starvation_secs:
+            if life and life.waits and not life.is_starving and now - life.since > self._starvation_secs:
                 self._starve(life)
 
     def _stop_waiting(self, life: _Life) -> None:
