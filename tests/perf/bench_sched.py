@@ -24,6 +24,7 @@ from typing import Any
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
@@ -249,7 +250,7 @@ def bench_order(seconds: float) -> None:
         keys = list(policy.keys(queue, view, policy.inputs(len(queue), view)))
         ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
         by_key = [handle for _, _, _, handle in sorted(ready)]
-        waiting = WaitingQueue(policy, PriorityRule(), lambda: view)
+        waiting = WaitingQueue(policy, PriorityRule(), lambda: view, SharingStrategy())
         for seq in queue:
             waiting.add(seq)
         for _ in range(len(queue)):  # a long queue is brought up to date over several looks

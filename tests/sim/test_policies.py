@@ -15,6 +15,7 @@ from baton.cache.radix import PrefixProbe, ProbeWatch
 from baton.cache.radix import RadixNode as TreeNode
 from baton.config import build
 from baton.sched import setup
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
 from baton.sched.queue.priority import PriorityRule
@@ -206,7 +207,7 @@ def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: b
     rng = random.Random(7)
     rule = PriorityRule(enabled=priorities, aging_rate=0.5, low_values_first=True)
     made = POLICIES[policy](PolicyParams())
-    queue = WaitingQueue(made, rule, view)
+    queue = WaitingQueue(made, rule, view, SharingStrategy())
     members: list[Seq] = []
     for handle in range(200):
         new = seq(handle, rng.randint(1, 30), rng.randint(1, 9), arrival=rng.random() * 9)

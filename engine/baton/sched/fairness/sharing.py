@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.sched.types.request import ValidatedRequest
-from baton.sched.types.sequence import Seq, SeqState, is_partial
+from baton.sched.types.sequence import Place, Seq, SeqState, is_partial
 
 
 class PrefillView(Protocol):
     """The planner as a strategy sees it while it hands out candidates."""
 
-    together: bool
+    together: bool = False
     """Prompts under way compete with waiting ones in policy order; else they go first."""
-    unfinished: Sequence[Seq]
+    unfinished: Sequence[Seq] = ()
     """Prompts under way."""
-    preemptor: Seq | None
+    preemptor: Seq | None = None
     """The waiting request that others were preempted for in this plan, until it is handed out."""
-    max_partial: int
+    max_partial: int = 0
     """A request starts only behind fewer unfinished prompts, or if the step completes it."""
     skip_ahead: int
     """Waiting requests that may be passed over."""
@@ -55,7 +55,7 @@ class PrefillView(Protocol):
     def untried(self) -> list[Seq]:
         """The request with a reservation, if it may start and has not been tried."""
 
-    def place(self, seq: Seq) -> tuple[float, float, int]:
+    def place(self, seq: Seq) -> Place:
         """Place in the order of importance."""
 
 

@@ -9,12 +9,12 @@ retracted for another, only a strictly higher base priority preempts, and a sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from baton.sched.memory.min_cost_cover import cheap_cover
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.sequence import Seq
+from baton.sched.types.sequence import Place, Seq
 
 
 def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
@@ -41,12 +41,7 @@ def may_preempt(seq: Seq, limits: Limits) -> bool:
 
 
 def priority_victims(
-    head: Seq,
-    short: int,
-    running: Collection[Seq],
-    limits: Limits,
-    freed: Callable[[Seq], tuple[int, int]],
-    place: tuple[float, float, int],
+    head: Seq, short: int, running: Iterable[Seq], limits: Limits, freed: Callable[[Seq], tuple[int, int]], place: Place
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 

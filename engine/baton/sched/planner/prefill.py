@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
+from baton.sched.fairness.sharing import PrefillView
 from baton.sched.planner.admission import AdmissionEstimate
 from baton.sched.planner.decode import retract_for
 from baton.sched.planner.draft import PlanDraft
@@ -12,11 +13,11 @@ from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.policies.base import cached_tokens
 from baton.sched.state import SchedulerState
 from baton.sched.types.plan import StopReason
-from baton.sched.types.sequence import Seq, SeqState, partial_of
+from baton.sched.types.sequence import Place, Seq, SeqState, partial_of
 
 
-class PrefillPlanner:
-    """Plans prompt chunks; sched.fairness.sharing.PrefillView while candidates are handed out."""
+class PrefillPlanner(PrefillView):
+    """Plans prompt chunks; the view of the sharing strategy while candidates are handed out."""
 
     def __init__(
         self, state: SchedulerState, growth: ReservedGrowth, estimate: AdmissionEstimate, reservation: ReservationHolder
@@ -29,11 +30,7 @@ class PrefillPlanner:
         """Prompt tokens that this plan may still take."""
         self._skipped = 0
         """Waiting requests that this plan tried and could not start."""
-        self.together = False
-        self.unfinished: Sequence[Seq] = ()
-        self.preemptor: Seq | None = None
         self.skip_ahead = state.limits.admission_skip_ahead
-        self.max_partial = 0
 
     def plan(self, draft: PlanDraft, others: list[Seq]) -> StopReason:
         """Add prompt chunks to the draft.
@@ -138,7 +135,7 @@ class PrefillPlanner:
             return []
         return [held.seq]
 
-    def place(self, seq: Seq) -> tuple[float, float, int]:
+    def place(self, seq: Seq) -> Place:
         return self._state.limits.priority.place(seq, self._state.now)
 
     def _prompt_seconds(self, num_decode: int) -> float | None:

@@ -9,7 +9,7 @@ from baton.cache.radix import PrefixMatch
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.state import SchedulerState
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import Place, Seq, SeqState
 
 
 class TransferPlanner:
@@ -158,11 +158,11 @@ class TransferPlanner:
             for seq in chosen:
                 state.revoke(seq)
 
-    def _first_sent_back(self) -> tuple[float, float, int] | None:
+    def _first_sent_back(self) -> Place | None:
         """Place of the first that ran here and waits for room again, within its tenant's limits."""
         state = self._state
         sent_back = (seq for seq in state.waiting if seq.generated)
         return min(map(self._place, state.sharing.startable(sent_back, state.holders)), default=None)
 
-    def _place(self, seq: Seq) -> tuple[float, float, int]:
+    def _place(self, seq: Seq) -> Place:
         return self._state.limits.priority.place(seq, self._state.now)

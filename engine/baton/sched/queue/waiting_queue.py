@@ -116,16 +116,12 @@ class WaitingQueue:
     """`view` is called when an order is needed; it must not change the queue. `sharing` learns who waits."""
 
     def __init__(
-        self,
-        policy: Policy,
-        priority: PriorityRule,
-        view: Callable[[], PolicyContext],
-        sharing: SharingStrategy | None = None,
+        self, policy: Policy, priority: PriorityRule, view: Callable[[], PolicyContext], sharing: SharingStrategy
     ) -> None:
         self.policy = policy
         self.priority = priority
         self._view = view
-        self._sharing = sharing or SharingStrategy()
+        self._sharing = sharing
         self._seqs: dict[int, Seq] = {}
         self._joined: dict[int, int] = {}
         """Those that are in no order yet, with the number of their arrival here."""
