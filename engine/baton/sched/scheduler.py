@@ -26,7 +26,7 @@ from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
-from baton.sched.types.events import AbortTransfer, Event, PagesFinal, PrefillDone, new_token
+from baton.sched.types.events import AbortTransfer, Event, OpenTransfer, PagesFinal, PrefillDone, new_token
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -89,9 +89,10 @@ class Scheduler:
             state.rooms[meet.room] = seq
         self._deadlines.watch(req, state.seqs, len(state.seqs))
         if meet is not None and limits.role == "decode":
-            state.open(seq)
-        else:
-            state.enqueue(seq)
+            # Shake hands with P at once; pages come later, so that a full D delays no P.
+            seq.state = SeqState.OPENING
+            state.outbox.append(OpenTransfer(req))
+        state.enqueue(seq)
 
     def _make_room(self, req: ValidatedRequest) -> None:
         state = self._state

@@ -29,7 +29,7 @@ from baton.sched.policies import POLICIES, Policy, PolicyContext
 from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
-from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, OpenTransfer, RevokeGrant
+from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
 from baton.sched.types.limits import Limits
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
@@ -146,12 +146,6 @@ class SchedulerState:
         self.opening.discard(seq)
         self.announced.pop(seq.handle, None)
         self.admission.leave(seq, self.now)
-
-    def open(self, seq: Seq) -> None:
-        """D: shake hands with P at once; pages come later, so that a full D delays no P."""
-        seq.state = SeqState.OPENING
-        self.enqueue(seq)
-        self.outbox.append(OpenTransfer(seq.req))
 
     # ------------------------------------------------------------------ running
 

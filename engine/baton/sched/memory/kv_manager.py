@@ -143,10 +143,10 @@ class KvManager:
             is_known = seq.ends_by_length and seq.is_decoding
             (known if is_known else others).append(seq)
         coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
-        answers = (
-            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq) + more)
-            for seq, more in zip(known, coming, strict=True)
-        )
+        answers = []
+        for seq, more in zip(known, coming, strict=True):
+            held_alone = len(seq.private) + self._locked_alone(seq) + more
+            answers.append(KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone))
         return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
@@ -160,10 +160,6 @@ class KvManager:
 
     def _locked_alone(self, seq: Seq) -> int:
         return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
-
-    def _held_alone(self, seq: Seq) -> int:
-        """Pages that become available when this sequence ends."""
-        return len(seq.private) + self._locked_alone(seq)
 
     # ------------------------------------------------------------------ taking
 

@@ -272,11 +272,8 @@ def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderFor
     requests = tuple(WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
     snapshot = QueueSnapshot(**(queue | {"requests": requests}))
     expected = finish(forecasts_in_parts(snapshot))
-    return (
-        OrderChoice(**values["after"]),
-        decide(OrderChoice(**values["before"]), expected, values["tail_weight"]),
-        expected,
-    )
+    today = decide(OrderChoice(**values["before"]), expected, values["tail_weight"])
+    return OrderChoice(**values["after"]), today, expected
 
 
 class AdaptivePolicy(Policy):
