@@ -23,7 +23,7 @@ from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
-from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
+from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
 from baton.sched.types.events import AbortTransfer, Event, OpenTransfer, PagesFinal, PrefillDone, new_token
@@ -205,11 +205,11 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
         state = self._state
-        for handle, kind in self._deadlines.passed(now):
+        for handle, is_whole in self._deadlines.passed(now):
             seq = self._alive(handle)
             if seq is None:
                 continue
-            if kind is DeadlineKind.WHOLE:
+            if is_whole:
                 error: errors.EngineError = errors.RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
@@ -338,28 +338,27 @@ class Scheduler:
                 return
         state.stats.sent_back.clear()
         decode_rows = plan.num_decode if plan else 0
-        self.decisions.note(
-            StepDecision(
-                step=state.planned_step,
-                now=now,
-                mode=(plan.mode if plan else ForwardMode.IDLE).value,
-                stopped_by=outcome.stopped_by.value,
-                policy=state.arrival_policy.active,
-                decode_rows=decode_rows,
-                prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
-                prefill_requests=len(plan.rows) - decode_rows if plan else 0,
-                token_budget=limits.step_tokens,
-                seconds_budget=outcome.seconds_budget,
-                request_budget=limits.prefill_max_requests,
-                pages_available=state.memory.available,
-                pages_reserved=outcome.pages_reserved,
-                slots_free=len(state.slots),
-                new_token_ratio=state.memory.ratio.value,
-                queued=dict(state.stats.queued),
-                admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
-                sent_back=sent_back,
-            )
+        decision = StepDecision(
+            step=state.planned_step,
+            now=now,
+            mode=(plan.mode if plan else ForwardMode.IDLE).value,
+            stopped_by=outcome.stopped_by.value,
+            policy=state.arrival_policy.active,
+            decode_rows=decode_rows,
+            prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
+            prefill_requests=len(plan.rows) - decode_rows if plan else 0,
+            token_budget=limits.step_tokens,
+            seconds_budget=outcome.seconds_budget,
+            request_budget=limits.prefill_max_requests,
+            pages_available=state.memory.available,
+            pages_reserved=outcome.pages_reserved,
+            slots_free=len(state.slots),
+            new_token_ratio=state.memory.ratio.value,
+            queued=dict(state.stats.queued),
+            admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
+            sent_back=sent_back,
         )
+        self.decisions.note(decision)
 
     # ------------------------------------------------------------------ results
 
