@@ -27,6 +27,8 @@ class PrefillView(Protocol):
     """A request starts only behind fewer unfinished prompts, or if the step completes it."""
     skip_ahead: int
     """Waiting requests that may be passed over."""
+    skipped: int = 0
+    """Waiting requests that this plan passed over: tried, and could not start."""
 
     def order(self) -> Iterator[Seq]:
         """Candidates in the order of the policy, those under way among them if `together`."""
@@ -42,12 +44,6 @@ class PrefillView(Protocol):
 
     def has_slot(self) -> bool:
         """True while a waiting request may still be admitted in this plan."""
-
-    def may_skip(self) -> bool:
-        """True if another waiting request may be tried after those that could not start."""
-
-    def skip(self) -> None:
-        """Count a waiting request that was passed over."""
 
     def completes(self, seq: Seq) -> bool:
         """True if the rest of the step's budget computes all of a waiting request."""
@@ -90,14 +86,14 @@ class SharingStrategy:
         ahead = 0
         for seq in view.order():
             if seq.state is SeqState.WAITING:
-                if not view.has_slot() or not view.may_skip():
+                if not view.has_slot() or view.skipped > view.skip_ahead:
                     break
                 if seq.inflight_steps:
                     continue  # retracted: its row in flight is committed first
                 if view.preemptor is not None and seq is not view.preemptor:
                     continue  # the slot and the pages were taken for another
                 if ahead >= view.max_partial and not view.completes(seq):
-                    view.skip()
+                    view.skipped += 1
                     continue
             else:
                 given.add(seq.handle)

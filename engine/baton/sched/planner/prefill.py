@@ -28,8 +28,6 @@ class PrefillPlanner(PrefillView):
         self._reservation = reservation
         self._budget = 0
         """Prompt tokens that this plan may still take."""
-        self._skipped = 0
-        """Waiting requests that this plan tried and could not start."""
         self.skip_ahead = state.limits.admission_skip_ahead
 
     def plan(self, draft: PlanDraft, others: list[Seq]) -> StopReason:
@@ -95,7 +93,7 @@ class PrefillPlanner(PrefillView):
         others have been, except in a plan that preempted for another one.
         """
         state = self._state
-        self._skipped = 0
+        self.skipped = 0
         self.preemptor = draft.preemptor
         # One that was preempted for others might come behind a less important one.
         self._reservation.review(self._estimate.can_start, was_tried=self.preemptor is not None)
@@ -118,13 +116,7 @@ class PrefillPlanner(PrefillView):
         return self._state.holders()
 
     def has_slot(self) -> bool:
-        return bool(self._state.slots) and self._skipped < sys.maxsize
-
-    def may_skip(self) -> bool:
-        return self._skipped <= self.skip_ahead
-
-    def skip(self) -> None:
-        self._skipped += 1
+        return bool(self._state.slots) and self.skipped < sys.maxsize
 
     def completes(self, seq: Seq) -> bool:
         return self._estimate.completes(seq, self._budget)
@@ -181,11 +173,11 @@ class PrefillPlanner(PrefillView):
         need = self._estimate.pages_for(seq, max(len(match.pages), len(seq.pages)))
         if need > memory.available or not self._reservation.may_pass(seq):
             memory.cache.unlock(match.node)
-            self._skipped += 1
+            self.skipped += 1
             if need > memory.available:
                 self._reservation.reserve(seq)
                 if memory.available <= memory.watermark + self._growth.pages():
-                    self._skipped = sys.maxsize  # no request would fit
+                    self.skipped = sys.maxsize  # no request would fit
             return StopReason.NO_PAGES
         self._reservation.admitted(seq)
         state.dequeue(seq)
