@@ -112,8 +112,7 @@ class KvEventLog:
         """The tree took over these pages at this moment of its clock."""
         entry = _Pending(edge, created, len(edge.pages))
         self._queue.append(entry)
-        for page in edge.pages:
-            self._pending[page] = entry
+        self._pending.update(dict.fromkeys(edge.pages, entry))
 
     def settled(self, clock: int) -> None:
         """Announce what was published up to this moment. O(pages announced)."""

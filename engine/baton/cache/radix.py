@@ -206,7 +206,7 @@ class RadixCache:
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None) -> PrefixProbe:
-        """What `match` would find; changes neither tree nor LRU order (for sorting queues).
+        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting queues).
 
         Args:
             last: the answer of an earlier call for these tokens or a part of them, None the first time.
