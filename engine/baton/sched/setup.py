@@ -33,7 +33,7 @@ ASSUMED_PAGE_BYTES = 2_000_000
 
 def _from_flags(made: type[Made], config: EngineConfig, **others: Any) -> Made:
     """Make a class of the flags that have the names of its fields, and of `others`."""
-    same = {f.name: getattr(config, f.name) for f in fields(made) if hasattr(config, f.name)}
+    same = {f.name: getattr(config, f.name) for f in fields(made) if hasattr(EngineConfig, f.name)}
     return made(**(same | others))
 
 
