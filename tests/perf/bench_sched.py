@@ -300,7 +300,7 @@ def bench_radix(seconds: float) -> None:
         late = other.tobytes()
         assert PROMPT * 15 // 16 - page < cache.probe(late, b"", PROMPT).num_tokens <= PROMPT * 15 // 16
         race(
-            f"peek, first difference at {PROMPT * 15 // 16}, page {page}",
+            f"probe, first difference at {PROMPT * 15 // 16}, page {page}",
             lambda cache=cache, late=late: cache.probe(late, b"", PROMPT).num_tokens,
             None,
             seconds / 4,

@@ -22,22 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 LOWEST_PRIORITY = -(2**31)
 """Priority of pages whose requests stated none."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PageMemory:
+class PageMemory(Protocol):
     """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
 
-    stamp: int = 0
+    stamp: int
     """Last use."""
-    created: int = 0
+    created: int
     """Publication."""
-    reuses: int = 0
+    reuses: int
     """Requests that started with these pages instead of computing them."""
-    priority: int = LOWEST_PRIORITY
+    priority: int
     """Highest priority among the requests that published or reused them; larger is more important."""
 
 

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from baton.cache.eviction import Key, PageMemory, eviction_policy
+from baton.cache.eviction import Key, eviction_policy
 from baton.cache.ledger import HostLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, RadixNode
@@ -56,10 +56,10 @@ class CopyRun:
 
 
 @dataclass(slots=True, eq=False)
-class HostPage(PageMemory):
+class HostPage:
     """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
 
-    It remembers what the tree's node did.
+    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.PageMemory).
     """
 
     key: bytes
@@ -67,6 +67,10 @@ class HostPage(PageMemory):
     """Key of the prompt's first page."""
     index: int
     slot: int
+    stamp: int = 0
+    created: int = 0
+    reuses: int = 0
+    priority: int = 0
     pins: int = 0
     on_device: bool = False
     """The tree got its content back: reused first."""

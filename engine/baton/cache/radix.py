@@ -42,7 +42,7 @@ DEAD_ENTRIES = 64
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class RadixNode(PageMemory):
+class RadixNode:
     """Edge and its subtree; a root (parent None) has its namespace as key and no pages.
 
     A handle for lock/unlock; its fields belong to the tree.
@@ -52,8 +52,12 @@ class RadixNode(PageMemory):
     key: bytes
     pages: array[int]
     serial: int
-    children: dict[bytes, RadixNode] = field(default_factory=dict)
+    stamp: int = 0
+    created: int = 0
+    reuses: int = 0
+    priority: int = LOWEST_PRIORITY
     locks: int = 0
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
     queued: Key | None = None
     is_evicted: bool = False
 
@@ -275,7 +279,7 @@ class RadixCache:
             raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
         if inside:
             node = self._split(node, inside)
-        existing = self._path_pages(node)[from_page:]
+        existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
         not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
         if matched < total:
             if node is self._nowhere:
@@ -473,9 +477,8 @@ class RadixCache:
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        upper = RadixNode(parent, node.key[:cut], node.pages[:at_page], self._serial, locks=node.locks)
-        upper.stamp, upper.created = node.stamp, node.created
-        upper.reuses, upper.priority = node.reuses, node.priority
+        key, pages, serial = node.key[:cut], node.pages[:at_page], self._serial
+        upper = RadixNode(parent, key, pages, serial, node.stamp, node.created, node.reuses, node.priority, node.locks)
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         self._changed(node)
@@ -488,7 +491,7 @@ class RadixCache:
         self._serial += 1
         self.version += 1
         now = self.clock + 1
-        leaf = RadixNode(parent, key, pages, self._serial, stamp=now, created=now)
+        leaf = RadixNode(parent, key, pages, self._serial, now, now)
         if like is not None:
             leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf
