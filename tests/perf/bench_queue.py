@@ -17,11 +17,13 @@ from collections.abc import Callable
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
-from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.sched_sim import ordered
 
 ROUNDS = 7
 
@@ -43,7 +45,7 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
         return PolicyContext(0.0, step, cache, 1e4, step, 0.5)
 
     params = PolicyParams(lpm_degrade_threshold=0)
-    queue = WaitingQueue(POLICIES[name](params), PriorityRule(), view)
+    queue = WaitingQueue(POLICIES[name](params), PriorityRule(), view, SharingStrategy())
     seqs = []
     for handle in range(requests):
         prompt = heads[handle % 64] + array("i", rng.choices(range(32000), k=tokens - tokens // 2))

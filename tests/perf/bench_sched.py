@@ -24,14 +24,16 @@ from typing import Any
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
-from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.sched_sim import ordered
 
 MIN_ROUNDS = 20
 
@@ -248,7 +250,7 @@ def bench_order(seconds: float) -> None:
         keys = list(policy.keys(queue, view, policy.inputs(len(queue), view)))
         ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
         by_key = [handle for _, _, _, handle in sorted(ready)]
-        waiting = WaitingQueue(policy, PriorityRule(), lambda: view)
+        waiting = WaitingQueue(policy, PriorityRule(), lambda: view, SharingStrategy())
         for seq in queue:
             waiting.add(seq)
         for _ in range(len(queue)):  # a long queue is brought up to date over several looks
@@ -296,10 +298,10 @@ def bench_radix(seconds: float) -> None:
         )
         other = tokens[: PROMPT - PROMPT // 16] + tokens_of(rng, PROMPT // 16)
         late = other.tobytes()
-        assert PROMPT * 15 // 16 - page < cache.peek(late, b"", PROMPT) <= PROMPT * 15 // 16
+        assert PROMPT * 15 // 16 - page < cache.probe(late, b"", PROMPT).num_tokens <= PROMPT * 15 // 16
         race(
-            f"peek, first difference at {PROMPT * 15 // 16}, page {page}",
-            lambda cache=cache, late=late: cache.peek(late, b"", PROMPT),
+            f"probe, first difference at {PROMPT * 15 // 16}, page {page}",
+            lambda cache=cache, late=late: cache.probe(late, b"", PROMPT).num_tokens,
             None,
             seconds / 4,
             budget=10e-6,

@@ -20,8 +20,9 @@ from baton.sched.policies.adaptive import (
     WaitingRequest,
     decide,
     finish,
-    forecast,
-    forecasts,
+    forecast_in_parts,
+    forecasts_in_parts,
+    snapshot_in_parts,
 )
 from baton.sched.state import SchedulerState
 from baton.sched.types.events import OrderReviewed
@@ -30,6 +31,10 @@ from baton.sched.types.sequence import Seq
 from baton.sim.node import NodeSetting, SimNode
 from baton.sim.trace import TraceRequest
 from tests.support.sched_sim import VOCAB, Node, request
+
+
+def forecast(queue: QueueSnapshot, order: str) -> OrderForecast:
+    return finish(forecast_in_parts(queue, order))
 
 
 def snapshot(*requests: WaitingRequest, cache_blocks: int = 100, rate: float = 100.0) -> QueueSnapshot:
@@ -62,7 +67,9 @@ def test_forecast_by_response_ratio() -> None:
 
 
 def test_equal_requests_have_equal_forecasts_and_keep_fcfs() -> None:
-    found = forecasts(snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)]))
+    found = finish(
+        forecasts_in_parts(snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)]))
+    )
     assert len(set(found.values())) == 1
     assert decide(OrderChoice("fcfs"), found, 0.1) == OrderChoice("fcfs")
 
@@ -120,7 +127,7 @@ def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
     assert pages is not None
     state.memory.cache.insert(seqs[0].key, pages, b"")
     view = state.view()
-    made = adaptive.take_snapshot(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4)
+    made = finish(snapshot_in_parts(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4))
     a, b, c, d = (r.blocks for r in made.requests)
     assert made.block_tokens == 16
     assert a[:2] == b[:2]
@@ -137,7 +144,7 @@ def test_snapshot_and_review_are_bounded() -> None:
     for handle in range(2000):
         prompt = array("i", [handle]) * 5000
         queue.append(Seq(request(handle, [1], 8).__class__(handle, "r", prompt, arrival=float(handle)), prompt, 8))
-    made = adaptive.take_snapshot(queue, state.view(), PolicyParams(), lambda _: 0)
+    made = finish(snapshot_in_parts(queue, state.view(), PolicyParams(), lambda _: 0))
     assert len(made.requests) == adaptive.MAX_REQUESTS
     assert sum(len(r.blocks) for r in made.requests) <= adaptive.MAX_BLOCKS
     assert made.requests[0].tokens == 5000

@@ -26,7 +26,7 @@ def in_memory(node: Node) -> set[bytes]:
     while stack:
         before, edge = stack.pop()
         for i, page in enumerate(edge.pages):
-            if log.hash_of(page) is None:
+            if page not in log._hashes:
                 continue
             prefix = before + edge.key[: (i + 1) * cache.page_size * 4]
             found.add(prefix)

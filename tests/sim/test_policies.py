@@ -15,13 +15,14 @@ from baton.cache.radix import PrefixProbe, ProbeWatch
 from baton.cache.radix import RadixNode as TreeNode
 from baton.config import build
 from baton.sched import setup
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
-from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.limits import Limits
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
 
 
 class FixedIndex:
@@ -33,7 +34,7 @@ class FixedIndex:
 
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
         found = self.cached.get(tokens[0], 0)
-        node = TreeNode(None, tokens[:1] if found else b"", array("i"), 0, tokens[0])
+        node = TreeNode(None, tokens[:1] if found else b"", array("i"), tokens[0])
         return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
 
     def outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
@@ -206,7 +207,7 @@ def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: b
     rng = random.Random(7)
     rule = PriorityRule(enabled=priorities, aging_rate=0.5, low_values_first=True)
     made = POLICIES[policy](PolicyParams())
-    queue = WaitingQueue(made, rule, view)
+    queue = WaitingQueue(made, rule, view, SharingStrategy())
     members: list[Seq] = []
     for handle in range(200):
         new = seq(handle, rng.randint(1, 30), rng.randint(1, 9), arrival=rng.random() * 9)

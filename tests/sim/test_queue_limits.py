@@ -68,7 +68,7 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
         if excess(expected):
             with pytest.raises(QueueFull):
                 admission.make_room(req, now, 100.0)
-            assert len(admission) == len(inside)
+            assert len(admission._inside) == len(inside)
         else:
             assert admission.make_room(req, now, 100.0) == expected
             for gone in expected:

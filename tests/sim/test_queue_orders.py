@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT
 from baton.sched.queue import waiting_queue
-from baton.sched.queue.priority import PriorityRule, ordered, ranks
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
-from tests.support.sched_sim import request
+from tests.support.sched_sim import ordered, ranks, request
 
 PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
 
@@ -34,7 +35,7 @@ class World:
         self.cache = RadixCache(2, self.allocator)
         self.now, self.step, self.rate, self.computed, self.ratio = 0.0, 0, 1000.0, 0, 0.5
         self.name, self.rule = policy, rule
-        self.queue = WaitingQueue(POLICIES[policy](PARAMS), rule, self.view)
+        self.queue = WaitingQueue(POLICIES[policy](PARAMS), rule, self.view, SharingStrategy())
         self.members: list[Seq] = []
         self.made = 0
 
@@ -243,7 +244,7 @@ def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
 def test_lpm_above_its_threshold_is_exactly_fcfs_and_does_not_flap() -> None:
     world = World("lpm", PriorityRule(), 4)
     policy = POLICIES["lpm"](PolicyParams(lpm_degrade_threshold=40))
-    world.queue = WaitingQueue(policy, PriorityRule(), world.view)
+    world.queue = WaitingQueue(policy, PriorityRule(), world.view, SharingStrategy())
     for _ in range(6):
         world.publish()
     while len(world.members) < 41:
@@ -327,7 +328,7 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     """No look enters more than a part, though requests come and go and the tree changes; then the order is exact."""
     params = dataclasses.replace(PARAMS, in_batch_check_threshold=2, in_batch_deprioritize_threshold=3)
     world, _ = crowd(policy, RULES[rule], 0)
-    world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view)
+    world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view, SharingStrategy())
     assert not world.queue.policy.each_alone
     entered: list[int] = []
     enter = waiting_queue._Order.enter
@@ -366,7 +367,7 @@ def test_edf_lets_no_request_pass_for_ever() -> None:
         policy = POLICIES["edf"](params)
         world = World("edf", RULES[0], 1)
         world.rate = 8.0
-        waiting_queue = WaitingQueue(policy, RULES[0], world.view)
+        waiting_queue = WaitingQueue(policy, RULES[0], world.view, SharingStrategy())
         waiting_queue.add(Seq(hopeless, array("i", hopeless.prompt), 1))
         handle, served = 1, 0
         while 1 in [seq.handle for seq in waiting_queue]:

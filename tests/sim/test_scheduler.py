@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -12,7 +13,8 @@ from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRules
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.fairness.fair_queue import FairnessRules
-from baton.sched.queue import waiting_queue
+from baton.sched.memory.kv_manager import KvManager
+from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
@@ -349,14 +351,15 @@ def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "hrrn"])
 def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slot or no pages, with prompts under way that the queue's order puts last."""
-    taken: list[waiting_queue._Lane] = []
-    take = waiting_queue._Lane.take
+    taken: list[Seq] = []
+    in_order = WaitingQueue.in_order
 
-    def counted(lane: waiting_queue._Lane) -> Seq:
-        taken.append(lane)
-        return take(lane)
+    def counted(queue: WaitingQueue, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
+        for seq in in_order(queue, under_way):
+            taken.append(seq)
+            yield seq
 
-    monkeypatch.setattr(waiting_queue._Lane, "take", counted)
+    monkeypatch.setattr(WaitingQueue, "in_order", counted)
     for limits in (Limits(4000, 4, 2, 5000, 8, policy=policy), Limits(80, 4, 50, 5000, 8, policy=policy)):
         node = Node(limits, depth=1)
         for handle in (0, 1):
@@ -388,3 +391,20 @@ def test_an_admission_taken_back_leaves_cached_tokens_to_charge(monkeypatch: pyt
             node.sched.add(req)
         node.run()
     assert node.sched.sharing.counters()['tenant_tokens_total{tenant="b",kind="cached"}'] == 16
+
+
+def test_disabled_cache_takes_and_finds_nothing() -> None:
+    memory = KvManager(Limits(4, 1, 1, 10, 4, radix_cache=False))
+    req = request(0, [1, 2], 1)
+    seq, later = Seq(req, array("i", req.prompt), 1), Seq(req, array("i", req.prompt), 1)
+    assert memory.extend(seq, 2)
+    seq.computed = 2
+    memory.publish(seq)
+    assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), "the sequence still owns its pages"
+    match = memory.match(later, 2)
+    assert match.num_tokens == 0
+    memory.cache.unlock(match.node)
+    cache = memory.cache
+    assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
+    memory.let_go(seq)
+    assert memory.allocator.free_count == 4

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
 from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
+from baton.sched.policies import Policy, PolicyContext
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import (
     AbortTransfer,
@@ -27,10 +29,12 @@ from baton.sched.types.events import (
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
+from baton.sched.types.sequence import Seq
 
 VOCAB = 5
 EOS = 0
 
+Rank = tuple[float, float, float, int]
 
 NAN = -3
 """The KV of a position whose computation gave NaN: so are all that follow, and none of them gives a token."""
@@ -233,3 +237,19 @@ def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> 
     head = list(rng.choice(shared)) if shared and rng.random() < 0.6 else []
     tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
     return (head + tail)[:longest]
+
+
+def ranks(
+    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, inputs: Hashable
+) -> list[Rank]:
+    """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
+    keys = policy.keys(queue, view, inputs)
+    aged = [priority.key(seq, view.now) for seq in queue]
+    return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
+
+
+def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext) -> list[Seq]:
+    """The queue in the order in which the planner should look at it, computed afresh."""
+    found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
+    entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])
+    return [seq for _, seq in entries]

@@ -149,7 +149,7 @@ class WatchedScheduler(Scheduler):
         def cached(seq: Seq) -> int:
             if seq.pages:  # retained: it has these, whether or not the tree has them
                 return seq.computed
-            return state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+            return state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
 
         return [
             Fact(
@@ -178,7 +178,7 @@ class WatchedScheduler(Scheduler):
 
     def _key(self, f: Fact) -> float:
         params = self.limits.policy_params
-        policy, inputs, work = self._state.policy, self._state.waiting.inputs, f.total - f.cached
+        policy, inputs, work = self._state.policy, self._state.waiting._order.inputs, f.total - f.cached
         name = policy.name
         if isinstance(policy, AdaptivePolicy):
             name, inputs = inputs  # type: ignore[misc]
@@ -325,7 +325,7 @@ class WatchedScheduler(Scheduler):
             queue = [s.handle for s in order if s.handle in came or (s.handle in alive and not s.inflight_steps)]
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
-                assert self._state.waiting.inputs == pytest.approx(before.ratio, rel=0.06)
+                assert self._state.waiting._order.inputs == pytest.approx(before.ratio, rel=0.06)
             assert came == [h for h in queue if h in came], f"{self.limits.policy}: {came} were admitted of {queue}"
             if came and queue[0] != came[0]:
                 self.checked["passed a request without room"] += 1
@@ -355,7 +355,7 @@ class WatchedScheduler(Scheduler):
         together = state.policy.redecides_chunks or limits.priority.enabled
         if not together or ahead < limits.max_partial_prefills:
             return False
-        cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+        cached = state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
         return len(seq.tokens) - cached > limits.step_tokens - (plan.num_tokens if plan is not None else 0)
 
     def _leaves_pages(self, seq: Seq, before: Before, came_first: Sequence[Seq] = ()) -> bool:
@@ -437,7 +437,7 @@ class WatchedScheduler(Scheduler):
         def rest(one: Seq) -> int:
             return self._rest(one, ratio)
 
-        cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+        cached = state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
         need = -(-len(seq.tokens) // page) - cached // page
         holding = (*state.running.values(), *state.transfer.values(), *state.retained.values())
         others = [s for s in holding if s is not seq and s.handle not in without]

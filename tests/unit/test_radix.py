@@ -142,7 +142,7 @@ class RadixMachine(RuleBasedStateMachine):
     ) -> None:
         tokens = self.sequence(shape)
         expected = self.cached_prefixes(namespace, tokens[:limit])
-        assert self.cache.peek(encode(tokens), namespace, limit) == len(expected) * self.page_size
+        assert self.cache.probe(encode(tokens), namespace, limit).num_tokens == len(expected) * self.page_size
         match = self.cache.match(encode(tokens), namespace, limit)
         assert match.num_tokens == len(expected) * self.page_size
         assert list(match.pages) == [self.model[key] for key in expected]
@@ -282,7 +282,7 @@ class RadixMachine(RuleBasedStateMachine):
             return
         for (namespace, prefix), page in self.model.items():
             assert self.content[page] == (namespace, prefix[-self.page_size :])
-            assert self.cache.peek(encode(list(prefix)), namespace, len(prefix)) == len(prefix)
+            assert self.cache.probe(encode(list(prefix)), namespace, len(prefix)).num_tokens == len(prefix)
 
     @invariant()
     def the_eviction_queue_is_bounded(self) -> None:
@@ -345,7 +345,7 @@ def test_a_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
         cache.match(encode([i % 4, 9]), b"", 2)
     assert len(cache._heap) <= 2 * 4 + DEAD_ENTRIES
     assert cache.evict(2) == 2
-    assert cache.peek(encode([3, 9]), b"", 2) == 0
+    assert cache.probe(encode([3, 9]), b"", 2).num_tokens == 0
 
 
 def test_an_unknown_eviction_policy_is_refused() -> None:
@@ -398,24 +398,11 @@ def test_eviction_frees_the_oldest_leaf_then_its_parent() -> None:
     fill(cache, allocator, [3])
     fill(cache, allocator, [1, 4])
     assert cache.evict(1) == 1  # [1, 2]'s tail: the shared [1] was used later
-    assert cache.peek(encode([1, 2]), b"", 2) == 1
+    assert cache.probe(encode([1, 2]), b"", 2).num_tokens == 1
     assert cache.evict(1) == 1
-    assert cache.peek(encode([3]), b"", 1) == 0
+    assert cache.probe(encode([3]), b"", 1).num_tokens == 0
     assert cache.evict(5) == 2
     assert allocator.free_count == 8
-
-
-def test_disabled_cache_takes_and_finds_nothing() -> None:
-    allocator = PageAllocator(4)
-    cache = RadixCache(1, allocator, enabled=False)
-    pages = allocator.alloc(2)
-    assert pages is not None
-    inserted = cache.insert(encode([1, 2]), pages, b"")
-    assert (list(inserted.existing_pages), inserted.not_taken) == ([], pages)
-    cache.lock(inserted.node)
-    assert cache.match(encode([1, 2]), b"", 2).num_tokens == 0
-    cache.unlock(inserted.node)
-    assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
 
 
 def test_tokens_that_do_not_fill_the_pages_are_refused() -> None:

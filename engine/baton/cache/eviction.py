@@ -24,8 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+LOWEST_PRIORITY = -(2**31)
+"""Priority of pages whose requests stated none."""
 
-class Memory(Protocol):
+
+class PageMemory(Protocol):
     """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
 
     stamp: int
@@ -43,29 +46,24 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    name: str
-    key: Callable[[Memory], Key]
+    key: Callable[[PageMemory], Key]
     falls_with_use: bool = False
     """Using a node makes its key smaller. All other keys only grow, so that a queued key may be checked lazily."""
 
 
-EVICTION_POLICIES: dict[str, EvictionPolicy] = {
-    policy.name: policy
-    for policy in (
-        EvictionPolicy("lru", lambda node: (node.stamp, 0)),
-        EvictionPolicy("lfu", lambda node: (node.reuses, node.stamp)),
-        EvictionPolicy("fifo", lambda node: (node.created, 0)),
-        EvictionPolicy("mru", lambda node: (-node.stamp, 0), falls_with_use=True),
-        EvictionPolicy("filo", lambda node: (-node.created, 0)),
-        EvictionPolicy("priority", lambda node: (node.priority, node.stamp)),
-    )
+EVICTION_POLICIES = {
+    "lru": EvictionPolicy(lambda node: (node.stamp, 0)),
+    "lfu": EvictionPolicy(lambda node: (node.reuses, node.stamp)),
+    "fifo": EvictionPolicy(lambda node: (node.created, 0)),
+    "mru": EvictionPolicy(lambda node: (-node.stamp, 0), falls_with_use=True),
+    "filo": EvictionPolicy(lambda node: (-node.created, 0)),
+    "priority": EvictionPolicy(lambda node: (node.priority, node.stamp)),
 }
 
 
 def eviction_policy(name: str) -> EvictionPolicy:
     """Raises ValueError for a name that is none of them."""
     if name not in EVICTION_POLICIES:
-        raise ValueError(
-            f"eviction policy {name!r}: there is none of this name; there are {', '.join(EVICTION_POLICIES)}"
-        )
+        known = ", ".join(EVICTION_POLICIES)
+        raise ValueError(f"eviction policy {name!r}: there is none of this name; there are {known}")
     return EVICTION_POLICIES[name]

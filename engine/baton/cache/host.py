@@ -55,48 +55,33 @@ class CopyRun:
     """In the host pool, one for each page."""
 
 
+@dataclass(slots=True, eq=False)
 class HostPage:
     """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
 
-    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.Memory).
+    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.PageMemory).
     """
 
-    __slots__ = (
-        "created",
-        "first_key",
-        "index",
-        "key",
-        "on_device",
-        "pins",
-        "priority",
-        "queued",
-        "reuses",
-        "slot",
-        "stamp",
-    )
-
-    def __init__(self, key: bytes, first_key: bytes, index: int, slot: int) -> None:
-        self.key = key
-        self.first_key = first_key
-        """Key of the prompt's first page."""
-        self.index = index
-        self.slot = slot
-        self.stamp = 0
-        self.created = 0
-        self.reuses = 0
-        self.priority = 0
-        self.pins = 0
-        self.on_device = False
-        """The tree got its content back: reused first."""
-        self.queued: Key | None = None
+    key: bytes
+    first_key: bytes
+    """Key of the prompt's first page."""
+    index: int
+    slot: int
+    stamp: int = 0
+    created: int = 0
+    reuses: int = 0
+    priority: int = 0
+    pins: int = 0
+    on_device: bool = False
+    """The tree got its content back: reused first."""
+    queued: Key | None = None
 
 
 class HostTier:
-    """See the module. `copied` counts pages by direction since the start."""
+    """See the module."""
 
     def __init__(self, num_slots: int, page_size: int, eviction: str = "lru") -> None:
         self.num_slots = num_slots
-        self.copied = {"out": 0, "in": 0}
         self._page_bytes = page_size * TOKEN_BYTES
         self._slots = PageAllocator(num_slots)
         self._policy = eviction_policy(eviction)
@@ -130,8 +115,9 @@ class HostTier:
         asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
         """
         keys = self._keys_of(node)
-        index = self._depth(node) - len(keys)
-        first_key = self._first_key(node)
+        path = node.path()
+        index = sum(len(part.pages) for part in path) - len(keys)
+        first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the leaf
         room = -1
         for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
             known = self._pages.get(key)
@@ -144,9 +130,10 @@ class HostTier:
                 if room == 0:
                     continue
                 room -= 1
-                slot = self._take_slot()
-                known = self._pages[key] = HostPage(key, first_key, index + at, slot)
-                self._ask(True, page, slot)
+                taken = self._slots.alloc(1)
+                assert taken is not None, "room was made before"
+                known = self._pages[key] = HostPage(key, first_key, index + at, taken[0])
+                self._ask(True, page, taken[0])
             known.stamp, known.created = node.stamp, node.created
             known.reuses, known.priority = node.reuses, node.priority
             known.on_device = False
@@ -154,10 +141,7 @@ class HostTier:
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
-        gone = [page for page in self._pages.values() if not page.pins]
-        for page in gone:
-            self._drop(page)
-        return len(gone)
+        return self._drop_all([page for page in self._pages.values() if not page.pins])
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
         """Forget every page of the prompts that begin as this one: one of its pages is damaged. Returns how many.
@@ -165,10 +149,7 @@ class HostTier:
         Cost: O(pages of the tier).
         """
         first_key = _next_key(_root_key(namespace), tokens[: self._page_bytes])
-        gone = [page for page in self._pages.values() if page.first_key == first_key]
-        for page in gone:
-            self._drop(page)
-        return len(gone)
+        return self._drop_all([page for page in self._pages.values() if page.first_key == first_key])
 
     # ------------------------------------------------------------------ back to the device
 
@@ -223,11 +204,7 @@ class HostTier:
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
-        path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return [key for part in reversed(path) for key in self._keys_of(part)]
+        return [key for part in node.path() for key in self._keys_of(part)]
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
@@ -260,7 +237,6 @@ class HostTier:
         self._runs[-1].pages.append(page)
         self._runs[-1].slots.append(slot)
         self._targets.add(target)
-        self.copied["out" if to_host else "in"] += 1
 
     # ------------------------------------------------------------------ slots
 
@@ -279,11 +255,6 @@ class HostTier:
                 break
             self._drop(victim)
         return min(wanted, self._slots.free_count)
-
-    def _take_slot(self) -> int:
-        taken = self._slots.alloc(1)
-        assert taken is not None, "room was made before"
-        return taken[0]
 
     def _least(self) -> HostPage | None:
         """The cached page that the policy values least; among equals the deepest."""
@@ -324,6 +295,11 @@ class HostTier:
         else:
             self._slots.free((page.slot,))
 
+    def _drop_all(self, pages: Sequence[HostPage]) -> int:
+        for page in pages:
+            self._drop(page)
+        return len(pages)
+
     # ------------------------------------------------------------------ keys
 
     def _keys_of(self, node: RadixNode) -> list[bytes]:
@@ -339,22 +315,6 @@ class HostTier:
             for i, page in enumerate(part.pages):
                 key = self._keys[page] = _next_key(key, part.key[i * width : (i + 1) * width])
         return [self._keys[page] for page in node.pages]
-
-    def _first_key(self, node: RadixNode) -> bytes:
-        """Key of the first page on the way to a node."""
-        while node.parent is not None and node.parent.parent is not None:
-            node = node.parent
-        assert node.parent is not None, "a root has no pages"
-        return _next_key(_root_key(node.parent.key), node.key[: self._page_bytes])
-
-    @staticmethod
-    def _depth(node: RadixNode) -> int:
-        """Pages from the root to the end of a node."""
-        pages = 0
-        while node.parent is not None:
-            pages += len(node.pages)
-            node = node.parent
-        return pages
 
 
 def _may_come_back(node: RadixNode) -> bool:

@@ -112,8 +112,7 @@ class KvEventLog:
         """The tree took over these pages at this moment of its clock."""
         entry = _Pending(edge, created, len(edge.pages))
         self._queue.append(entry)
-        for page in edge.pages:
-            self._pending[page] = entry
+        self._pending.update(dict.fromkeys(edge.pages, entry))
 
     def settled(self, clock: int) -> None:
         """Announce what was published up to this moment. O(pages announced)."""
@@ -177,7 +176,3 @@ class KvEventLog:
             hashes = tuple(self._hashes[page] for page in edge.pages)
             blocks.append(Stored(hashes, parent, edge.tokens, edge.namespace))
         return blocks
-
-    def hash_of(self, page: int) -> int | None:
-        """The announced name of a page's content."""
-        return self._hashes.get(page)

@@ -29,54 +29,46 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.cache.eviction import Key, Memory, eviction_policy
+from baton.cache.eviction import LOWEST_PRIORITY, Key, PageMemory, eviction_policy
 from baton.cache.kv_events import Edge, KvEventLog
 from baton.cache.pages import PageAllocator
 
 TOKEN_BYTES = 4
-LOWEST_PRIORITY = -(2**31)
-"""Priority of pages whose requests stated none."""
 DEAD_ENTRIES = 64
 """Superseded heap entries that are tolerated beside one per live entry."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
     """Edge and its subtree; a root (parent None) has its namespace as key and no pages.
 
     A handle for lock/unlock; its fields belong to the tree.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "is_evicted",
-        "key",
-        "locks",
-        "pages",
-        "parent",
-        "priority",
-        "queued",
-        "reuses",
-        "serial",
-        "stamp",
-    )
+    parent: RadixNode | None
+    key: bytes
+    pages: array[int]
+    serial: int
+    stamp: int = 0
+    created: int = 0
+    reuses: int = 0
+    priority: int = LOWEST_PRIORITY
+    locks: int = 0
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
+    queued: Key | None = None
+    is_evicted: bool = False
 
-    def __init__(self, parent: RadixNode | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.stamp = stamp
-        self.serial = serial
-        self.created = stamp
-        self.reuses = 0
-        self.priority = LOWEST_PRIORITY
-        self.children: dict[bytes, RadixNode] = {}
-        self.locks = 0
-        self.queued: Key | None = None
-        self.is_evicted = False
+    def path(self) -> list[RadixNode]:
+        """Nodes from the root's child on down to this one."""
+        node, found = self, []
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        found.reverse()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,29 +152,23 @@ class InsertResult:
     existing_pages: array[int]
     """The tree's own pages for the first part of the range: use these instead of the caller's."""
     not_taken: array[int]
-    """The caller's pages that the tree did not take; the caller still owns and frees them. With the cache enabled these
-    are the duplicates of `existing_pages`; with the cache disabled all of them."""
+    """The caller's pages that the tree did not take, duplicates of `existing_pages`; the caller still owns and frees
+    them."""
 
 
 class RadixCache:
-    """See the module. `page_size` in tokens; `enabled=False` keeps the interface and caches nothing.
+    """See the module. `page_size` in tokens.
 
     Raises:
         ValueError: page_size < 1, or no eviction policy of this name.
     """
 
     def __init__(
-        self,
-        page_size: int,
-        allocator: PageAllocator,
-        enabled: bool = True,
-        eviction: str = "lru",
-        log: KvEventLog | None = None,
+        self, page_size: int, allocator: PageAllocator, eviction: str = "lru", log: KvEventLog | None = None
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
         self.page_size = page_size
-        self.enabled = enabled
         self.evictable_pages = 0
         self.locked_pages = 0
         self.version = 0
@@ -195,7 +181,7 @@ class RadixCache:
         self._allocator = allocator
         self._log = log
         self._roots: dict[bytes, RadixNode] = {}
-        self._nowhere = RadixNode(None, b"", array("i"), 0, 0)
+        self._nowhere = RadixNode(None, b"", array("i"), 0)
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
         self.clock = 0
         """Ticks with every use; what was published later has a larger `created`."""
@@ -223,14 +209,11 @@ class RadixCache:
         self._touch(node)
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
-    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
-        """Length in tokens of what `match` would find; changes neither tree nor LRU order (for sorting queues)."""
-        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        return self._walk(tokens, namespace, limit)[1] * self.page_size
-
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None) -> PrefixProbe:
-        """As `peek`; `last` is the answer of an earlier call for these tokens or a part of them, None the first time.
+        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting queues).
 
+        Args:
+            last: the answer of an earlier call for these tokens or a part of them, None the first time.
         Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
         """
         width = self._page_bytes
@@ -267,13 +250,7 @@ class RadixCache:
 
         The last node may be matched in part only (`match` would split it).
         """
-        node = probe.node
-        path: list[int] = []
-        while node.parent is not None:
-            path.append(node.serial)
-            node = node.parent
-        path.reverse()
-        return path
+        return [node.serial for node in probe.node.path()]
 
     def insert(
         self,
@@ -282,7 +259,7 @@ class RadixCache:
         namespace: bytes,
         from_page: int = 0,
         priority: int = LOWEST_PRIORITY,
-        like: Memory | None = None,
+        like: PageMemory | None = None,
     ) -> InsertResult:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 
@@ -297,18 +274,16 @@ class RadixCache:
         total = from_page + len(pages)
         if len(tokens) // self._page_bytes < total:
             raise ValueError(f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}")
-        if not self.enabled:
-            return InsertResult(self._nowhere, array("i"), pages[:])
         node, matched, inside = self._walk(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
         if inside:
             node = self._split(node, inside)
-        existing = self._path_pages(node)[from_page:]
+        existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
         not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
         if matched < total:
             if node is self._nowhere:
-                node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0, 0)
+                node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
             node = self._attach(node, key, pages[matched - from_page :], like)
@@ -449,7 +424,7 @@ class RadixCache:
             del self._roots[namespace]
         self._serial += 1
         self.version += 1
-        away = top.parent = RadixNode(None, namespace, array("i"), self.clock, self._serial)
+        away = top.parent = RadixNode(None, namespace, array("i"), self._serial)
         away.children[first] = top
         self._quarantine.add(away)
         branch = [top]
@@ -502,9 +477,8 @@ class RadixCache:
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        upper = RadixNode(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
-        upper.locks = node.locks
-        upper.created, upper.reuses, upper.priority = node.created, node.reuses, node.priority
+        key, pages, serial = node.key[:cut], node.pages[:at_page], self._serial
+        upper = RadixNode(parent, key, pages, serial, node.stamp, node.created, node.reuses, node.priority, node.locks)
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         self._changed(node)
@@ -513,10 +487,11 @@ class RadixCache:
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: Memory | None) -> RadixNode:
+    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None) -> RadixNode:
         self._serial += 1
         self.version += 1
-        leaf = RadixNode(parent, key, pages, self.clock + 1, self._serial)
+        now = self.clock + 1
+        leaf = RadixNode(parent, key, pages, self._serial, now, now)
         if like is not None:
             leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf
@@ -588,13 +563,9 @@ class RadixCache:
 
     @staticmethod
     def _path_pages(node: RadixNode) -> array[int]:
-        edges = []
-        while node.parent is not None:
-            edges.append(node.pages)
-            node = node.parent
         pages = array("i")
-        for edge in reversed(edges):
-            pages.extend(edge)
+        for part in node.path():
+            pages.extend(part.pages)
         return pages
 
 

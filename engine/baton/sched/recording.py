@@ -187,12 +187,9 @@ def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] 
     for number, line in numbered:
         try:
             name, *args = json.loads(line)
-            if name == "=":
-                expected: str | None = args[0]
-            elif name in INPUTS:
-                expected = None
-            else:
+            if name != "=" and name not in INPUTS:
                 raise ReplayError(f"line {number}: {name!r} is no input of a scheduler")
+            expected = args[0] if name == "=" else None
         except (ValueError, TypeError) as err:
             raise ReplayError(f"line {number}: not a line of a scheduler trace ({err})") from err
         if pending is not None:

@@ -15,29 +15,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 
-from baton.cache.kv_events import KvEventLog, Stored
+from baton import errors
+from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
-from baton.errors import (
-    DuplicateRoom,
-    EngineError,
-    NonfiniteLogits,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    RequestTimeout,
-    WrongState,
-)
-from baton.sched.fairness.sharing import SharingStrategy
-from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.load_report import LoadReport, measure
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
-from baton.sched.queue.deadlines import DeadlineKind, DeadlineQueue
+from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
-from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, PagesFinal, PrefillDone, new_token
+from baton.sched.types.events import AbortTransfer, Event, OpenTransfer, PagesFinal, PrefillDone, new_token
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -54,11 +43,19 @@ TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._state = SchedulerState(limits)
-        self._planner = Planner(self._state)
+        self._state = state = SchedulerState(limits)
+        self._planner = Planner(state)
         self._deadlines = DeadlineQueue(with_first_token=limits.aborts_missed_deadlines)
         self.decisions = StepLog()
         """Log of the last plans and their reasons."""
+        self.stats = state.stats
+        """Statistics for metrics."""
+        self.sharing = state.sharing
+        """The accounts of classes and tenants."""
+        self.hit_tokens = state.memory.hit_tokens
+        """Tokens that sequences found in the cache, since the start, by source (memory.kv_manager.HIT_SOURCES)."""
+        self.kv_events = state.memory.kv_events
+        """Events of the tree; None unless Limits.kv_event_batches."""
 
     # ------------------------------------------------------------------ ingress
 
@@ -72,14 +69,14 @@ class Scheduler:
         state, limits = self._state, self.limits
         prompt_len = len(req.prompt)
         if prompt_len + 1 > limits.capacity_tokens:
-            raise PromptTooLong(
+            raise errors.PromptTooLong(
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.prefill_rate))
+        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
-            raise DuplicateRoom(
+            raise errors.DuplicateRoom(
                 f"bootstrap room {meet.room} is in use by another request; draw a new one", param="bootstrap_room"
             )
         self._make_room(req)
@@ -92,16 +89,17 @@ class Scheduler:
             state.rooms[meet.room] = seq
         self._deadlines.watch(req, state.seqs, len(state.seqs))
         if meet is not None and limits.role == "decode":
-            state.open(seq)
-        else:
-            state.enqueue(seq)
+            # Shake hands with P at once; pages come later, so that a full D delays no P.
+            seq.state = SeqState.OPENING
+            state.outbox.append(OpenTransfer(req))
+        state.enqueue(seq)
 
     def _make_room(self, req: ValidatedRequest) -> None:
         state = self._state
         now = max(state.now, req.arrival)
-        for seq in state.admission.make_room(req, now, state.prefill_rate):
-            retry = state.admission.retry_after(now, state.prefill_rate)
-            error = QueueFull(
+        for seq in state.admission.make_room(req, now, state.times.prefill_rate):
+            retry = state.admission.retry_after(now, state.times.prefill_rate)
+            error = errors.QueueFull(
                 f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
                 retry_after_secs=retry,
             )
@@ -134,7 +132,7 @@ class Scheduler:
         seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
         for seq in seqs:
             if seq.state not in (SeqState.WAITING, SeqState.RUNNING, SeqState.SUSPENDED):
-                raise WrongState(
+                raise errors.WrongState(
                     f"request {seq.req.rid} is {seq.state.value}: only waiting and running requests can be suspended; "
                     "ask again once it decodes, or ask the other node of the pair"
                 )
@@ -200,30 +198,30 @@ class Scheduler:
     def load_view(self) -> LoadView:
         state = self._state
         waiting = len(state.waiting) + len(state.opening)
-        return LoadView(waiting, len(state.running), state.memory.available, state.prefill_rate)
+        return LoadView(waiting, len(state.running), state.memory.available, state.times.prefill_rate)
 
     # ------------------------------------------------------------------ deadlines and failures
 
     def expire(self, now: float) -> None:
         """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
         state = self._state
-        for handle, kind in self._deadlines.passed(now):
+        for handle, is_whole in self._deadlines.passed(now):
             seq = self._alive(handle)
             if seq is None:
                 continue
-            if kind is DeadlineKind.WHOLE:
-                error: EngineError = RequestTimeout(
+            if is_whole:
+                error: errors.EngineError = errors.RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
                 )
-                state.stats.on_timeout()
+                state.stats.deadlines_missed["total"] += 1
                 state.end_with_error(seq, error, "DEADLINE")
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
         for seq in state.admission.overdue(now):
-            retry = state.admission.retry_after(now, state.prefill_rate)
+            retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
-            error = QueueTimeout(
+            error = errors.QueueTimeout(
                 f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
                 f"retry after {retry} s",
                 retry_after_secs=retry,
@@ -234,7 +232,7 @@ class Scheduler:
         coming = [at for at in (self._deadlines.next(), self._state.admission.next_due()) if at is not None]
         return min(coming, default=None)
 
-    def fail(self, handle: int, error: EngineError, code: str = "DEADLINE") -> None:
+    def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
         """End a request with an error; `code` is the reason given to the transfer peer."""
         seq = self._alive(handle)
         if seq is not None:
@@ -283,21 +281,14 @@ class Scheduler:
         state.stats.on_pulled(seq, pulled)
         self._take_token(seq, token, logprobs)
 
-    def transfer_failed(self, room: int, error: EngineError) -> None:
+    def transfer_failed(self, room: int, error: errors.EngineError) -> None:
         """D: the room is over and nothing writes to its pages any more."""
         state = self._state
         seq = state.rooms.get(room)
         if seq is None:
             return
-        if seq.state is SeqState.ABORTING:
-            self.transfer_closed(room)
-            return
-        seq.finish = FinishReason.ERROR
-        state.stats.on_failed(seq, error.code)
-        given = (error.code, error.message)
-        state.outbox.append(
-            EmittedTokens(seq.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=error.retry_after_secs)
-        )
+        if seq.state is not SeqState.ABORTING:
+            state.report_error(seq, error)
         state.forget(seq)
 
     def transfer_closed(self, room: int) -> None:
@@ -318,7 +309,7 @@ class Scheduler:
         if code == "CHECKSUM":
             self._state.memory.quarantine(seq)
         if seq.state is SeqState.LEASED:
-            self._state.stats.on_released(seq, code)
+            self.stats.timeline(seq).finish = code
             self._state.forget(seq)
         else:
             seq.is_released = True
@@ -340,35 +331,34 @@ class Scheduler:
         state, limits, plan = self._state, self.limits, outcome.plan
         sent_back = tuple(state.stats.sent_back)
         if plan is not None:
-            self.decisions.count(plan)
+            self.decisions.steps[plan.mode, plan.stopped_by] += 1
         elif not sent_back:
             waits = state.waiting or state.opening
             if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(outcome.stopped_by):
                 return
         state.stats.sent_back.clear()
         decode_rows = plan.num_decode if plan else 0
-        self.decisions.note(
-            StepDecision(
-                step=state.planned_step,
-                now=now,
-                mode=(plan.mode if plan else ForwardMode.IDLE).value,
-                stopped_by=outcome.stopped_by.value,
-                policy=state.arrival_policy.active,
-                decode_rows=decode_rows,
-                prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
-                prefill_requests=len(plan.rows) - decode_rows if plan else 0,
-                token_budget=limits.step_tokens,
-                seconds_budget=outcome.seconds_budget,
-                request_budget=limits.prefill_max_requests,
-                pages_available=state.memory.available,
-                pages_reserved=outcome.pages_reserved,
-                slots_free=len(state.slots),
-                new_token_ratio=state.memory.ratio.value,
-                queued=dict(state.stats.queued),
-                admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
-                sent_back=sent_back,
-            )
+        decision = StepDecision(
+            step=state.planned_step,
+            now=now,
+            mode=(plan.mode if plan else ForwardMode.IDLE).value,
+            stopped_by=outcome.stopped_by.value,
+            policy=state.arrival_policy.active,
+            decode_rows=decode_rows,
+            prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
+            prefill_requests=len(plan.rows) - decode_rows if plan else 0,
+            token_budget=limits.step_tokens,
+            seconds_budget=outcome.seconds_budget,
+            request_budget=limits.prefill_max_requests,
+            pages_available=state.memory.available,
+            pages_reserved=outcome.pages_reserved,
+            slots_free=len(state.slots),
+            new_token_ratio=state.memory.ratio.value,
+            queued=dict(state.stats.queued),
+            admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
+            sent_back=sent_back,
         )
+        self.decisions.note(decision)
 
     # ------------------------------------------------------------------ results
 
@@ -446,7 +436,7 @@ class Scheduler:
 
     def _fail_nonfinite(self, seq: Seq) -> None:
         state = self._state
-        error = NonfiniteLogits(
+        error = errors.NonfiniteLogits(
             f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
             "the checkpoint and --dtype when it happens to all"
         )
@@ -480,11 +470,6 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Drop every cached page without users, on the host too; returns how many of the device."""
         return self._state.memory.flush()
-
-    @property
-    def stats(self) -> SchedStats:
-        """Statistics for metrics."""
-        return self._state.stats
 
     def load(self) -> LoadReport:
         """Load report for routers."""
@@ -537,38 +522,30 @@ class Scheduler:
         """Requests suspended by an operator, since the start."""
         return self._state.suspensions
 
-    @property
-    def hit_tokens(self) -> dict[str, int]:
-        """Tokens that sequences found in the cache, since the start, by source
-        (sched.memory.kv_manager.HIT_SOURCES)."""
-        return self._state.memory.hit_tokens
-
-    @property
-    def kv_events(self) -> KvEventLog | None:
-        """Events of the tree; None unless Limits.kv_event_batches."""
-        return self._state.memory.kv_events
-
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
-        memory = self._state.memory
-        return [] if memory.kv_events is None else memory.kv_events.snapshot(memory.cache.edges())
+        return [] if self.kv_events is None else self.kv_events.snapshot(self._state.memory.cache.edges())
 
     @property
     def new_token_ratio(self) -> float:
         return self._state.memory.ratio.value
 
-    @property
-    def sharing(self) -> SharingStrategy:
-        """The accounts of classes and tenants."""
-        return self._state.sharing
-
     def counts(self) -> dict[str, int]:
         """Requests by state."""
-        return self._state.counts()
+        state = self._state
+        return {
+            "waiting": len(state.waiting),
+            "opening": len(state.opening),
+            "transfer": len(state.transfer),
+            "running": len(state.running),
+            "suspended": len(state.suspended),
+            "leased": len(state.leased),
+            "aborting": len(state.closing),
+        }
 
     def oldest_arrival(self) -> float | None:
         """When the oldest request that is not over arrived, leased ones included; None: there is none."""
-        return self._state.oldest_arrival()
+        return min((seq.req.arrival for seq in self._state.seqs.values()), default=None)
 
     def host_ledger(self) -> HostLedger | None:
         """Where every page of the host tier is; None without one. Raises if the books do not balance."""
@@ -577,8 +554,35 @@ class Scheduler:
 
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
-        return self._state.ledger()
+        state, memory = self._state, self._state.memory
+        private = in_transfer = 0
+        for seq in state.seqs.values():
+            if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
+                in_transfer += len(seq.private)
+            else:
+                private += len(seq.private)
+        ledger = PageLedger.take(memory.allocator, memory.cache, private, in_transfer)
+        ledger.check(self.limits.num_pages)
+        self.host_ledger()
+        return ledger
 
     def dump(self) -> dict[str, object]:
         """Pages by owner, and the last decisions: for the log when the page ledger does not balance."""
-        return {**self._state.dump(), "decisions": self.decisions.recent(DUMPED_DECISIONS)}
+        memory = self._state.memory
+        return {
+            "free": memory.allocator.free_count,
+            "evictable": memory.cache.evictable_pages,
+            "locked": memory.cache.locked_pages,
+            "capacity": self.limits.num_pages,
+            "requests": [
+                {
+                    "rid": seq.req.rid,
+                    "state": seq.state.value,
+                    "pages": seq.pages.tolist(),
+                    "private": sorted(seq.private),
+                    "published": seq.published,
+                }
+                for seq in self._state.seqs.values()
+            ],
+            "decisions": self.decisions.recent(DUMPED_DECISIONS),
+        }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from baton.config import EngineConfig, kv_events, tenants
 from baton.config.classes import ClassRules, parse_classes
@@ -10,6 +12,8 @@ from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies.base import PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
+
+Made = TypeVar("Made", Limits, PolicyParams)
 
 
 def resolve_policy(config: EngineConfig) -> str:
@@ -27,38 +31,34 @@ ASSUMED_PAGE_BYTES = 2_000_000
 """16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests, simulation)."""
 
 
+def _from_flags(made: type[Made], config: EngineConfig, **others: Any) -> Made:
+    """Make a class of the flags that have the names of its fields, and of `others`."""
+    same = {f.name: getattr(config, f.name) for f in fields(made) if hasattr(EngineConfig, f.name)}
+    return made(**(same | others))
+
+
 def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES) -> Limits:
     """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind them."""
     c = config
     events = kv_events.read(c.kv_events_config)
-    return Limits(
+    return _from_flags(
+        Limits,
+        c,
         num_pages=num_pages,
-        page_size=c.page_size,
-        max_running_requests=c.max_running_requests,
-        max_queued_requests=c.max_queued_requests,
-        step_tokens=c.step_tokens,
         is_chunked=c.chunked_prefill_size > 0,
         long_prefill_tokens=c.long_prefill_token_threshold,
-        admission_skip_ahead=c.admission_skip_ahead,
-        prefill_max_requests=c.prefill_max_requests,
         reserved_decode_tokens=c.num_reserved_decode_tokens,
         role=c.disaggregation_mode,
         policy=resolve_policy(c),
-        policy_params=PolicyParams(
-            lpm_degrade_threshold=c.lpm_degrade_threshold,
-            lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
+        policy_params=_from_flags(
+            PolicyParams,
+            c,
             in_batch_check_threshold=c.in_batch_prefix_caching_check_threshold,
             in_batch_deprioritize_threshold=c.in_batch_prefix_caching_deprioritize_threshold,
-            short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
             short_first_output_weight=(
                 None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
             ),
-            srpt_aging=c.srpt_aging,
-            srpt_aging_backlog_secs=c.srpt_aging_backlog_secs,
-            adaptive_window_secs=c.adaptive_window_secs,
-            adaptive_tail_weight=c.adaptive_tail_weight,
             default_deadline_secs=c.default_deadline_ms / 1000,
-            edf_demotion_secs=c.edf_demotion_secs,
             demote_hopeless=c.deadline_miss_action != "keep",
         ),
         priority=PriorityRule(
@@ -69,26 +69,18 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
             default=c.default_priority,
             preemption_threshold=c.priority_scheduling_preemption_threshold,
         ),
-        max_partial_prefills=c.max_partial_prefills,
-        preemption_mode=c.preemption_mode,
         host_pages=host_pages,
         host_pages_per_s=HOST_LINK_BYTES_PER_S / page_bytes,
-        max_preemptions_per_request=c.max_preemptions_per_request,
-        preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
-        max_queued_tokens=c.max_queued_tokens,
         starvation_secs=c.starvation_threshold_ms / 1000,
-        queue_timeout_secs=c.queue_timeout_secs,
         aborts_missed_deadlines=c.deadline_miss_action == "abort",
         conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
         eviction=c.radix_eviction_policy,
         kv_event_batches=events.buffer_steps if events.enable_kv_cache_events else 0,
-        prefill_first=c.prefill_first,
         mixed_chunk=c.enable_mixed_chunk,
         max_decode_gap_secs=c.max_decode_gap_ms / 1000,
         dynamic_chunking=c.enable_dynamic_chunking,
         step_target_secs=c.step_target_ms / 1000,
-        watermark=c.watermark,
         clip_new_tokens=c.clip_max_new_tokens,
         fairness=fairness(c),
     )

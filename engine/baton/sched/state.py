@@ -19,10 +19,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
 from baton.sched.fairness.fair_queue import FairQueue
-from baton.sched.fairness.sharing import SharingStrategy, SingleClass
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.memory.kv_manager import KvManager
 from baton.sched.metrics.collector import SchedStats
 from baton.sched.metrics.step_time import StepTime
@@ -30,7 +29,7 @@ from baton.sched.policies import POLICIES, Policy, PolicyContext
 from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
-from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, OpenTransfer, RevokeGrant
+from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
 from baton.sched.types.limits import Limits
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
@@ -51,7 +50,7 @@ class SchedulerState:
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
-        self.sharing: SharingStrategy = SingleClass()
+        self.sharing = SharingStrategy()
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
             self.sharing = fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
@@ -89,7 +88,7 @@ class SchedulerState:
             self.now,
             self.planned_step,
             self.memory.cache,
-            self.prefill_rate,
+            self.times.prefill_rate,
             self.computed_tokens,
             self.memory.ratio.value,
             self.limits.capacity_tokens,
@@ -101,11 +100,6 @@ class SchedulerState:
     def arrival_policy(self) -> Policy:
         """The order of the queue that new requests join; a decode node's other queue holds those sent back."""
         return self.opening.policy if self.limits.role == "decode" else self.policy
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens per second, as measured."""
-        return self.times.prefill_rate
 
     # ------------------------------------------------------------------ steps
 
@@ -140,8 +134,10 @@ class SchedulerState:
         return None
 
     def enqueue(self, seq: Seq) -> None:
-        self.waiting.add(seq)
-        self.admission.enter(seq, seq.prompt_len, self.now)
+        """Queue a sequence by its state. One whose prompt P computes adds no tokens to those that wait here."""
+        is_opening = seq.state is SeqState.OPENING
+        (self.opening if is_opening else self.waiting).add(seq)
+        self.admission.enter(seq, 0 if is_opening else seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
@@ -150,17 +146,6 @@ class SchedulerState:
         self.opening.discard(seq)
         self.announced.pop(seq.handle, None)
         self.admission.leave(seq, self.now)
-
-    def open(self, seq: Seq) -> None:
-        """D: shake hands with P at once; pages come later, so that a full D delays no P."""
-        seq.state = SeqState.OPENING
-        self._enter_opening(seq)
-        self.outbox.append(OpenTransfer(seq.req))
-
-    def _enter_opening(self, seq: Seq) -> None:
-        self.opening.add(seq)
-        self.stats.on_queued(seq, self.now)
-        self.admission.enter(seq, 0, self.now)
 
     # ------------------------------------------------------------------ running
 
@@ -200,7 +185,7 @@ class SchedulerState:
 
     def _vacate(self, seq: Seq, mode: str) -> None:
         """Take a sequence off the device: its slot and its pages are free for others (Memory.vacate for `mode`)."""
-        self.memory.vacate(seq, mode, self.prefill_rate)
+        self.memory.vacate(seq, mode, self.times.prefill_rate)
         self._free_slot(seq)
         self.running.pop(seq.handle, None)
         seq.computed = seq.committed = seq.sent_pages = 0
@@ -300,7 +285,7 @@ class SchedulerState:
     def announce(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
         seq.is_announced, seq.is_revoking = True, False
-        self.stats.on_announced(seq)
+        self.stats.timeline(seq).announced_at = self.stats.now
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
 
@@ -320,11 +305,7 @@ class SchedulerState:
         del self.transfer[seq.handle]
         self._let_go(seq)
         seq.to(SeqState.OPENING)
-        self._enter_opening(seq)
-
-    def sent_back(self) -> list[Seq]:
-        """Waiting sequences that have generated already: retracted or preempted ones."""
-        return [seq for seq in self.waiting if seq.generated] if self.waiting else []
+        self.enqueue(seq)
 
     def release_grants(self) -> None:
         while self._grants and self._grants[0][0] <= self.committed_step:
@@ -351,19 +332,15 @@ class SchedulerState:
 
     def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
         """`end`, and tell the client why."""
-        seq.finish = FinishReason.ERROR
-        self.stats.on_failed(seq, error.code)
-        self.outbox.append(
-            EmittedTokens(
-                seq.handle,
-                (),
-                FinishReason.ERROR,
-                max(seq.cached_tokens, 0),
-                error=(error.code, error.message),
-                retry_after_secs=error.retry_after_secs,
-            )
-        )
+        self.report_error(seq, error)
         self.end(seq, code)
+
+    def report_error(self, seq: Seq, error: EngineError) -> None:
+        """Tell the client why its request is about to end."""
+        seq.finish = FinishReason.ERROR
+        self.stats.timeline(seq).error = error.code
+        cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
+        self.outbox.append(EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs))
 
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client gave."""
@@ -408,59 +385,3 @@ class SchedulerState:
     def holders(self) -> Iterator[Seq]:
         """Every sequence that holds pages and has not ended."""
         return itertools.chain(self.running.values(), self.transfer.values(), self.leased.values())
-
-    def counts(self) -> dict[str, int]:
-        """Requests by state."""
-        return {
-            "waiting": len(self.waiting),
-            "opening": len(self.opening),
-            "transfer": len(self.transfer),
-            "running": len(self.running),
-            "suspended": len(self.suspended),
-            "leased": len(self.leased),
-            "aborting": len(self.closing),
-        }
-
-    def oldest_arrival(self) -> float | None:
-        """Arrival of the oldest sequence in any state."""
-        return min((seq.req.arrival for seq in self.seqs.values()), default=None)
-
-    def dump(self) -> dict[str, object]:
-        """Page counts and every request's pages."""
-        memory = self.memory
-        return {
-            "free": memory.allocator.free_count,
-            "evictable": memory.cache.evictable_pages,
-            "locked": memory.cache.locked_pages,
-            "capacity": self.limits.num_pages,
-            "requests": [
-                {
-                    "rid": seq.req.rid,
-                    "state": seq.state.value,
-                    "pages": seq.pages.tolist(),
-                    "private": sorted(seq.private),
-                    "published": seq.published,
-                }
-                for seq in self.seqs.values()
-            ],
-        }
-
-    def ledger(self) -> PageLedger:
-        """Where every page is. Raises if the books do not balance."""
-        moving = 0
-        held = self.memory.cache.locked_pages
-        for seq in self.seqs.values():
-            if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
-                moving += len(seq.private)
-            else:
-                held += len(seq.private)
-        ledger = PageLedger(
-            free=self.memory.allocator.free_count,
-            cached=self.memory.cache.evictable_pages,
-            held=held,
-            in_transfer=moving,
-        )
-        ledger.check(self.limits.num_pages)
-        if self.memory.host is not None:
-            self.memory.host.ledger()
-        return ledger

@@ -16,7 +16,7 @@ tenants has had least. What the planner plans for a candidate is charged before 
 * With one class and no tenants the order is the policy's own.
 
 Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off
-(sharing.SingleClass).
+(sharing.SharingStrategy).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import functools
 import heapq
 import itertools
 import math
-import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ from baton.config.classes import ClassRules, PriorityClass
 from baton.config.tenants import INTERNAL, OTHER, TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.classes import DeficitRoundRobin
-from baton.sched.fairness.sharing import PrefillView
+from baton.sched.fairness.sharing import PrefillView, SharingStrategy
 from baton.sched.fairness.tenants import VirtualCounters
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState, is_partial
@@ -113,9 +112,7 @@ class _Lane:
         if self._heap is None:
             # Equal counters: who has been waiting longer without a break.
             counters = self._counters.of(self.tenants)
-            self._heap = [
-                (counter, i, tenant) for i, (counter, tenant) in enumerate(zip(counters, self.tenants, strict=True))
-            ]
+            self._heap = list(zip(counters, range(len(counters)), self.tenants, strict=True))
             heapq.heapify(self._heap)
         while self._heap:
             rank, i, tenant = self._heap[0]
@@ -157,7 +154,7 @@ class _Use:
     kv_tokens: int = 0
 
 
-class FairQueue:
+class FairQueue(SharingStrategy):
     """The accounts of one rank. `answer_tokens`: tokens that a request is expected to still generate."""
 
     orders_requests = True
@@ -172,9 +169,8 @@ class FairQueue:
         self._middle = self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
         self._rounds = DeficitRoundRobin([c.weight for c in classes], quantum)
         self._counters = [VirtualCounters(rules.table_size) for _ in classes]
-        self._waiting: list[dict[str, int]] = [{} for _ in classes]
+        self._waiting: list[Counter[str]] = [Counter() for _ in classes]
         """Per class and tenant; no zeros."""
-        self._queued: dict[str, int] = {}
         self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)
         self._has_kv_caps = any(r.max_kv_tokens is not None for r in self._tenants.all)
         self._held_back: set[int] = set()
@@ -196,7 +192,7 @@ class FairQueue:
         """Requests without a tenant, such as the node's own health probes, have no limits."""
         return self._tenants.of(tenant) if tenant else _NO_LIMITS
 
-    # ------------------------------------------------------------------ the queue (waiting_queue.QueueWatcher)
+    # ------------------------------------------------------------------ the queue (waiting_queue.WaitingQueue)
 
     def check(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
         """Raises what keeps a request out of the queue: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
@@ -207,7 +203,7 @@ class FairQueue:
                 f"prompt has {len(req.prompt)} tokens, tenant {tenant!r} may hold {rule.max_kv_tokens}; shorten it or "
                 "raise the tenant's max_kv_tokens"
             )
-        waiting = self._queued.get(tenant, 0)
+        waiting = sum(waiting.get(tenant, 0) for waiting in self._waiting)
         if rule.max_queued is not None and waiting >= rule.max_queued:
             self._throttled["queue"] += 1
             raise TenantQueueFull(
@@ -219,18 +215,13 @@ class FairQueue:
 
     def entered(self, seq: Seq) -> None:
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
-        self._queued[tenant] = self._queued.get(tenant, 0) + 1
-        count = self._waiting[c].get(tenant, 0)
-        self._waiting[c][tenant] = count + 1
-        if not count:
+        self._waiting[c][tenant] += 1
+        if self._waiting[c][tenant] == 1:
             self._counters[c].enter(tenant)
 
     def left(self, seq: Seq) -> None:
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         self._held_back.discard(seq.handle)
-        self._queued[tenant] -= 1
-        if not self._queued[tenant]:
-            del self._queued[tenant]
         self._waiting[c][tenant] -= 1
         if not self._waiting[c][tenant]:
             del self._waiting[c][tenant]
@@ -244,16 +235,7 @@ class FairQueue:
             yield first
             view.preemptor = None
         order = (seq for seq in view.order() if seq.state is not SeqState.WAITING or not seq.inflight_steps)
-        yield from self.merge(
-            view.unfinished,
-            order,
-            view.holders(),
-            together=view.together,
-            has_slot=view.has_slot,
-            completes=view.completes,
-            most=view.max_partial,
-            most_skipped=view.skip_ahead,
-        )
+        yield from self.merge(view, order, view.holders(), view.skip_ahead)
         for seq in view.untried():
             if self._ahead_in_class(seq, view.partial()) < view.max_partial or view.completes(seq):
                 yield seq
@@ -265,34 +247,22 @@ class FairQueue:
 
     def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
         """D: prompts on their way, in the order in which they should get pages."""
-        return self.merge((), order, holders, most_skipped=skip_ahead)
+        return self.merge(None, order, holders, skip_ahead)
 
     def merge(
-        self,
-        under_way: Sequence[Seq],
-        order: Iterable[Seq],
-        holders: Iterable[Seq],
-        *,
-        together: bool = False,
-        has_slot: Callable[[], bool] = lambda: True,
-        completes: Callable[[Seq], bool] = lambda seq: False,
-        most: int = sys.maxsize,
-        most_skipped: int = 0,
+        self, view: PrefillView | None, order: Iterable[Seq], holders: Iterable[Seq], most_skipped: int
     ) -> Iterator[Seq]:
         """Candidates in the order in which the planner should try them. What it plans must be charged at once.
 
         Args:
-            under_way: prompts that have begun. They go before everything else in their class.
+            view: prompts under way, which go before everything else in their class, or (`together`) where `order` has
+                them. A request starts only if fewer than its `max_partial` unfinished prompts were handed out before
+                it, none of its class, or this step completes it. None: none are under way, nothing limits the others.
             order: those that wait, in the order of the policy.
             holders: every sequence that holds pages now.
-            together: `order` holds those under way as well, and they go where the policy puts them.
-            has_slot: asked before a waiting sequence is handed out.
-            completes: would this step compute all of a waiting sequence?
-            most: a request starts only if fewer unfinished prompts were handed out before it, none of its class, or
-                this step completes it.
             most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
-        lanes = self._lanes(under_way, order, together, most_skipped)
+        lanes = self._lanes(view, order, most_skipped)
         ready = {c for c, lane in enumerate(lanes) if lane.first or lane.tenants}
         if not ready:
             self._rounds.settle()
@@ -307,10 +277,10 @@ class FairQueue:
             return is_open and self._fits(seq, used)
 
         def has_room(seq: Seq) -> bool:
-            return ahead < most or not lanes[c].ahead or completes(seq)
+            return view is None or ahead < view.max_partial or not lanes[c].ahead or view.completes(seq)
 
         while ready:
-            is_open = is_open and has_slot()
+            is_open = is_open and (view is None or view.has_slot())
             c = self._rounds.turn(ready) if is_open else self._rounds.least_served(ready)
             seq = None
             if is_open or lanes[c].first or lanes[c].pending:
@@ -335,11 +305,11 @@ class FairQueue:
         """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
         saved = self._rounds.saved()
         try:
-            yield from itertools.islice(self.merge((), waiting, holders, most_skipped=count), count)
+            yield from itertools.islice(self.merge(None, waiting, holders, count), count)
         finally:
             self._rounds.restore(saved)
 
-    def _lanes(self, under_way: Sequence[Seq], order: Iterable[Seq], together: bool, most_skipped: int) -> list[_Lane]:
+    def _lanes(self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int) -> list[_Lane]:
         source = iter(order)
         lanes: list[_Lane] = []
 
@@ -353,9 +323,9 @@ class FairQueue:
 
         for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
             lanes.append(_Lane(counters, waiting, functools.partial(pull, c), most_skipped))
-        for seq in under_way:
+        for seq in view.unfinished if view is not None else ():
             lane = lanes[self.class_of(seq)]
-            if together:
+            if view is not None and view.together:
                 lane.tenants.setdefault(self.tenant_of(seq.req))
                 lane.pending += 1
             else:
@@ -434,10 +404,7 @@ class FairQueue:
     def gauges(self) -> dict[str, float]:
         if not self._rules.classes.classes:
             return {}
-        return {
-            f'class_waiting{{class="{name}"}}': float(sum(self._waiting[c].values()))
-            for name, c in self._number.items()
-        }
+        return {f'class_waiting{{class="{name}"}}': float(self._waiting[c].total()) for name, c in self._number.items()}
 
     def counters(self) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -43,10 +43,6 @@ rematch      found again by a request that had released its pages (retraction, p
 COPY_RATE_SMOOTHING = 0.1
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 class KvManager:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
@@ -55,9 +51,8 @@ class KvManager:
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
-        self.cache = RadixCache(
-            limits.page_size, self.allocator, limits.radix_cache, eviction=limits.eviction, log=self.kv_events
-        )
+        self.cache = RadixCache(limits.page_size, self.allocator, limits.eviction, self.kv_events)
+        self._publishes = limits.radix_cache
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
         self.watermark = int(limits.watermark * limits.num_pages)
@@ -99,7 +94,7 @@ class KvManager:
 
     def pages(self, tokens: int) -> int:
         """Pages that so many tokens fill, the last one perhaps in part."""
-        return ceil_div(tokens, self.page_size)
+        return -(-tokens // self.page_size)
 
     def cached_pages(self, seq: Seq) -> int:
         """Pages of a waiting sequence that the tree holds now."""
@@ -148,10 +143,10 @@ class KvManager:
             is_known = seq.ends_by_length and seq.is_decoding
             (known if is_known else others).append(seq)
         coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
-        answers = (
-            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq) + more)
-            for seq, more in zip(known, coming, strict=True)
-        )
+        answers = []
+        for seq, more in zip(known, coming, strict=True):
+            held_alone = len(seq.private) + self._locked_alone(seq) + more
+            answers.append(KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone))
         return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
@@ -165,10 +160,6 @@ class KvManager:
 
     def _locked_alone(self, seq: Seq) -> int:
         return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
-
-    def _held_alone(self, seq: Seq) -> int:
-        """Pages that become available when this sequence ends."""
-        return len(seq.private) + self._locked_alone(seq)
 
     # ------------------------------------------------------------------ taking
 
@@ -194,10 +185,14 @@ class KvManager:
     def share(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
+        self._hold(seq, match.node, len(match.pages))
+        seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def _hold(self, seq: Seq, node: RadixNode | None, published: int) -> None:
+        """Let a sequence hold this path, which is locked for it, in place of the one it had."""
         if seq.node is not None:
             self.cache.unlock(seq.node)
-        seq.node, seq.published = match.node, len(match.pages)
-        seq.pages.extend(match.pages[len(seq.pages) :])
+        seq.node, seq.published = node, published
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
@@ -233,20 +228,17 @@ class KvManager:
         priority = max(self._priority.base(seq), like.priority)
         done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
         self.cache.lock(done.node)
-        assert seq.node is not None, "share comes first"
         tokens = len(pages) * self.page_size
         self.hit_tokens["rematch" if seq.has_let_go else "host"] += tokens
         if not seq.has_let_go:
             self.cache.reuse(done.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
-        self.cache.unlock(seq.node)
-        seq.node, seq.published = done.node, first + len(pages)
+        self._hold(seq, done.node, first + len(pages))
         seq.pages.extend(pages)
 
     def _unpin(self, seq: Seq) -> None:
-        if seq.pinned:
-            assert self.host is not None, "nothing is pinned without a host tier"
+        if self.host is not None and seq.pinned:
             self.host.unpin(seq.pinned)
             seq.pinned = []
 
@@ -279,17 +271,14 @@ class KvManager:
         """Offer every whole page of known tokens whose computation is scheduled to the tree."""
         first = seq.published
         last = min(seq.computed, len(seq.tokens)) // self.page_size
-        if last <= first or not self.cache.enabled:
+        if last <= first or not self._publishes:
             return
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             return  # what follows a damaged page is of no use to others
         priority = self._priority.base(seq)
         done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
         self.cache.lock(done.node)
-        if seq.node is not None:
-            self.cache.unlock(seq.node)
-        seq.node = done.node
-        seq.published = last
+        self._hold(seq, done.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
@@ -330,10 +319,7 @@ class KvManager:
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
-        if seq.node is not None:
-            self.cache.unlock(seq.node)
-            seq.node = None
-            seq.published = 0
+        self._hold(seq, None, 0)
         seq.pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:

@@ -9,12 +9,12 @@ retracted for another, only a strictly higher base priority preempts, and a sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from baton.sched.memory.min_cost_cover import cheap_cover
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.sequence import Seq
+from baton.sched.types.sequence import Place, Seq
 
 
 def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
@@ -23,10 +23,7 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
     Less important ones go before more important ones, then the cheapest to compute again, then the newest.
     None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
     """
-
-    def base(seq: Seq) -> int:
-        return rule.base(seq) if rule.enabled else 0
-
+    base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
     first = min(running, key=lambda s: (not s.is_promised, -base(s), s.req.arrival, s.handle))
     victims = [s for s in running if s is not first and s is not keep and s.pages and not s.is_promised]
     if not victims:
@@ -44,12 +41,7 @@ def may_preempt(seq: Seq, limits: Limits) -> bool:
 
 
 def priority_victims(
-    head: Seq,
-    short: int,
-    running: Collection[Seq],
-    limits: Limits,
-    freed: Callable[[Seq], tuple[int, int]],
-    place: tuple[float, float, int],
+    head: Seq, short: int, running: Iterable[Seq], limits: Limits, freed: Callable[[Seq], tuple[int, int]], place: Place
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 
@@ -69,10 +61,6 @@ def priority_victims(
         (s for s in running if rule.base(s) < below and s.place > place and may_preempt(s, limits)),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
-    gains, costs = [], []
-    for seq in candidates:
-        pages, tokens = freed(seq)
-        gains.append(pages)
-        costs.append(tokens)
-    chosen = cheap_cover(costs, gains, short)
+    found = [freed(seq) for seq in candidates]
+    chosen = cheap_cover([tokens for _, tokens in found], [pages for pages, _ in found], short)
     return [] if chosen is None else [candidates[i] for i in chosen]

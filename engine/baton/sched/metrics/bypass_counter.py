@@ -27,12 +27,6 @@ class BypassCounter:
         self._waiting: dict[int, tuple[Key, int]] = {}
         """By handle: its key, and what was counted from its place on when it came."""
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, handle: int) -> bool:
-        return handle in self._waiting
-
     def enter(self, handle: int, arrival: float) -> None:
         """A request begins to wait (again). Its handle does not wait already."""
         key = (arrival, handle)

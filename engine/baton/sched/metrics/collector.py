@@ -5,7 +5,7 @@ docs/metrics.md. Nothing here influences a decision.
 
 1. `on_queued`: a request waits, for the first time or again (retracted, preempted).
 2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the first admission.
-3. `on_suspended`, `on_step`, `on_first_token`, `on_timeout`: on its way.
+3. `on_suspended`, `on_step`, `on_first_token`: on its way.
 4. `on_ended`: forgotten.
 
 The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of them traced that
@@ -21,7 +21,7 @@ waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are c
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,6 +89,8 @@ class SchedStats:
         """Time as far as it has come, for hooks without a time argument."""
         self._timelines: dict[int, RequestTimeline] = {}
         """Timelines of traced requests that live."""
+        self._unread = RequestTimeline(-1, b"", 0)
+        """Timeline of all the others."""
         self.queued: Counter[str] = Counter()
         """Waiting requests by class."""
         self.starving: Counter[str] = Counter()
@@ -101,14 +103,18 @@ class SchedStats:
         """Tokens of decode rows per second of steps that had some, smoothed."""
         self.recomputed_tokens = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
-        self.waiting_time: dict[str, Histogram] = {}
+        self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
         self.overtaken = Histogram(HISTOGRAMS["request_overtaken"])
         self.decode_stall = Histogram(HISTOGRAMS["decode_stall_seconds"])
         self.deadline_slack = Histogram(HISTOGRAMS["deadline_slack_seconds"])
-        self.pull_durations: dict[str, Histogram] = {}
+        self.pull_durations = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
         """D: durations of pulls by transport."""
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""
+
+    def timeline(self, seq: Seq) -> RequestTimeline:
+        """Timeline of a traced request, to be written; for any other request one that is never read."""
+        return self._timelines.get(seq.handle, self._unread)
 
     # ------------------------------------------------------------------ waiting
 
@@ -117,16 +123,15 @@ class SchedStats:
         life = self._lives.get(seq.handle)
         if life is None:
             arrival = seq.req.arrival
-            life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
-            self._lives[seq.handle] = life
+            life = self._lives[seq.handle] = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             if seq.req.trace:
                 self._timelines[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
             return
         else:
             life.waits, life.since = True, now
-            if seq.state is SeqState.OPENING and (timeline := self._timelines.get(seq.handle)) is not None:
-                timeline.note(self.now, "revoked", 0)
+            if seq.state is SeqState.OPENING:
+                self.timeline(seq).note(self.now, "revoked", 0)
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
@@ -170,15 +175,14 @@ class SchedStats:
             life.was_admitted = True
             self._overtake_overdue(life.key, now)
             self.overtaken.observe(self._order.admit(seq.handle))
-            times = self.waiting_time.setdefault(life.cls, Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
             life.queue_seconds = max(now - seq.req.arrival, 0.0)
-            times.observe(life.queue_seconds)
+            self.waiting_time[life.cls].observe(life.queue_seconds)
         self._stop_waiting(life)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            if timeline.admitted_at is None:
-                timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
-            else:
-                timeline.note(now, "admitted", seq.computed)
+        timeline = self.timeline(seq)
+        if timeline.admitted_at is None:
+            timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
+        else:
+            timeline.note(now, "admitted", seq.computed)
         if life.lost_tokens:
             self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
             life.lost_tokens = 0
@@ -189,8 +193,7 @@ class SchedStats:
             _, handle = heapq.heappop(self._overdue)
             life = self._lives.get(handle)
             # The wait of this entry may be over, and another one have begun.
-            waits = life is not None and life.waits and not life.is_starving
-            if life is not None and waits and now - life.since > self._starvation_secs:
+            if life and life.waits and not life.is_starving and now - life.since > self._starvation_secs:
                 self._starve(life)
 
     def _stop_waiting(self, life: _Life) -> None:
@@ -210,8 +213,7 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._lives[seq.handle]
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.note(self.now, SENT_BACK[reason], seq.computed)
+        self.timeline(seq).note(self.now, SENT_BACK[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
@@ -258,8 +260,7 @@ class SchedStats:
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
         now = max(now, self.now)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.first_token_at = now
+        self.timeline(seq).first_token_at = now
         if seq.req.ttft_deadline is not None:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
@@ -267,39 +268,17 @@ class SchedStats:
         life = self._lives[seq.handle]
         return FirstTokenStages(life.queue_seconds, life.pulled)
 
-    def on_announced(self, seq: Seq) -> None:
-        """D: P holds pages of it."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.announced_at = self.now
-
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
         self._lives[seq.handle].pulled = pulled
         if pulled is not None:
-            times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
-            times.observe(pulled.pull_seconds)
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.pulled = pulled
+            self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
+        self.timeline(seq).pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.leased_pages = pages
-
-    def on_released(self, seq: Seq, code: str) -> None:
-        """P: end of its lease, with the reason."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.finish = code
-
-    def on_failed(self, seq: Seq, code: str) -> None:
-        """Note the error with which the request is about to end."""
-        if (timeline := self._timelines.get(seq.handle)) is not None:
-            timeline.error = code
-
-    def on_timeout(self) -> None:
-        """A request ended because its deadline passed."""
-        self.deadlines_missed["total"] += 1
+        self.timeline(seq).leased_pages = pages
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""

@@ -36,17 +36,12 @@ class Histogram:
     """Bucket i counts the observations in (bounds[i-1], bounds[i]]; the last bucket has no upper bound."""
 
     bounds: Sequence[float]
-    counts: list[int] = field(default_factory=list)
+    counts: list[int] = field(init=False)
     sum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.counts:
-            self.counts = [0] * (len(self.bounds) + 1)
+        self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)

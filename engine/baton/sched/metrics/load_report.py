@@ -9,6 +9,7 @@ consistently: P + R *
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,26 +69,25 @@ def measure(state: SchedulerState) -> LoadReport:
     """
     rule, index, now = state.limits.priority, state.memory.cache, state.now
     probes = NEW_PROBES
-    by_band: dict[str, WaitingLoad] = {}
-    by_class: dict[str, WaitingLoad] = {}
-    for queue in (state.waiting, state.opening):
-        for seq in queue:
-            if seq.probe is None and probes:
-                probes -= 1
-                cached_tokens(seq, index)
-            cached = seq.computed or (seq.probe.num_tokens if seq.probe is not None else 0)
-            tokens = seq.total_len - cached
-            name = band(-rule.key(seq, now)) if rule.enabled else DEFAULT
-            for table, key in ((by_band, name), (by_class, state.stats.class_of(seq))):
-                entry = table.setdefault(key, WaitingLoad())
-                entry.requests += 1
-                entry.tokens += tokens
+    by_band: dict[str, WaitingLoad] = defaultdict(WaitingLoad)
+    by_class: dict[str, WaitingLoad] = defaultdict(WaitingLoad)
+    waiting = [*state.waiting, *state.opening]
+    for seq in waiting:
+        if seq.probe is None and probes:
+            probes -= 1
+            cached_tokens(seq, index)
+        cached = seq.computed or (seq.probe.num_tokens if seq.probe is not None else 0)
+        tokens = seq.total_len - cached
+        name = band(-rule.key(seq, now)) if rule.enabled else DEFAULT
+        for entry in (by_band[name], by_class[state.stats.class_of(seq)]):
+            entry.requests += 1
+            entry.tokens += tokens
     running = state.running.values()
     return LoadReport(
         bands={name: by_band[name] for name in BANDS if name in by_band},
-        classes=by_class,
-        queued_requests=len(state.waiting) + len(state.opening),
-        queued_prompt_tokens=sum(seq.prompt_len for queue in (state.waiting, state.opening) for seq in queue),
+        classes=dict(by_class),
+        queued_requests=len(waiting),
+        queued_prompt_tokens=sum(seq.prompt_len for seq in waiting),
         queued_tokens=sum(entry.tokens for entry in by_band.values()),
         started_tokens=sum(seq.extend_tokens for seq in running if not seq.is_decoding and wants_row(seq)),
         running_requests=len(state.running),
@@ -100,7 +100,7 @@ def measure(state: SchedulerState) -> LoadReport:
         pages_evictable=index.evictable_pages,
         pages=state.limits.num_pages,
         page_size=state.limits.page_size,
-        prefill_tokens_per_s=state.prefill_rate,
+        prefill_tokens_per_s=state.times.prefill_rate,
         decode_tokens_per_s=state.stats.decode_rate,
     )
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from baton.sched.types.plan import ForwardMode, StepPlan, StopReason
+from baton.sched.types.plan import ForwardMode, StopReason
 
 RING = 256
 """Records kept in memory."""
@@ -60,9 +60,6 @@ class StepLog:
         self._ring.append(decision)
         if self.sink is not None:
             self.sink(decision)
-
-    def count(self, plan: StepPlan) -> None:
-        self.steps[plan.mode, plan.stopped_by] += 1
 
     def is_news(self, stopped_by: StopReason) -> bool:
         """Is it worth a record that nothing was planned for this reason?"""

@@ -41,11 +41,9 @@ class AdmissionEstimate:
         state, deadline = self._state, seq.req.ttft_deadline
         if deadline is None or seq.has_started or not state.limits.aborts_missed_deadlines:
             return False
-        cached = cached_tokens(seq, state.memory.cache)
+        times, now, cached = state.times, state.now, cached_tokens(seq, state.memory.cache)
         tokens = seq.total_len - cached
-        return (
-            state.times.confirms(tokens, state.now) and state.now + state.times.chunk_seconds(cached, tokens) > deadline
-        )
+        return times.confirms(tokens, now) and now + times.chunk_seconds(cached, tokens) > deadline
 
     def can_start(self, seq: Seq) -> bool:
         """True if it waits, and its tenant is below its limits."""

@@ -18,31 +18,20 @@ class PlanDraft:
     seconds_budget: float | None = None
     """Time the prompts are allowed to take."""
 
-    def add(self, seq: Seq, n: int) -> Row:
+    def add(self, seq: Seq, n: int) -> None:
         """Plan the next `n` tokens of a sequence."""
-        start = seq.computed
-        if seq.sent_pages == 0:
+        start, sent, end = seq.computed, seq.sent_pages, seq.computed + n
+        if sent == 0:
             history = array("i", seq.tokens)
             self.admitted.append(AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history))
-        tokens = seq.tokens[start : start + n]
+        tokens = seq.tokens[start:end]
         if len(tokens) < n:
             tokens.append(UNKNOWN_TOKEN)
-        row = Row(
-            seq.handle,
-            seq.slot,
-            start,
-            n,
-            start + n == seq.total_len,
-            tokens,
-            seq.sent_pages,
-            seq.pages[seq.sent_pages :],
-        )
+        samples = end == seq.total_len
+        self.rows.append(Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:]))
         seq.sent_pages = len(seq.pages)
-        seq.computed = start + n
+        seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
-        if row.sample:
-            # The token before this one is known or in flight; from now on the newest unknown one is this row's.
-            seq.inflight += 1
-        self.rows.append(row)
-        return row
+        # The token before this one is known or in flight; from now on the newest unknown one is this row's.
+        seq.inflight += samples

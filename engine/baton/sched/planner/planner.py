@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.sched.planner.admission import AdmissionEstimate
-from baton.sched.planner.decode import DecodePlanner
+from baton.sched.planner.decode import plan_decode_rows
 from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.planner.prefill import PrefillPlanner
@@ -51,7 +51,6 @@ class Planner:
         estimate = AdmissionEstimate(state, self._growth)
         self._transfers = TransferPlanner(state, self._growth)
         self._preemption = PreemptionPlanner(state, estimate, self.reservation)
-        self._decode = DecodePlanner(state)
         self.prefill = PrefillPlanner(state, self._growth, estimate, self.reservation)
         self._prefill_run_secs: float | None = None
         """Predicted time of the steps without decode rows since the last step with some; None: that was it."""
@@ -75,7 +74,7 @@ class Planner:
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
-        others = list(state.running.values()) if skip_decode else self._decode.plan(draft)
+        others = list(state.running.values()) if skip_decode else plan_decode_rows(state, draft)
         num_decode = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
         if num_decode and limits.prefill_first and not limits.mixed_chunk:
@@ -83,7 +82,7 @@ class Planner:
         elif state.retractions == retractions:
             stopped_by = self.prefill.plan(draft, others)
         if skip_decode and not draft.rows:
-            self._decode.plan(draft)
+            plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
         if not draft.rows and (state.retractions > retractions or self._reclaim(stopped_by)):
             return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
@@ -106,16 +105,9 @@ class Planner:
         else:  # a step for copies alone adds nothing
             run = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
             self._prefill_run_secs = (self._prefill_run_secs or 0.0) + run
-        return StepPlan(
-            state.step_planned(),
-            tuple(draft.rows),
-            num_decode,
-            tuple(draft.admitted),
-            memory.take_new_pages(),
-            stopped_by,
-            retracted,
-            memory.take_copies(),
-        )
+        step, rows, admitted = state.step_planned(), tuple(draft.rows), tuple(draft.admitted)
+        new_pages, copies = memory.take_new_pages(), memory.take_copies()
+        return StepPlan(step, rows, num_decode, admitted, new_pages, stopped_by, retracted, copies)
 
     def _reclaim(self, stopped_by: StopReason) -> bool:
         """P: prompts wait for pages and nothing runs: have a retained one release its pages.

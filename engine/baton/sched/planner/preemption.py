@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.admission import AdmissionEstimate
@@ -35,7 +35,8 @@ class PreemptionPlanner:
             return
         least = min(map(rule.base, state.running.values()))
         self._reservation.review(self._estimate.can_start, was_tried=False)
-        for ahead, seq in enumerate(self._heads()):
+        waiting = (seq for seq in state.waiting.in_order() if not seq.inflight_steps)
+        for slots, seq in enumerate(state.sharing.heads(waiting, state.holders(), MAX_PREEMPTORS), start=1):
             short = self._estimate.pages_for(seq, state.memory.cached_pages(seq)) - state.memory.available
             if state.slots and short <= 0:
                 return
@@ -46,9 +47,7 @@ class PreemptionPlanner:
             victims = priority_victims(
                 seq, short, state.running.values(), state.limits, state.memory.freed_by, rule.place(seq, state.now)
             )
-            if not self._reservation.may_pass(seq, without=victims):
-                continue
-            if not self._saves_time(victims, slots=ahead + 1, short=short):
+            if not (self._reservation.may_pass(seq, victims) and self._saves_time(victims, slots=slots, short=short)):
                 continue
             for victim in victims:
                 state.preempt(victim, seq)
@@ -79,12 +78,6 @@ class PreemptionPlanner:
             if ended >= slots and pages >= short:
                 return False
         return True
-
-    def _heads(self) -> Iterator[Seq]:
-        """The first waiting sequences, in the order in which they would be tried."""
-        state = self._state
-        waiting = (s for s in state.waiting.in_order() if not s.inflight_steps)
-        return state.sharing.heads(waiting, state.holders(), MAX_PREEMPTORS)
 
     def _could_run(self, seq: Seq, can_prefill: bool) -> bool:
         """Would a waiting sequence get tokens in this step, after decode rows and the prompts that precede it?"""

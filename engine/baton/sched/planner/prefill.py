@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
+from baton.sched.fairness.sharing import PrefillView
 from baton.sched.planner.admission import AdmissionEstimate
 from baton.sched.planner.decode import retract_for
 from baton.sched.planner.draft import PlanDraft
@@ -12,18 +13,14 @@ from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.policies.base import cached_tokens
 from baton.sched.state import SchedulerState
 from baton.sched.types.plan import StopReason
-from baton.sched.types.sequence import Seq, SeqState, partial_of
+from baton.sched.types.sequence import Place, Seq, SeqState, partial_of
 
 
-class PrefillPlanner:
-    """Plans prompt chunks; sched.fairness.sharing.PrefillView while candidates are handed out."""
+class PrefillPlanner(PrefillView):
+    """Plans prompt chunks; the view of the sharing strategy while candidates are handed out."""
 
     def __init__(
-        self,
-        state: SchedulerState,
-        growth: ReservedGrowth,
-        estimate: AdmissionEstimate,
-        reservation: ReservationHolder,
+        self, state: SchedulerState, growth: ReservedGrowth, estimate: AdmissionEstimate, reservation: ReservationHolder
     ) -> None:
         self._state = state
         self._growth = growth
@@ -31,13 +28,7 @@ class PrefillPlanner:
         self._reservation = reservation
         self._budget = 0
         """Prompt tokens that this plan may still take."""
-        self._skipped = 0
-        """Waiting requests that this plan tried and could not start."""
-        self.together = False
-        self.unfinished: Sequence[Seq] = ()
-        self.preemptor: Seq | None = None
         self.skip_ahead = state.limits.admission_skip_ahead
-        self.max_partial = 0
 
     def plan(self, draft: PlanDraft, others: list[Seq]) -> StopReason:
         """Add prompt chunks to the draft.
@@ -73,17 +64,13 @@ class PrefillPlanner:
             else:
                 memory.adopt_prefix(seq)
             n = self._chunk(seq.computed, seq.extend_tokens, seconds, is_first=not started)
-            if n and not memory.extend(seq, seq.computed + n):
-                if is_new:
+            if n == 0 or not memory.extend(seq, seq.computed + n):
+                if is_new:  # without a token to compute: the host tier had more of it than the tree
                     state.unadmit(seq)
-                elif not draft.rows and state.planned_step == state.committed_step:
+                elif n and not draft.rows and state.planned_step == state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     retract_for(state, seq)
-                return StopReason.NO_PAGES
-            if n == 0:
-                if is_new:  # the host tier had more of it than the tree
-                    state.unadmit(seq)
-                return StopReason.TOKEN_BUDGET
+                return StopReason.NO_PAGES if n else StopReason.TOKEN_BUDGET
             if is_new:
                 state.stats.on_admitted(seq, state.now)
             if seconds is not None:
@@ -106,7 +93,7 @@ class PrefillPlanner:
         others have been, except in a plan that preempted for another one.
         """
         state = self._state
-        self._skipped = 0
+        self.skipped = 0
         self.preemptor = draft.preemptor
         # One that was preempted for others might come behind a less important one.
         self._reservation.review(self._estimate.can_start, was_tried=self.preemptor is not None)
@@ -129,13 +116,7 @@ class PrefillPlanner:
         return self._state.holders()
 
     def has_slot(self) -> bool:
-        return bool(self._state.slots) and self._skipped < sys.maxsize
-
-    def may_skip(self) -> bool:
-        return self._skipped <= self.skip_ahead
-
-    def skip(self) -> None:
-        self._skipped += 1
+        return bool(self._state.slots) and self.skipped < sys.maxsize
 
     def completes(self, seq: Seq) -> bool:
         return self._estimate.completes(seq, self._budget)
@@ -146,7 +127,7 @@ class PrefillPlanner:
             return []
         return [held.seq]
 
-    def place(self, seq: Seq) -> tuple[float, float, int]:
+    def place(self, seq: Seq) -> Place:
         return self._state.limits.priority.place(seq, self._state.now)
 
     def _prompt_seconds(self, num_decode: int) -> float | None:
@@ -192,11 +173,11 @@ class PrefillPlanner:
         need = self._estimate.pages_for(seq, max(len(match.pages), len(seq.pages)))
         if need > memory.available or not self._reservation.may_pass(seq):
             memory.cache.unlock(match.node)
-            self._skipped += 1
+            self.skipped += 1
             if need > memory.available:
                 self._reservation.reserve(seq)
                 if memory.available <= memory.watermark + self._growth.pages():
-                    self._skipped = sys.maxsize  # no request would fit
+                    self.skipped = sys.maxsize  # no request would fit
             return StopReason.NO_PAGES
         self._reservation.admitted(seq)
         state.dequeue(seq)

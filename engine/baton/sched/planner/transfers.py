@@ -9,7 +9,7 @@ from baton.cache.radix import PrefixMatch
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.state import SchedulerState
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import Place, Seq, SeqState
 
 
 class TransferPlanner:
@@ -96,11 +96,7 @@ class TransferPlanner:
 
     def _candidates(self) -> Iterator[Seq]:
         """Prompts on their way, in order, until too many lacked room; then the one with the reservation."""
-        held = self.reservation.held
-        if held is not None and held.seq.state is not SeqState.OPENING:
-            held = self.reservation.held = None
-        if held is not None:
-            held.was_tried = False
+        self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
         for seq in self._openings():
             if self._skipped > self._state.limits.admission_skip_ahead:
                 break
@@ -162,10 +158,11 @@ class TransferPlanner:
             for seq in chosen:
                 state.revoke(seq)
 
-    def _first_sent_back(self) -> tuple[float, float, int] | None:
+    def _first_sent_back(self) -> Place | None:
         """Place of the first that ran here and waits for room again, within its tenant's limits."""
-        startable = self._state.sharing.startable(self._state.sent_back(), self._state.holders)
-        return min(map(self._place, startable), default=None)
+        state = self._state
+        sent_back = (seq for seq in state.waiting if seq.generated)
+        return min(map(self._place, state.sharing.startable(sent_back, state.holders)), default=None)
 
-    def _place(self, seq: Seq) -> tuple[float, float, int]:
+    def _place(self, seq: Seq) -> Place:
         return self._state.limits.priority.place(seq, self._state.now)

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.sched.policies.adaptive import AdaptivePolicy
-from baton.sched.policies.base import Policy, PolicyContext, PolicyParams, cached_tokens, work
+from baton.sched.policies.base import Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import DfsWeight
 from baton.sched.policies.edf import EdfPolicy
 from baton.sched.policies.fcfs import FcfsPolicy
@@ -53,13 +53,4 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = [
-    "POLICIES",
-    "AdaptivePolicy",
-    "Policy",
-    "PolicyContext",
-    "PolicyParams",
-    "ShortFirst",
-    "cached_tokens",
-    "work",
-]
+__all__ = ["POLICIES", "AdaptivePolicy", "Policy", "PolicyContext", "PolicyParams", "ShortFirst"]

@@ -1,12 +1,12 @@
 """--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through each, and see.
 
 1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit for a log line.
-2. `forecast` serves it on paper, one request after the other, in each order: with the measured prefill rate, and with
-   a prefix cache of the pool's size, so that an order that keeps equal prefixes together is given credit for it.
+2. `forecast_in_parts` serves it on paper, one request after the other, in each order: with the measured prefill rate,
+   and with a prefix cache of the pool's size, so that orders that keep equal prefixes together get credit for it.
 3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
    takes over; so there is at most one switch in two windows, and none for noise.
 
-`forecast` and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modeled:
+A forecast and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modeled:
 arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
 
 Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield
@@ -109,12 +109,6 @@ def finish(parts: Parts[T]) -> T:
             return result
 
 
-def take_snapshot(
-    queue: Collection[Seq], view: PolicyContext, params: PolicyParams, cached_tokens: Callable[[Seq], int]
-) -> QueueSnapshot:
-    return finish(snapshot_in_parts(queue, view, params, cached_tokens))
-
-
 def snapshot_in_parts(
     queue: Collection[Seq], view: PolicyContext, params: PolicyParams, cached_tokens: Callable[[Seq], int]
 ) -> Parts[QueueSnapshot]:
@@ -129,9 +123,7 @@ def snapshot_in_parts(
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:
         block *= 2
-    weight = params.short_first_output_weight
-    if weight is None:
-        weight = view.answer_share
+    weight = view.answer_share if params.short_first_output_weight is None else params.short_first_output_weight
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:
@@ -172,6 +164,7 @@ class _Replay:
 
     def __init__(self, snapshot: QueueSnapshot) -> None:
         self.snapshot = snapshot
+        self.requests = snapshot.requests
         self.computed = 0
         self.matched = [0] * len(snapshot.requests)
         """Leading blocks in the cache, per request."""
@@ -183,14 +176,14 @@ class _Replay:
 
     def work(self, i: int) -> int:
         """Tokens to compute for request i."""
-        return max(self.snapshot.requests[i].tokens - self.matched[i] * self.snapshot.block_tokens, 1)
+        return max(self.requests[i].tokens - self.matched[i] * self.snapshot.block_tokens, 1)
 
     def serve(self, i: int) -> float:
         """Compute request i; returns how long it takes [s]."""
         tokens = self.work(i)
         self.computed += tokens
         self.left.remove(i)
-        if self._use(self.snapshot.requests[i].blocks):
+        if self._use(self.requests[i].blocks):
             self._rematch(self.left)
         return tokens / self.snapshot.rate
 
@@ -209,7 +202,7 @@ class _Replay:
     def _rematch(self, requests: Sequence[int]) -> None:
         cache = self._cache
         for i in requests:
-            blocks, n = self.snapshot.requests[i].blocks, self.matched[i]
+            blocks, n = self.requests[i].blocks, self.matched[i]
             while n and blocks[n - 1] not in cache:
                 n -= 1
             while n < len(blocks) and blocks[n] in cache:
@@ -220,39 +213,25 @@ class _Replay:
 Key = Callable[[_Replay, int], float]
 
 
-def _lpm_key(at: _Replay, i: int) -> float:
-    return -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.snapshot.requests[i].wait)
-
-
 def _short_first_key(at: _Replay, i: int) -> float:
-    request = at.snapshot.requests[i]
+    request = at.requests[i]
     return at.work(i) + request.answer - at.snapshot.short_first_aging * request.wait
-
-
-def _hrrn_key(at: _Replay, i: int) -> float:
-    return -(at.snapshot.requests[i].waited_tokens + at.computed) / at.work(i)
-
-
-def _srpt_key(at: _Replay, i: int) -> float:
-    return at.work(i) - at.snapshot.srpt_aging * at.snapshot.requests[i].wait
 
 
 CANDIDATES: dict[str, Key] = {
     "fcfs": lambda _, i: i,
-    "lpm": _lpm_key,
-    "short-first": _short_first_key,
-    "hrrn": _hrrn_key,
-    "srpt-aging": _srpt_key,
+    "lpm": lambda at, i: -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.requests[i].wait),
+    "short-first": lambda at, i: (
+        at.work(i) + at.requests[i].answer - at.snapshot.short_first_aging * at.requests[i].wait
+    ),
+    "hrrn": lambda at, i: -(at.requests[i].waited_tokens + at.computed) / at.work(i),
+    "srpt-aging": lambda at, i: at.work(i) - at.snapshot.srpt_aging * at.requests[i].wait,
 }
 """The orders as they look on paper, smallest first. Of equal forecasts the first wins."""
 
 
-def forecast(snapshot: QueueSnapshot, order: str) -> OrderForecast:
-    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
-    return finish(forecast_in_parts(snapshot, order))
-
-
 def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecast]:
+    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
     key, at = CANDIDATES[order], _Replay(snapshot)
     now = 0.0
     ttfts = []
@@ -263,10 +242,6 @@ def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecas
         yield 2 * len(at.left)  # compared, and matched with the cache
     ttfts.sort()
     return OrderForecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
-
-
-def forecasts(snapshot: QueueSnapshot) -> dict[str, OrderForecast]:
-    return {order: forecast(snapshot, order) for order in CANDIDATES}
 
 
 def forecasts_in_parts(snapshot: QueueSnapshot) -> Parts[dict[str, OrderForecast]]:
@@ -296,16 +271,13 @@ def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderFor
     queue = values["queue"]
     requests = tuple(WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
     snapshot = QueueSnapshot(**(queue | {"requests": requests}))
-    expected = forecasts(snapshot)
-    return (
-        OrderChoice(**values["after"]),
-        decide(OrderChoice(**values["before"]), expected, values["tail_weight"]),
-        expected,
-    )
+    expected = finish(forecasts_in_parts(snapshot))
+    today = decide(OrderChoice(**values["before"]), expected, values["tail_weight"])
+    return OrderChoice(**values["after"]), today, expected
 
 
 class AdaptivePolicy(Policy):
-    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors (`forecast`)."""
+    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors."""
 
     name = "adaptive"
     reviews = True
@@ -339,10 +311,6 @@ class AdaptivePolicy(Policy):
     @property
     def chosen(self) -> dict[str, bool]:
         return {name: name == self.choice.active for name in self._orders}
-
-    @property
-    def reads_tree(self) -> bool:
-        return self.order.reads_tree
 
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return self.choice.active, self.order.inputs(count, view)

@@ -7,39 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from baton.cache.radix import PrefixProbe, ProbeWatch
+from baton.cache.radix import PrefixProbe, RadixCache
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 
 NEVER = itertools.repeat(math.inf)
 """Times at which the keys of any number of requests change: never."""
-
-
-class PrefixIndex(Protocol):
-    """The part of the radix cache that an order may look at: it must not change what is evicted next."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever a probe's answer may change."""
-        ...
-
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
-        """The longest cached prefix of `tokens` (little-endian int32); `last` makes it cheap when it still holds."""
-        ...
-
-    def outdated(self, probes: Sequence[PrefixProbe | None]) -> Sequence[int]:
-        """Places of the probes that have to be made again, or for the first time."""
-        ...
-
-    def watch(self) -> ProbeWatch:
-        """Tells which probes have to be made again."""
-        ...
-
-    def path_of(self, probe: PrefixProbe) -> Sequence[int]:
-        """Serial numbers of the tree nodes along a probe, from the root on; the last may be matched in part."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +23,8 @@ class PolicyContext:
 
     now: float
     step: int
-    index: PrefixIndex
+    index: RadixCache
+    """To look at only (`version`, `probe`, `outdated`, `watch`, `path_of`): what is evicted next must not change."""
     prefill_rate: float
     """Prompt tokens the engine computes per second, measured."""
     computed_tokens: int
@@ -91,7 +67,7 @@ class Policy(abc.ABC):
     reviews: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
     each_alone: bool = True
-    """A sequence's number does not depend on who else waits."""
+    """A sequence's number does not depend on who else waits, and on nothing in the tree but its cached prefix."""
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
@@ -116,16 +92,11 @@ class Policy(abc.ABC):
         """The orders among which a policy chooses, and which it has chosen."""
         return {}
 
-    @property
-    def reads_tree(self) -> bool:
-        """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
-        return False
-
     def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         return None
 
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
-        """Called before `keys` with the queue's length: while it and what `reads_tree` means are equal, so are keys."""
+        """Called before `keys` with the queue's length: while it and the cached prefixes are equal, so are keys."""
         return ()
 
     @abc.abstractmethod
@@ -167,19 +138,19 @@ def batches(seqs: Sequence[Seq], size: int) -> Iterator[Sequence[Seq]]:
     return (seqs[first : first + size] for first in range(0, len(seqs), size))
 
 
-def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
+def cached_tokens(seq: Seq, index: RadixCache) -> int:
     """Prompt tokens of a sequence that need no computing."""
     if seq.pages:
         return seq.computed
     return _probed(seq, index).num_tokens
 
 
-def _probed(seq: Seq, index: PrefixIndex) -> PrefixProbe:
+def _probed(seq: Seq, index: RadixCache) -> PrefixProbe:
     seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
     return probe
 
 
-def all_cached_tokens(queue: Sequence[Seq], index: PrefixIndex) -> list[int]:
+def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
     """`cached_tokens` of each. Asks again only where the tree has changed."""
     probes = [seq.probe for seq in queue]
     for i in index.outdated(probes):

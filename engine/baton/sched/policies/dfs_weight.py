@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from baton.cache.radix import PrefixProbe, RadixNode
-from baton.sched.policies.base import Policy, PolicyContext, PrefixIndex, _probed, batches
+from baton.cache.radix import PrefixProbe, RadixCache, RadixNode
+from baton.sched.policies.base import Policy, PolicyContext, _probed, batches
 from baton.sched.types.sequence import Seq
 
 ROOT = -1
@@ -63,10 +63,6 @@ class DfsWeight(Policy):
     name = "dfs-weight"
     each_alone = False
 
-    @property
-    def reads_tree(self) -> bool:
-        return True
-
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         ends = _PrefixEnds()
         ends.add(queue, view.index)
@@ -95,7 +91,7 @@ class _PrefixEnds:
         """A probe that ended there, and how many did."""
         self._places: dict[RadixNode, int] = {}
 
-    def add(self, queue: Sequence[Seq], index: PrefixIndex) -> None:
+    def add(self, queue: Sequence[Seq], index: RadixCache) -> None:
         for i in index.outdated([seq.probe for seq in queue]):
             _probed(queue[i], index)
         for seq in queue:
@@ -104,7 +100,7 @@ class _PrefixEnds:
             _, count = self._ending.get(probe.node, (probe, 0))
             self._ending[probe.node] = probe, count + 1
 
-    def walk(self, index: PrefixIndex) -> None:
+    def walk(self, index: RadixCache) -> None:
         """O(nodes on the way to these ends)."""
         weights = BranchWeights()
         last: dict[RadixNode, int] = {}

@@ -18,6 +18,7 @@ class EdfPolicy(Policy):
     """
 
     name = "edf"
+    redecides_chunks = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
@@ -25,14 +26,6 @@ class EdfPolicy(Policy):
 
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
-
-    @property
-    def redecides_chunks(self) -> bool:
-        return True
-
-    @property
-    def reads_tree(self) -> bool:
-        return self.params.demote_hopeless
 
     def _due(self, seq: Seq) -> float:
         deadline = seq.req.ttft_deadline

@@ -12,10 +12,6 @@ from baton.sched.types.sequence import Seq
 class HrrnPolicy(Policy):
     name = "hrrn"
 
-    @property
-    def reads_tree(self) -> bool:
-        return True
-
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
         return view.computed_tokens
 

@@ -20,16 +20,12 @@ class LpmPolicy(Policy):
     """
 
     name = "lpm"
+    degraded_total = 0
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self.each_alone = params.in_batch_check_threshold < 0
         self.is_degraded = False
-        self._degraded_total = 0
-
-    @property
-    def degraded_total(self) -> int:
-        return self._degraded_total
 
     @property
     def active(self) -> str:
@@ -39,12 +35,8 @@ class LpmPolicy(Policy):
         limit = self.params.lpm_degrade_threshold
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
-        self._degraded_total += self.is_degraded and not was_degraded
+        self.degraded_total += self.is_degraded and not was_degraded
         return self.is_degraded
-
-    @property
-    def reads_tree(self) -> bool:
-        return not self.is_degraded
 
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         if inputs:

@@ -17,13 +17,8 @@ class ShortFirst(Policy):
         self._ratio = HysteresisValue()
 
     def inputs(self, count: int, view: PolicyContext) -> Hashable:
-        if self.params.short_first_output_weight is None:
-            return self._ratio(view.answer_share)
-        return self.params.short_first_output_weight
-
-    @property
-    def reads_tree(self) -> bool:
-        return True
+        weight = self.params.short_first_output_weight
+        return self._ratio(view.answer_share) if weight is None else weight
 
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         aging, weight = self.params.short_first_aging_tokens_per_s, inputs

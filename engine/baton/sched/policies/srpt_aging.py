@@ -17,6 +17,7 @@ class SrptAging(Policy):
     """
 
     name = "srpt-aging"
+    redecides_chunks = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
@@ -26,14 +27,6 @@ class SrptAging(Policy):
         most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
         share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
         return self._held(view.prefill_rate), share
-
-    @property
-    def redecides_chunks(self) -> bool:
-        return True
-
-    @property
-    def reads_tree(self) -> bool:
-        return True
 
     def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
         rate, share = inputs

@@ -94,9 +94,6 @@ class AdmissionController:
         """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""
         self._due: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._inside)
-
     def enter(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
         self._rate.start(now, was_empty=not self._inside)
@@ -105,10 +102,10 @@ class AdmissionController:
         if seq.has_started:
             return
         if self._limits.priority.enabled:
-            self._least = self._compact(self._least)
+            self._compact(self._least)
             self._offer(seq)
         if self._limits.queue_timeout_secs:
-            self._due = self._compact(self._due)
+            self._compact(self._due)
             heapq.heappush(self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle))
 
     def leave(self, seq: Seq, now: float) -> None:
@@ -193,10 +190,8 @@ class AdmissionController:
         entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)
         heapq.heappush(self._least, entry)
 
-    def _compact(self, heap: list[Entry]) -> list[Entry]:
+    def _compact(self, heap: list[Entry]) -> None:
         """Drop what has left, once it is the larger part."""
-        if len(heap) <= 1024 + 2 * len(self._inside):
-            return heap
-        kept = [entry for entry in heap if entry[-1] in self._inside]
-        heapq.heapify(kept)
-        return kept
+        if len(heap) > 1024 + 2 * len(self._inside):
+            heap[:] = [entry for entry in heap if entry[-1] in self._inside]
+            heapq.heapify(heap)

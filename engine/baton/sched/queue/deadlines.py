@@ -6,16 +6,10 @@ Every request has a limit for its whole answer (`--request-timeout-secs`, the fi
 
 from __future__ import annotations
 
-import enum
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from baton.sched.types.request import ValidatedRequest
-
-
-class DeadlineKind(enum.IntEnum):
-    FIRST_TOKEN = 0
-    WHOLE = 1
 
 
 class DeadlineQueue:
@@ -23,24 +17,23 @@ class DeadlineQueue:
 
     def __init__(self, *, with_first_token: bool) -> None:
         self._with_first_token = with_first_token
-        self._heap: list[tuple[float, DeadlineKind, int]] = []
+        self._heap: list[tuple[float, bool, int]] = []
+        """(time, for the whole answer and not only its first token, handle)."""
 
     def watch(self, req: ValidatedRequest, alive: Container[int], alive_count: int) -> None:
         if req.deadline is not None:
-            heapq.heappush(self._heap, (req.deadline, DeadlineKind.WHOLE, req.handle))
+            heapq.heappush(self._heap, (req.deadline, True, req.handle))
         if self._with_first_token and req.ttft_deadline is not None:
-            heapq.heappush(self._heap, (req.ttft_deadline, DeadlineKind.FIRST_TOKEN, req.handle))
+            heapq.heappush(self._heap, (req.ttft_deadline, False, req.handle))
         if len(self._heap) > 1024 + 4 * alive_count:
             self._heap = [entry for entry in self._heap if entry[2] in alive]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float) -> list[tuple[int, DeadlineKind]]:
-        """Handles whose time is over, perhaps after they ended; each entry is given once."""
-        found = []
+    def passed(self, now: float) -> Iterator[tuple[int, bool]]:
+        """Handles whose time is over, perhaps after they ended, and whether it was for the whole answer; each once."""
         while self._heap and self._heap[0][0] <= now:
-            _, kind, handle = heapq.heappop(self._heap)
-            found.append((handle, kind))
-        return found
+            _, is_whole, handle = heapq.heappop(self._heap)
+            yield handle, is_whole
 
     def next(self) -> float | None:
         return self._heap[0][0] if self._heap else None

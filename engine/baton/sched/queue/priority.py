@@ -1,16 +1,13 @@
-"""Priority of a request, its aging, and the whole sort key that it is part of."""
+"""Priority of a request, and its aging."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from baton.sched.policies.base import Policy, PolicyContext
+from baton.cache.eviction import LOWEST_PRIORITY
 from baton.sched.types.request import ValidatedRequest
-from baton.sched.types.sequence import Seq
-
-LOWEST_PRIORITY = -(2**31)
+from baton.sched.types.sequence import Place, Seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +74,7 @@ class PriorityRule:
         """Requests age up to a maximum, so that the order of two may change with time."""
         return self.enabled and self.aging_rate > 0 and self.aging_max < math.inf
 
-    def place(self, seq: Seq, now: float) -> tuple[float, float, int]:
+    def place(self, seq: Seq, now: float) -> Place:
         """Where no policy decides: (priority, arrival, handle). Without a cap it never changes."""
         key = self.key(seq, now) if self.is_capped else self.aging_key(seq)
         return key, seq.req.arrival, seq.handle
-
-
-Rank = tuple[float, float, float, int]
-
-
-def ranks(
-    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, inputs: Hashable
-) -> list[Rank]:
-    """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
-    keys = policy.keys(queue, view, inputs)
-    aged = [priority.key(seq, view.now) for seq in queue]
-    return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
-
-
-def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext) -> list[Seq]:
-    """The queue in the order in which the planner should look at it, computed afresh."""
-    found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
-    entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])
-    return [seq for _, seq in entries]

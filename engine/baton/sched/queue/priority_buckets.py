@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 
-from baton.sched.queue.priority import LOWEST_PRIORITY, PriorityRule
+from baton.cache.eviction import LOWEST_PRIORITY
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 
 EDGES = (-1024, -256, -64, -16, -4, 0, 1, 4, 16, 64, 256, 1024)

@@ -25,9 +25,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from baton.cache.radix import ProbeWatch
+from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies.base import NEVER, Policy, PolicyContext, cached_tokens
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.events import OrderReviewed
@@ -44,13 +44,6 @@ MAX_DEAD_ENTRIES = 64
 
 Entry = tuple[float, float, float, int, Seq]
 """(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
-
-
-class QueueWatcher(Protocol):
-    """Hears of everything that begins or ceases to wait."""
-
-    def entered(self, seq: Seq) -> None: ...
-    def left(self, seq: Seq) -> None: ...
 
 
 class _Order:
@@ -120,19 +113,15 @@ class _Order:
 
 
 class WaitingQueue:
-    """`view` is called when an order is needed; it must not change the queue."""
+    """`view` is called when an order is needed; it must not change the queue. `sharing` learns who waits."""
 
     def __init__(
-        self,
-        policy: Policy,
-        priority: PriorityRule,
-        view: Callable[[], PolicyContext],
-        watcher: QueueWatcher | None = None,
+        self, policy: Policy, priority: PriorityRule, view: Callable[[], PolicyContext], sharing: SharingStrategy
     ) -> None:
         self.policy = policy
         self.priority = priority
         self._view = view
-        self._watcher = watcher
+        self._sharing = sharing
         self._seqs: dict[int, Seq] = {}
         self._joined: dict[int, int] = {}
         """Those that are in no order yet, with the number of their arrival here."""
@@ -161,20 +150,13 @@ class WaitingQueue:
         """In order of arrival here."""
         return iter(list(self._seqs.values()))
 
-    @property
-    def inputs(self) -> Hashable:
-        """The policy's inputs of the order in force."""
-        return self._order.inputs
-
     def add(self, seq: Seq) -> None:
         seq.probe = None  # it may have run meanwhile, and have more tokens
         self._seqs[seq.handle] = seq
         self._joins += 1
         self._await_place(seq, self._joins)
-        if not self.policy.each_alone:
-            self._tree = None
-        if self._watcher is not None:
-            self._watcher.entered(seq)
+        self._tree = None
+        self._sharing.entered(seq)
 
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
@@ -187,10 +169,8 @@ class WaitingQueue:
             self._next.remove(handle)
         if self._probes is not None:
             self._probes.forget(handle)
-        if not self.policy.each_alone:
-            self._tree = None
-        if self._watcher is not None:
-            self._watcher.left(seq)
+        self._tree = None
+        self._sharing.left(seq)
 
     def reprioritize(self, seq: Seq) -> None:
         """To be called after a change of the sequence's adjusted priority."""
@@ -217,12 +197,12 @@ class WaitingQueue:
         view = self._view()
         self._update(view)
         order = self._order
-        gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        lanes = [_Lane(self, order, order.aging, -gained), _Lane(self, order, order.aged, 0.0)]
-        if under_way:
-            others = self._entries_of(under_way, view, order.inputs)
-            lanes.append(_Lane(None, order, others, 0.0))
-        return self._walk(lanes, order, view, self._joins)
+        waiting = self._waiting_entries(order, view, self._joins)
+        if not under_way:
+            return (entry[4] for entry in waiting)
+        given = {seq.handle for seq in under_way}
+        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.inputs))
+        return (entry[4] for entry in entries if entry[3] in self._seqs or entry[3] in given)
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
         """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
@@ -243,9 +223,6 @@ class WaitingQueue:
         """Let the policy look at the queue as a whole, before a plan."""
         return self.policy.review(self._seqs.values(), self._view()) if self.policy.reviews else None
 
-    def is_waiting(self, handle: int) -> bool:
-        return handle in self._seqs
-
     def _entries_of(self, under_way: Sequence[Seq], view: PolicyContext, inputs: Hashable) -> list[Entry]:
         is_alike = self.policy.redecides_chunks
         keys = self.policy.keys(under_way, view, inputs) if is_alike else [-math.inf] * len(under_way)
@@ -254,23 +231,19 @@ class WaitingQueue:
             for seq, key in zip(under_way, keys, strict=True)
         )
 
-    def _walk(self, lanes: list[_Lane], order: _Order, view: PolicyContext, last_join: int) -> Iterator[Seq]:
-        while True:
-            best: _Lane | None = None
-            waits = False
-            for lane in lanes:
-                lane.advance()
-                waits |= lane.rank is not None and lane.queue is not None
-                if lane.rank is not None and (best is None or best.rank is None or lane.rank < best.rank):
-                    best = lane
-            if not waits and order is self._order and (joined := self._join(view, last_join)):
-                keys = ((self.priority.key(seq, view.now), order.entries[seq.handle][1], seq) for seq in joined)
-                more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
-                lanes = [*(lane for lane in lanes if lane.queue is None), _Lane(self, order, more, 0.0)]
-                continue
-            if best is None:
-                return
-            yield best.take()
+    def _waiting_entries(self, order: _Order, view: PolicyContext, last_join: int) -> Iterator[Entry]:
+        """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
+        gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
+        entries = _walk(order, order.aging, -gained)
+        if self.priority.is_capped:
+            entries = heapq.merge(entries, _walk(order, order.aged, 0.0))
+        for entry in entries:
+            if entry[3] in self._seqs:
+                yield entry
+        while order is self._order and (joined := self._join(view, last_join)):
+            keys = ((self.priority.key(seq, view.now), order.entries[seq.handle][1], seq) for seq in joined)
+            more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
+            yield from (entry for entry in more if entry[3] in self._seqs)
 
     # ------------------------------------------------------------------ keeping it sorted
 
@@ -393,45 +366,21 @@ class WaitingQueue:
             self._order, self._next, self._sorting = self._next, None, None
             return
         # A request that left and returned meanwhile is in `_next` already.
-        found = [entry for entry in ready if self._is_placed(entry[0]) and entry[0].handle not in self._next.entries]
+        placed, moved = self._order.entries, self._next.entries
+        found = [(seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved]
         self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
 
-    def _is_placed(self, seq: Seq) -> bool:
-        return seq.handle in self._order.entries
 
+def _walk(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
+    """Walk one of the order's lists, which may change meanwhile.
 
-class _Lane:
-    """Walks a sorted list that may change meanwhile. `queue` None: a list of our own, which does not."""
-
-    __slots__ = ("_at", "_last", "_order", "_seen", "_shift", "entries", "queue", "rank")
-
-    def __init__(self, queue: WaitingQueue | None, order: _Order, entries: list[Entry], shift: float) -> None:
-        self.queue = queue
-        self.entries = entries
-        self.rank: tuple[float, float, float, int] | None = None
-        """Rank of the sequence that `take` would return; None at the end."""
-        self._order = order
-        self._shift = shift
-        """Makes priorities of the list comparable with those of other lists at the present time."""
-        self._seen = order.changes
-        self._last: Entry | None = None
-        self._at = 0
-
-    def advance(self) -> None:
-        """Look for the first sequence behind the last one taken that still waits."""
-        queue = self.queue
-        if queue is not None and self._order.changes != self._seen:
-            self._seen = self._order.changes
-            self._at = bisect.bisect_right(self.entries, self._last) if self._last is not None else 0
-        while self._at < len(self.entries):
-            entry = self.entries[self._at]
-            if queue is None or queue.is_waiting(entry[3]):
-                self.rank = (entry[0] + self._shift, entry[1], entry[2], entry[3])
-                return
-            self._at += 1
-        self.rank = None
-
-    def take(self) -> Seq:
-        entry = self._last = self.entries[self._at]
-        self._at += 1
-        return entry[4]
+    Args:
+        shift: makes priorities of this list comparable with those of others at the present time.
+    """
+    at, changes = 0, order.changes
+    while at < len(entries):
+        last = entries[at]
+        yield (last[0] + shift, *last[1:])
+        at += 1
+        if order.changes != changes:
+            at, changes = bisect.bisect_right(entries, last), order.changes

@@ -97,14 +97,5 @@ class OrderReviewed:
     """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes some ms."""
 
 
-Event = (
-    EmittedTokens
-    | PagesFinal
-    | PrefillDone
-    | OpenTransfer
-    | GrantPages
-    | RevokeGrant
-    | AbortTransfer
-    | OrderReviewed
-    | RequestTimeline
-)
+TransferEvent = PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer
+Event = EmittedTokens | TransferEvent | OrderReviewed | RequestTimeline

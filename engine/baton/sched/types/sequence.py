@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from baton.cache.radix import PrefixProbe, RadixNode
 
 
+Place = tuple[float, float, int]
+"""Place in the order of importance: (priority, arrival, handle)."""
+
+
 class SeqState(enum.Enum):
     WAITING = "waiting"
     OPENING = "opening"
@@ -111,7 +115,7 @@ class Seq:
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
-    place: tuple[float, float, int] = (0.0, 0.0, 0)
+    place: Place = (0.0, 0.0, 0)
     """While it runs: its place among the running (PriorityRule.place), kept because each plan compares them all."""
     adjusted_priority: float | None = None
     """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
