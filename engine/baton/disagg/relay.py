@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Protocol
 
@@ -158,25 +159,27 @@ class RoomCalls:
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = dict.fromkeys((f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0)
 
-    def _begin(self, room: int, call: Callable[[], None]) -> None:
+    def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
+        meet = _meeting(req)
         try:
-            call()
+            call(meet.room, meet.attempt, *peer, prompt_hash(req), self._timeout_ms)
         except ValueError as err:
-            raise DuplicateRoom(f"bootstrap room {room} is in use: {err}", param="bootstrap_room") from err
+            raise DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
         except RuntimeError as err:
             self._count("refused")
             raise QueueFull(
                 f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
             ) from err
 
-    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[[], None]) -> None:
+    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
+        room = _meeting(req).room
         try:
-            call()
+            call(room, *args)
         except (ValueError, RuntimeError) as err:
             self._count("call")
-            log.error("room %d ends: %s", _meeting(req).room, err)
+            log.error("room %d ends: %s", room, err)
             if sched.is_alive(req.handle):
                 sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
             else:
@@ -200,14 +203,13 @@ class PrefillRelay(RoomCalls):
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         super().__init__(node, timeout_secs)
-        self._offered: dict[int, int] = {}
+        self._offered = Counter[int]()
         """Offers of each room whose end was not polled yet. A number may be offered again before its first end is."""
 
     def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""
-        meet = _meeting(req)
-        self._begin(meet.room, lambda: self._node.offer(meet.room, meet.attempt, prompt_hash(req), self._timeout_ms))
-        self._offered[meet.room] = self._offered.get(meet.room, 0) + 1
+        self._begin(req, self._node.offer)
+        self._offered[_meeting(req).room] += 1
 
     def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
@@ -215,13 +217,10 @@ class PrefillRelay(RoomCalls):
 
     def carry_out(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, PagesFinal):
-            room, first, pages = _meeting(event.req).room, event.first_page, event.pages.tobytes()
-            self._continue(sched, event.req, lambda: self._node.publish(room, first, pages))
+            self._continue(sched, event.req, self._node.publish, event.first_page, event.pages.tobytes())
         elif isinstance(event, PrefillDone):
-            room, total, last, payload = (
-                _meeting(event.req).room, event.total_pages, event.last_page_tokens, _payload_of(event)
-            )  # fmt: skip
-            self._continue(sched, event.req, lambda: self._node.finish(room, total, last, payload))
+            total, last = event.total_pages, event.last_page_tokens
+            self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
         elif isinstance(event, AbortTransfer):
             self._abort(event.req, event.code)
 
@@ -238,10 +237,9 @@ class PrefillRelay(RoomCalls):
 
 
 def _payload_of(event: PrefillDone) -> bytes:
-    lp = event.logprobs
     first = FirstToken(event.token, event.cached_tokens)
-    if lp is not None:
-        first = FirstToken(event.token, event.cached_tokens, lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs))
+    if (lp := event.logprobs) is not None:
+        first.logprob, first.top_ids, first.top_logprobs = lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs)
     return _payload_encoder.encode(first)
 
 
@@ -262,24 +260,16 @@ class DecodeRelay(RoomCalls):
         if isinstance(event, OpenTransfer):
             self._open(event.req, sched)
         elif isinstance(event, GrantPages):
-            room, start, pages = _meeting(event.req).room, event.start_page, event.pages.tobytes()
-            self._continue(sched, event.req, lambda: self._node.grant(room, start, pages))
+            self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
         elif isinstance(event, RevokeGrant):
-            room = _meeting(event.req).room
-            self._continue(sched, event.req, lambda: self._node.revoke(room))
+            self._continue(sched, event.req, self._node.revoke)
         elif isinstance(event, AbortTransfer):
             self._abort(event.req, event.code)
 
     def _open(self, req: ValidatedRequest, sched: Scheduler) -> None:
         meet = _meeting(req)
         try:
-            self._begin(
-                meet.room,
-                lambda: self._node.open(
-                    meet.room, meet.attempt, meet.host, meet.port, meet.prefill_dp_rank, prompt_hash(req),
-                    self._timeout_ms,
-                ),
-            )  # fmt: skip
+            self._begin(req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
         except EngineError as err:
             sched.transfer_failed(meet.room, err)
 
