@@ -168,18 +168,16 @@ class EngineLoop:
 
     def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        disaggregated = self._relay is not None and req.rendezvous is not None
-        if disaggregated:
-            assert self._relay is not None
-            self._relay.accept(req)
+        relay = None if req.rendezvous is None else self._relay
+        if relay is not None:
+            relay.accept(req)
         try:
             if self.trouble is not None:
                 raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
             self.sched.add(req)
         except EngineError as err:
-            if disaggregated:
-                assert self._relay is not None
-                self._relay.refuse(req, err)
+            if relay is not None:
+                relay.refuse(req, err)
             raise
         if self._hook is not None:
             self._hook.watch(req.handle, req.arrival)
@@ -216,7 +214,7 @@ class EngineLoop:
         plan = self.sched.plan(now) if self.trouble is None else None
         self._carry_out()
         if plan is not None:
-            self._launch(plan)
+            self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
         busy = plan is not None
         if self._flight and (plan is None or len(self._flight) >= self._depth):
             self._collect()
@@ -237,9 +235,6 @@ class EngineLoop:
         """Timelines of the traced requests that have ended since the last call."""
         timelines, self._timelines = self._timelines, []
         return timelines
-
-    def _launch(self, plan: StepPlan) -> None:
-        self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
 
     def _collect(self) -> None:
         flight = self._flight.popleft()

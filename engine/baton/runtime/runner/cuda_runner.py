@@ -18,7 +18,7 @@ Nothing here knows CUDA: `stream` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,11 +75,10 @@ class DeviceRunner(ModelRunner):
         max_slots: int,
         *,
         stream: ComputeStream,
-        announces_writes: bool = False,
-        host: Tensor | None = None,
-        tell: Callable[[bytes], None] | None = None,
+        **more: Any,
     ) -> None:
-        super().__init__(model, kv, attn, max_slots, announces_writes=announces_writes, host=host, tell=tell)
+        """`more`: the other arguments of `ModelRunner`."""
+        super().__init__(model, kv, attn, max_slots, **more)
         self._stream = stream
         self._vocab = model.spec.vocab_size
         self._table = TokenTable(max_slots, kv.data.device)
@@ -188,13 +187,7 @@ class DeviceRunner(ModelRunner):
     def _upload(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
-            (
-                indices.token_ids,
-                indices.positions,
-                indices.slot_mapping,
-                indices.sample_index,
-                step.slots[step.samples],
-            )
+            (indices.token_ids, indices.positions, indices.slot_mapping, indices.sample_index, step.slots[step.samples])
         )
         if (indices.token_ids < 0).any():
             token_ids = self._table.read(token_ids)

@@ -60,9 +60,8 @@ class StepInputs:
     """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer reads them."""
 
 
-@dataclass(slots=True)
-class StepIndices:
-    """Inputs of a step on the host: `ForwardBatch` as arrays."""
+class StepIndices(NamedTuple):
+    """Inputs of a step on the host: the tensors of `ForwardBatch` as arrays, in its order."""
 
     token_ids: Int64
     positions: Int64

@@ -104,10 +104,7 @@ class SamplingLaunch:
         if drawn.top_ids is None or drawn.top_logprobs is None:
             return StepResult(tokens, {i: TokenLogprobs(chosen[n]) for n, i, _ in asked})
         ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
-        return StepResult(
-            tokens,
-            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked},
-        )
+        return StepResult(tokens, {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked})
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
