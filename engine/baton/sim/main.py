@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from baton.sched.types.plan import StepPlan
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.node import NodeSetting, SimNode
-from baton.sim.report import RunSummary, as_json, summarise, table, ttfts
+from baton.sim.report import RunSummary, summarise, table, ttfts
 from baton.sim.trace import TraceRequest
 
 PROG = "baton simulate"
@@ -183,36 +183,34 @@ def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> list[str]:
-    bad = []
+def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> Iterator[str]:
     if not sim.trace and sim.replay is None:
-        bad.append("--trace is missing; give a file or the name of a trace that comes with Baton")
+        yield "--trace is missing; give a file or the name of a trace that comes with Baton"
     for name in policies:
         if name not in POLICIES:
-            bad.append(f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}")
+            yield f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}"
     if len(set(policies)) < len(policies):
-        bad.append(f"--schedule-policy {sim.schedule_policy}: names an order twice")
+        yield f"--schedule-policy {sim.schedule_policy}: names an order twice"
     if sim.speedup is not None and sim.load is not None:
-        bad.append("--speedup and --load both rescale arrivals; give one")
+        yield "--speedup and --load both rescale arrivals; give one"
     for flag, number in (("--speedup", sim.speedup), ("--load", sim.load)):
         if number is not None and not 0 < number < math.inf:
-            bad.append(f"{flag} {number}: must be above 0")
+            yield f"{flag} {number}: must be above 0"
     if sim.limit is not None and sim.limit < 1:
-        bad.append(f"--limit {sim.limit}: must be at least 1")
+        yield f"--limit {sim.limit}: must be at least 1"
     if sim.length_scale < 1 or BLOCK_TOKENS % sim.length_scale:
-        bad.append(f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}")
+        yield f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}"
     if sim.host_kv_tokens < 0:
-        bad.append(f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative")
+        yield f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative"
     if not 0 <= sim.jitter < 1:
-        bad.append(f"--jitter {sim.jitter}: use 0 up to below 1")
+        yield f"--jitter {sim.jitter}: use 0 up to below 1"
     if sim.plot is not None and not sim.plot.endswith(".svg"):
-        bad.append(f"--plot {sim.plot}: only .svg can be written")
+        yield f"--plot {sim.plot}: only .svg can be written"
     for f in dataclasses.fields(model):
         if not 0 <= getattr(model, f.name) < math.inf:
-            bad.append(f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative")
+            yield f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative"
     if not (model.step_ms or (model.token_us and model.weights_ms)):
-        bad.append("--step-ms 0: a step must take time, or the clock would stand still")
-    return bad
+        yield "--step-ms 0: a step must take time, or the clock would stand still"
 
 
 def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
@@ -354,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
                     name: value for name, value in dataclasses.asdict(run.engine).items() if name not in NOT_SIMULATED
                 },
                 "offered_load": offered / span if span > 0 else None,
-                "policies": [as_json(summary) for summary in summaries],
+                "policies": [dataclasses.asdict(summary) for summary in summaries],
             }
             Path(run.sim.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if run.sim.plot is not None:
