@@ -23,7 +23,6 @@ from torch import Tensor
 from baton.layers import flashinfer_loader
 from baton.layers.model_spec import ModelSpec
 
-DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 _AT_ONCE = 8
 """Values that one thread reads: 16 bytes."""
