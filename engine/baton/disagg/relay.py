@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -98,7 +98,7 @@ class TransferNode(Protocol):
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None: ...
     def revoke(self, room: int) -> None: ...
     def abort(self, room: int, code: str) -> None: ...
-    def poll(self, max: int) -> Sequence[tuple[object, ...]]: ...
+    def poll(self, max: int) -> Sequence[tuple[Any, ...]]: ...
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -227,13 +227,12 @@ class PrefillRelay(RoomCalls):
     def pump(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
         for kind, room, *rest in self._node.poll(POLL_BATCH):
-            assert isinstance(room, int)
             if kind == "released":
                 later = self._offered.pop(room, 1) - 1
                 if later:
                     self._offered[room] = later  # the scheduler's request is of a later offer
                 else:
-                    sched.release(room, str(rest[0]))
+                    sched.release(room, rest[0])
 
 
 def _payload_of(event: PrefillDone) -> bytes:
@@ -258,7 +257,11 @@ class DecodeRelay(RoomCalls):
 
     def carry_out(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, OpenTransfer):
-            self._open(event.req, sched)
+            meet = _meeting(event.req)
+            try:
+                self._begin(event.req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
+            except EngineError as err:
+                sched.transfer_failed(meet.room, err)
         elif isinstance(event, GrantPages):
             self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
         elif isinstance(event, RevokeGrant):
@@ -266,28 +269,18 @@ class DecodeRelay(RoomCalls):
         elif isinstance(event, AbortTransfer):
             self._abort(event.req, event.code)
 
-    def _open(self, req: ValidatedRequest, sched: Scheduler) -> None:
-        meet = _meeting(req)
-        try:
-            self._begin(req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
-        except EngineError as err:
-            sched.transfer_failed(meet.room, err)
-
     def pump(self, sched: Scheduler) -> None:
         for kind, room, *rest in self._node.poll(POLL_BATCH):
-            assert isinstance(room, int)
             if kind == "announced":
                 sched.transfer_announced(room)
             elif kind == "revoked":
                 sched.grant_revoked(room)
             elif kind == "committed":
                 payload, _, _, pulled = rest
-                assert isinstance(payload, bytes)
-                assert isinstance(pulled, str)
                 self._commit(sched, room, payload, _pulled_decoder.decode(pulled))
             elif kind == "failed":
                 code, message, retryable = rest
-                sched.transfer_failed(room, error_of(str(code), str(message), bool(retryable)))
+                sched.transfer_failed(room, error_of(code, message, retryable))
             elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
                 sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True))
 

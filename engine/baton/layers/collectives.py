@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -80,9 +81,6 @@ class ProcessGroup:
     """
 
     def __init__(self, shard: Shard, device: torch.device, timeout_secs: float) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
         self._shard = shard
         self._timeout_secs = timeout_secs
         self._device = device
@@ -99,10 +97,10 @@ class ProcessGroup:
             return x
         x = x.contiguous()
         if self._adds_in_any_order:
-            self._do(lambda: self._dist.all_reduce(x))
+            self._do(lambda: dist.all_reduce(x))
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._do(lambda: self._dist.all_gather(parts, x))
+        self._do(lambda: dist.all_gather(parts, x))
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -113,16 +111,16 @@ class ProcessGroup:
         # gloo and NCCL gather equal shapes; shares differ by one column at most
         padded = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         if self._shard.rank:
-            self._do(lambda: self._dist.gather(padded, dst=0))
+            self._do(lambda: dist.gather(padded, dst=0))
             return x.new_empty(0, columns)
         parts = [torch.empty_like(padded) for _ in widths]
-        self._do(lambda: self._dist.gather(padded, parts, dst=0))
+        self._do(lambda: dist.gather(padded, parts, dst=0))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def least(self, n: int) -> int:
         """The smallest of all ranks' n, on every rank."""
         value = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self._do(lambda: self._dist.all_reduce(value, op=self._dist.ReduceOp.MIN))
+        self._do(lambda: dist.all_reduce(value, op=dist.ReduceOp.MIN))
         return int(value)
 
     def _do(self, collective: Callable[[], object]) -> None:
@@ -145,8 +143,6 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
         meeting_point: a file that does not exist yet, the same for all ranks and only for them.
         timeout_secs: for this, and later for every single call.
     """
-    import torch.distributed as dist
-
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
@@ -168,7 +164,5 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
 
 def leave() -> None:
     """Close the connections of `join`, so that the process can end in any order with the others."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()

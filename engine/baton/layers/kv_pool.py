@@ -173,10 +173,8 @@ def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
     """
     for page, slot, count in _spans(run.pages, run.slots):
         here, there = device[page : page + count], host[slot : slot + count]
-        if run.to_host:
-            there.copy_(here, non_blocking=True)
-        else:
-            here.copy_(there, non_blocking=True)
+        target, source = (there, here) if run.to_host else (here, there)
+        target.copy_(source, non_blocking=True)
 
 
 def _spans(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
