@@ -36,7 +36,7 @@ RUBBISH = 0xDB
 
 
 class StandIn:
-    """As gpu.pages.Queue and gpu.pages.Sharing, of one process's pool."""
+    """As device_pages.CudaQueue and ipc.CudaIpc, of one process's pool."""
 
     def __init__(self, slow_secs: float = 0.0, *, late: bool = False) -> None:
         """`slow_secs`: how long each copy takes, half of it before and half after.

@@ -154,7 +154,7 @@ def plan_of(tokens: int) -> StepPlan:
 
 
 class FakeStream:
-    """stream.ComputeStream for tensors without data."""
+    """As stream.CudaStream, for tensors without data."""
 
     def put(self, x: np.ndarray) -> Tensor:
         return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=CUDA)

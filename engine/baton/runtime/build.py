@@ -82,10 +82,7 @@ def compute_threads(config: EngineConfig) -> int:
 
 
 def load(
-    config: EngineConfig,
-    model_dir: str,
-    place: Place | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    config: EngineConfig, model_dir: str, place: Place | None = None, on_progress: OnProgress = lambda done, total: None
 ) -> LoadedModel:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -39,36 +39,6 @@ WATCH_SECS = 1.0
 """Between two looks for waits longer than that."""
 
 
-class Queue(Protocol):
-    """Where the device's work is put."""
-
-    def run(self, what: str, enqueue: Callable[[], None]) -> None:
-        """Have the device do what `enqueue` queues, and return when it is through."""
-
-    def host_memory(self, count: int) -> Tensor:
-        """`count` int64 in host memory that the device copies to without anybody waiting."""
-
-    def pin(self, memory: Tensor) -> None: ...
-    def unpin(self, memory: Tensor) -> None: ...
-
-
-class OpenedPages(Protocol):
-    """A peer's memory in this process."""
-
-    @property
-    def memory(self) -> Tensor:
-        """Bytes of the block as a tensor."""
-
-    def close(self) -> None: ...
-
-
-class Sharing(Protocol):
-    """How another process of this host gets at the memory."""
-
-    def handle(self, memory: Tensor) -> bytes: ...
-    def open(self, handle: bytes) -> OpenedPages: ...
-
-
 def weights(words: int) -> NDArray[np.int64]:
     """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -80,7 +50,7 @@ def weights(words: int) -> NDArray[np.int64]:
 class PageAccess:
     """The pool as a matrix, a page per row, and the queue that its work goes to."""
 
-    def __init__(self, data: Tensor, queue: Queue) -> None:
+    def __init__(self, data: Tensor, queue: CudaQueue) -> None:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
         self.queue = queue
         self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
@@ -106,7 +76,7 @@ class PageAccess:
 class DevicePages:
     """Args: `data`: the pool, page-major and contiguous; a page is a multiple of 8 bytes."""
 
-    def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
+    def __init__(self, data: Tensor, queue: CudaQueue, sharing: ipc.CudaIpc) -> None:
         self._pages = PageAccess(data, queue)
         self._queue = queue
         self._sharing = sharing
@@ -180,24 +150,23 @@ class DeviceSlabs:
         rows = self._rows(slab, pages)
         self._pages.queue.run(
             "gathering pages into a slab",
-            lambda: drop(torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)),
+            lambda: torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows),
         )
 
     def scatter(self, slab: int, pages: bytes) -> None:
         rows = self._rows(slab, pages)
         self._pages.queue.run(
             "scattering pages from a slab",
-            lambda: drop(self._pages.rows.index_copy_(0, self._pages.index(pages), rows)),
+            lambda: self._pages.rows.index_copy_(0, self._pages.index(pages), rows),
         )
 
 
 class PeerPages:
     """A peer's pages, of the same size as ours. They are only ever read."""
 
-    def __init__(self, ours: PageAccess, opened: OpenedPages) -> None:
+    def __init__(self, ours: PageAccess, opened: ipc.OpenedBlock) -> None:
         self._ours = ours
-        self._opened: OpenedPages | None = opened
-        self._theirs: Tensor | None = opened.memory.view(torch.int64).view(-1, ours.page_words)
+        self._opened: ipc.OpenedBlock | None = opened
         self._lock = threading.Lock()
         """Held while the peer's memory is read."""
 
@@ -206,9 +175,9 @@ class PeerPages:
         ours = self._ours
         sums = ours.queue.host_memory(len(src) // 4)
         with self._lock:
-            theirs = self._theirs
-            if theirs is None:
+            if self._opened is None:
                 raise RuntimeError("the peer's pages are closed: it is gone")
+            theirs = self._opened.memory.view(torch.int64).view(-1, ours.page_words)
 
             def enqueue() -> None:
                 there, here = ours.index(src), ours.index(dst)
@@ -222,13 +191,9 @@ class PeerPages:
 
     def close(self) -> None:
         with self._lock:
-            opened, self._opened, self._theirs = self._opened, None, None
+            opened, self._opened = self._opened, None
             if opened is not None:
                 opened.close()
-
-
-def drop(_: object) -> None:
-    """For calls whose result is not needed."""
 
 
 def end_process(why: str) -> NoReturn:
@@ -255,7 +220,8 @@ class CudaQueue:
         self._idle: list[torch.cuda.Stream] = []
         """The last one used is the next: torch keeps freed memory for the stream it was used on."""
 
-    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+    def run(self, what: str, enqueue: Callable[[], object]) -> None:
+        """Have the device do what `enqueue` queues, and return when it is through."""
         with torch.cuda.device(self._device):
             try:
                 stream = self._idle.pop()
@@ -293,6 +259,7 @@ class CudaQueue:
                     return
 
     def host_memory(self, count: int) -> Tensor:
+        """`count` int64 in host memory that the device copies to without anybody waiting."""
         with torch.cuda.device(self._device):
             return torch.empty(count, dtype=torch.int64, pin_memory=True)
 

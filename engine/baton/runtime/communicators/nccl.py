@@ -108,11 +108,7 @@ def load() -> Any:
         "ncclSend": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
         "ncclRecv": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
     }  # fmt: skip
-    for name, arguments in calls.items():
-        call = getattr(lib, name)
-        call.argtypes, call.restype = arguments, ctypes.c_int
-    lib.ncclGetErrorString.argtypes, lib.ncclGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
-    return lib
+    return ipc.declared(lib, calls, lib.ncclGetErrorString)
 
 
 class Handle:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
 from baton.layers.attention.paged_indices import PagedRows, capture_size, capture_sizes, pad_decode, pad_slots
-from baton.layers.cuda.stream import ComputeStream
+from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
@@ -52,11 +51,6 @@ def rows_to_record(config: EngineConfig) -> int:
     return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
 
 
-class GraphRecorder(Protocol):
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
-
-
 class CudaRecorder:
     """All graphs share one memory pool: they run one at a time."""
 
@@ -65,6 +59,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
         work()  # kernels are loaded and libraries set up outside of the recording, where they may allocate
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -83,8 +78,8 @@ class DecodeGraphs:
         kv: KvTensors,
         attn: GraphAttention,
         table: TokenTable,
-        stream: ComputeStream,
-        recorder: GraphRecorder,
+        stream: CudaStream,
+        recorder: CudaRecorder,
         largest: int,
         context: int,
     ) -> None:
@@ -106,7 +101,7 @@ class DecodeGraphs:
         model.reserve(context)  # the tables of rotary embedding stay where they are from now on
         self._replays = self._record_all(recorder)
 
-    def _record_all(self, recorder: GraphRecorder) -> dict[int, Callable[[], None]]:
+    def _record_all(self, recorder: CudaRecorder) -> dict[int, Callable[[], None]]:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))

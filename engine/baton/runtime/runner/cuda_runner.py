@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
-from baton.layers.cuda.stream import ComputeStream, CudaStream, StreamEvent
+from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.graphs.capture import DecodeGraphs, GraphRecorder
+from baton.runtime.graphs.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
-from baton.runtime.sampling.cuda_sampler import SamplingLaunch, SamplingResult
 from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.cuda_sampler import SamplingLaunch, SamplingResult
 from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 
@@ -48,8 +48,8 @@ class InFlight:
     wrote, and transfers may write those it used (layers.cuda.device_pages).
     """
 
-    began: StreamEvent
-    ended: StreamEvent
+    began: CudaMark
+    ended: CudaMark
     draw: SamplingLaunch | None = None
     """None: no row samples."""
     drawn: SamplingResult | None = None
@@ -74,7 +74,7 @@ class DeviceRunner(ModelRunner):
         attn: AttentionBackend,
         max_slots: int,
         *,
-        stream: ComputeStream,
+        stream: CudaStream,
         **more: Any,
     ) -> None:
         """`more`: the other arguments of `ModelRunner`."""
@@ -92,7 +92,7 @@ class DeviceRunner(ModelRunner):
         return isinstance(self._attn, GraphAttention)
 
     @torch.inference_mode()
-    def record_graphs(self, recorder: GraphRecorder, largest: int, context: int) -> None:
+    def record_graphs(self, recorder: CudaRecorder, largest: int, context: int) -> None:
         """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
 
         Args: `context`: no sequence gets longer.
@@ -127,7 +127,7 @@ class DeviceRunner(ModelRunner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[StreamEvent, Tensor, Tensor | None, Tensor]:
+    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
 
         The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
