@@ -15,11 +15,12 @@ later see it. Hence no stream waits for another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -52,12 +53,9 @@ class PageAccess:
 
     def __init__(self, data: Tensor, queue: CudaQueue) -> None:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
+        self.page_words = self.rows.shape[1]
         self.queue = queue
         self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
-
-    @property
-    def page_words(self) -> int:
-        return self.rows.shape[1]
 
     def parts(self, pages: int) -> list[slice]:
         """Pages whose checksums are taken in one call."""
@@ -83,32 +81,23 @@ class DevicePages:
 
     def gather(self, pages: bytes, to: memoryview) -> None:
         host = torch.frombuffer(to, dtype=torch.int64)
-
-        def enqueue() -> None:
+        with self._queue.run("gathering pages"):
             found = self._pages.rows.index_select(0, self._pages.index(pages))
             host.copy_(found.view(-1), non_blocking=True)
 
-        self._queue.run("gathering pages", enqueue)
-
     def scatter(self, source: memoryview, pages: bytes) -> None:
         host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
-
-        def enqueue() -> None:
+        with self._queue.run("scattering pages"):
             there = host.to(self._pages.rows.device, non_blocking=True)
             self._pages.rows.index_copy_(0, self._pages.index(pages), there)
-
-        self._queue.run("scattering pages", enqueue)
 
     def sums(self, pages: bytes) -> bytes:
         """uint64 each, little endian."""
         sums = self._queue.host_memory(len(pages) // 4)
-
-        def enqueue() -> None:
+        with self._queue.run("taking checksums"):
             index = self._pages.index(pages)
             for part in self._pages.parts(len(index)):
                 self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
-
-        self._queue.run("taking checksums", enqueue)
         return sums.numpy().tobytes()
 
     def pin(self, memory: memoryview) -> None:
@@ -148,17 +137,13 @@ class DeviceSlabs:
 
     def gather(self, pages: bytes, slab: int) -> None:
         rows = self._rows(slab, pages)
-        self._pages.queue.run(
-            "gathering pages into a slab",
-            lambda: torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows),
-        )
+        with self._pages.queue.run("gathering pages into a slab"):
+            torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)
 
     def scatter(self, slab: int, pages: bytes) -> None:
         rows = self._rows(slab, pages)
-        self._pages.queue.run(
-            "scattering pages from a slab",
-            lambda: self._pages.rows.index_copy_(0, self._pages.index(pages), rows),
-        )
+        with self._pages.queue.run("scattering pages from a slab"):
+            self._pages.rows.index_copy_(0, self._pages.index(pages), rows)
 
 
 class PeerPages:
@@ -178,15 +163,12 @@ class PeerPages:
             if self._opened is None:
                 raise RuntimeError("the peer's pages are closed: it is gone")
             theirs = self._opened.memory.view(torch.int64).view(-1, ours.page_words)
-
-            def enqueue() -> None:
+            with ours.queue.run("copying a peer's pages"):
                 there, here = ours.index(src), ours.index(dst)
                 for part in ours.parts(len(there)):
                     found = theirs.index_select(0, there[part])
                     ours.rows.index_copy_(0, here[part], found)
                     ours.queue_sums(found, sums[part])
-
-            ours.queue.run("copying a peer's pages", enqueue)
         return sums.numpy().tobytes()
 
     def close(self) -> None:
@@ -215,13 +197,13 @@ class CudaQueue:
         self._stuck = stuck
         self._waits: dict[int, tuple[float, str]] = {}
         """By thread: since when it waits, and for what."""
-        self._watch: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._idle: list[torch.cuda.Stream] = []
         """The last one used is the next: torch keeps freed memory for the stream it was used on."""
+        threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True).start()
 
-    def run(self, what: str, enqueue: Callable[[], object]) -> None:
-        """Have the device do what `enqueue` queues, and return when it is through."""
+    @contextlib.contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """Have the device do what is queued inside the block, which ends when it is through."""
         with torch.cuda.device(self._device):
             try:
                 stream = self._idle.pop()
@@ -229,7 +211,7 @@ class CudaQueue:
                 stream = torch.cuda.Stream(self._device, priority=-1)
             with torch.cuda.stream(stream):
                 try:
-                    enqueue()
+                    yield
                 finally:  # also what was queued before an error must end before its memory is freed
                     done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
                     done.record()
@@ -237,18 +219,11 @@ class CudaQueue:
             self._idle.append(stream)
 
     def _wait(self, what: str, done: torch.cuda.Event) -> None:
-        self._start_watch()
         self._waits[threading.get_ident()] = (time.monotonic(), what)
         try:
             done.synchronize()
         finally:
             del self._waits[threading.get_ident()]
-
-    def _start_watch(self) -> None:
-        with self._lock:
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True)
-                self._watch.start()
 
     def _look_for_stuck(self) -> None:
         while True:
