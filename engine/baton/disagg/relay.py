@@ -23,28 +23,10 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from baton.errors import (
-    BootstrapUnreachable,
-    DuplicateRoom,
-    EngineError,
-    KvTransferFailed,
-    KvTransferTimeout,
-    PairIncompatible,
-    PrefillFailed,
-    PromptTooLong,
-    QueueFull,
-)
+from baton import errors
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import (
-    AbortTransfer,
-    Event,
-    GrantPages,
-    OpenTransfer,
-    PagesFinal,
-    PrefillDone,
-    RevokeGrant,
-)
+from baton.sched.types import events
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import Rendezvous, ValidatedRequest
 
@@ -57,15 +39,15 @@ RETRY_AFTER_SECS = 2
 ROOM_ERRORS = ("refused", "call", "payload")
 """Kinds of `kv_room_errors_total`: rooms not taken, calls that failed, first tokens that could not be used."""
 
-_ERROR_OF_REASON: dict[str, type[EngineError]] = {
-    "DEADLINE": KvTransferTimeout,
-    "LAYOUT_MISMATCH": PairIncompatible,
-    "PROMPT_MISMATCH": PairIncompatible,
-    "UNREACHABLE": BootstrapUnreachable,
-    "AUTH": PairIncompatible,
-    "DUP_ROOM": DuplicateRoom,
-    "CLIENT_GONE": PrefillFailed,
-    "PROMPT_TOO_LONG": PromptTooLong,
+_ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
+    "DEADLINE": errors.KvTransferTimeout,
+    "LAYOUT_MISMATCH": errors.PairIncompatible,
+    "PROMPT_MISMATCH": errors.PairIncompatible,
+    "UNREACHABLE": errors.BootstrapUnreachable,
+    "AUTH": errors.PairIncompatible,
+    "DUP_ROOM": errors.DuplicateRoom,
+    "CLIENT_GONE": errors.PrefillFailed,
+    "PROMPT_TOO_LONG": errors.PromptTooLong,
 }
 
 
@@ -77,10 +59,10 @@ class Relay(Protocol):
     def accept(self, req: ValidatedRequest) -> None:
         """A request is about to be queued. Raises EngineError when it cannot be."""
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Undo `accept`: the request was not queued."""
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None: ...
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None: ...
     def pump(self, sched: Scheduler) -> None:
         """Tell the scheduler what has happened to the pages."""
 
@@ -132,10 +114,10 @@ def _meeting(req: ValidatedRequest) -> Rendezvous:
     return req.rendezvous
 
 
-def error_of(reason: str, message: str, retryable: bool) -> EngineError:
+def error_of(reason: str, message: str, retryable: bool) -> errors.EngineError:
     """The HTTP-side error of a transfer reason code."""
     hint = "; retry" if retryable else ""
-    return _ERROR_OF_REASON.get(reason, KvTransferFailed)(f"{reason}: {message}{hint}")
+    return _ERROR_OF_REASON.get(reason, errors.KvTransferFailed)(f"{reason}: {message}{hint}")
 
 
 def read_first_token(payload: bytes, vocab_size: int) -> FirstToken:
@@ -165,10 +147,10 @@ class RoomCalls:
         try:
             call(meet.room, meet.attempt, *peer, prompt_hash(req), self._timeout_ms)
         except ValueError as err:
-            raise DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
+            raise errors.DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
         except RuntimeError as err:
             self._count("refused")
-            raise QueueFull(
+            raise errors.QueueFull(
                 f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
             ) from err
 
@@ -211,17 +193,17 @@ class PrefillRelay(RoomCalls):
         self._begin(req, self._node.offer)
         self._offered[_meeting(req).room] += 1
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
-        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, PromptTooLong) else "NO_CAPACITY")
+        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY")
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None:
-        if isinstance(event, PagesFinal):
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+        if isinstance(event, events.PagesFinal):
             self._continue(sched, event.req, self._node.publish, event.first_page, event.pages.tobytes())
-        elif isinstance(event, PrefillDone):
+        elif isinstance(event, events.PrefillDone):
             total, last = event.total_pages, event.last_page_tokens
             self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
-        elif isinstance(event, AbortTransfer):
+        elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
     def pump(self, sched: Scheduler) -> None:
@@ -235,7 +217,7 @@ class PrefillRelay(RoomCalls):
                     sched.release(room, rest[0])
 
 
-def _payload_of(event: PrefillDone) -> bytes:
+def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
     if (lp := event.logprobs) is not None:
         first.logprob, first.top_ids, first.top_logprobs = lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs)
@@ -252,21 +234,21 @@ class DecodeRelay(RoomCalls):
     def accept(self, req: ValidatedRequest) -> None:
         """Nothing to do before the scheduler has queued the request."""
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Nothing was promised to the peer."""
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None:
-        if isinstance(event, OpenTransfer):
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+        if isinstance(event, events.OpenTransfer):
             meet = _meeting(event.req)
             try:
                 self._begin(event.req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
-            except EngineError as err:
+            except errors.EngineError as err:
                 sched.transfer_failed(meet.room, err)
-        elif isinstance(event, GrantPages):
+        elif isinstance(event, events.GrantPages):
             self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
-        elif isinstance(event, RevokeGrant):
+        elif isinstance(event, events.RevokeGrant):
             self._continue(sched, event.req, self._node.revoke)
-        elif isinstance(event, AbortTransfer):
+        elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
     def pump(self, sched: Scheduler) -> None:
