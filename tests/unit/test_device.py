@@ -26,7 +26,7 @@ from baton.models.decoder import Decoder
 from baton.models.load import load_model
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
-from baton.runtime.sampling import cuda_sampler
+from baton.runtime.sampling import step_sampler
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
@@ -50,7 +50,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton takes no tensors without data."""
-    monkeypatch.setattr(cuda_sampler, "launch", lambda *_: None)
+    monkeypatch.setattr(step_sampler, "launch", lambda *_: None)
 
 
 def resolve(**flags: object) -> torch.device:

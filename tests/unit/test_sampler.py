@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.runtime.sampling import sampler
-from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams

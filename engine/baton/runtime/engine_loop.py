@@ -48,8 +48,6 @@ log = logging.getLogger("baton.engine")
 class Device(Protocol):
     """Executor of plans, on the device thread, in plan order."""
 
-    @property
-    def page_bytes(self) -> int: ...
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
 
@@ -138,6 +136,7 @@ class EngineLoop:
         hook: PriorityHook | None = None,
         device: JobThread | None = None,
         clock: Callable[[], float] = time.monotonic,
+        page_bytes: int = 0,
     ) -> None:
         self.sched = scheduler
         self._runner = runner
@@ -146,6 +145,7 @@ class EngineLoop:
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
         self._clock = clock
+        self._page_bytes = page_bytes
         self._flight: deque[InFlightStep] = deque()
         self.trouble: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
@@ -244,7 +244,7 @@ class EngineLoop:
         for run in flight.plan.copies:
             label = f'{{direction="{"out" if run.to_host else "in"}"}}'
             self.counters["kv_host_copies_total" + label] += len(run.pages)
-            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._runner.page_bytes
+            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._page_bytes
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
@@ -299,9 +299,8 @@ class EngineLoop:
             if self.trouble is None:
                 self._fence(f"its page ledger is broken: {err}")
             return {}
-        total = sched.limits.num_pages
-        values = ledger.gauges() | ({} if host is None else host.gauges())
-        return values | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+        total, host_gauges = sched.limits.num_pages, {} if host is None else host.gauges()
+        return ledger.gauges() | host_gauges | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
 
     def _fence(self, trouble: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
@@ -357,5 +356,5 @@ def make_engine(
     if config.priority_adjustment_function is not None:
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
-    overlap = not config.disable_overlap_schedule
-    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device)
+    overlap, page_bytes = not config.disable_overlap_schedule, sizes.page_bytes
+    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)

@@ -146,8 +146,6 @@ class SimulatedStep:
 class SimNode:
     """Build one per policy; `run` may be interrupted, `records` are valid at any time. It is its loop's device."""
 
-    page_bytes = 0
-
     def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
         self.sched = Scheduler(limits)

@@ -30,32 +30,35 @@ if TYPE_CHECKING:
     from baton.layers.model_spec import ModelSpec
 
 
+NOTHING = torch.empty(0, dtype=torch.int32)
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """Rows of a step as tensors: T tokens, R rows, S sampling rows.
 
     What each token needs (ids, positions, slots, sample_index) is on the device that computes; what each row needs
-    (indptr, lengths, pages) is on the host, where backends plan.
+    (indptr, lengths, pages) is on the host, where backends plan. A recorded step has none of that.
     """
 
     token_ids: Tensor
     """int64 [T]"""
     positions: Tensor
     """int64 [T]"""
-    qo_indptr: Tensor
-    """int32 [R+1]: rows in plan order, decode rows first."""
-    kv_lens: Tensor
-    """int32 [R]: tokens in KV after this step."""
-    page_indptr: Tensor
-    """int32 [R+1]"""
-    page_indices: Tensor
-    """int32 [page_indptr[-1]]"""
     slot_mapping: Tensor
     """int64 [T]: page * page_size + offset of every token's KV."""
     sample_index: Tensor
     """int64 [S]: indices into T of the last token of rows that sample."""
-    num_decode: int
-    max_kv_len: int
+    qo_indptr: Tensor = NOTHING
+    """int32 [R+1]: rows in plan order, decode rows first."""
+    kv_lens: Tensor = NOTHING
+    """int32 [R]: tokens in KV after this step."""
+    page_indptr: Tensor = NOTHING
+    """int32 [R+1]"""
+    page_indices: Tensor = NOTHING
+    """int32 [page_indptr[-1]]"""
+    num_decode: int = 0
+    max_kv_len: int = 0
 
 
 class AttentionBackend(Protocol):

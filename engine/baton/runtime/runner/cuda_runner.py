@@ -36,7 +36,7 @@ from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.sampler import SampleRow
-from baton.runtime.sampling.cuda_sampler import SamplingLaunch, SamplingResult
+from baton.runtime.sampling.step_sampler import SamplingLaunch, SamplingResult
 from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 
@@ -68,28 +68,17 @@ class DeviceRunner(ModelRunner):
     """A Runner whose steps are collected later."""
 
     def __init__(
-        self,
-        model: Decoder,
-        kv: KvTensors,
-        attn: AttentionBackend,
-        max_slots: int,
-        *,
-        stream: CudaStream,
-        **more: Any,
+        self, model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, *, stream: CudaStream, **more: Any
     ) -> None:
         """`more`: the other arguments of `ModelRunner`."""
         super().__init__(model, kv, attn, max_slots, **more)
         self._stream = stream
-        self._vocab = model.spec.vocab_size
+        self.can_record = isinstance(attn, GraphAttention)
+        """True if the attention backend can be part of a recording."""
         self._table = TokenTable(max_slots, kv.data.device)
         self._graphs: DecodeGraphs | None = None
         self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
         """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
-
-    @property
-    def can_record(self) -> bool:
-        """True if the attention backend can be part of a recording."""
-        return isinstance(self._attn, GraphAttention)
 
     @torch.inference_mode()
     def record_graphs(self, recorder: CudaRecorder, largest: int, context: int) -> None:
@@ -149,12 +138,11 @@ class DeviceRunner(ModelRunner):
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read()
-        draw = SamplingLaunch(rows, self._vocab, self._stream.put)
+        draw = SamplingLaunch(rows, self.vocab_size, self._stream.put)
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
-        parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
-        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in parts))
+        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in drawn))
 
     def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
         """The rows stand one token further, which the host does not know yet."""

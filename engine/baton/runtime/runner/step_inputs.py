@@ -65,12 +65,12 @@ class StepIndices(NamedTuple):
 
     token_ids: Int64
     positions: Int64
+    slot_mapping: Int64
+    sample_index: Int64
     qo_indptr: Int32
     kv_lens: Int32
     page_indptr: Int32
     page_indices: Int32
-    slot_mapping: Int64
-    sample_index: Int64
 
 
 class _Message(msgspec.Struct, array_like=True):
