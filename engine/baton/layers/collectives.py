@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,15 +82,12 @@ class ProcessGroup:
 
     def __init__(self, shard: Shard, device: torch.device, timeout_secs: float) -> None:
         self._shard = shard
+        self.size = shard.size
         self._timeout_secs = timeout_secs
         self._device = device
         self._adds_in_any_order = device.type != "cpu" or shard.size == 2  # a + b = b + a
         self.calls = 0
         self.seconds = 0.0
-
-    @property
-    def size(self) -> int:
-        return self._shard.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
@@ -146,14 +143,11 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
     try:
         store = dist.FileStore(str(meeting_point), shard.size)
         store.set_timeout(limit)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options,
-        )  # fmt: skip
+        dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options)
     except RuntimeError as err:
         raise PeerLost(
             f"tensor-parallel rank {shard.rank} did not meet all {shard.size} within {timeout_secs:g} s "

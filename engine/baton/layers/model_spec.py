@@ -183,10 +183,7 @@ class _Config:
 
     def names(self, field: str, default: list[str]) -> list[str]:
         return self.checked(
-            field,
-            default,
-            "a list of names",
-            lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+            field, default, "a list of names", lambda v: type(v) is list and all(type(name) is str for name in v)
         )
 
     def flag(self, field: str, default: bool) -> bool:
@@ -273,8 +270,7 @@ def _refuse_unknown_arithmetic(config: _Config) -> None:
     """Fields whose usual value means nothing to do and whose other values we do not compute."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         config.refuse("hidden_act", config.get("hidden_act"), "supported: silu")
-    if config.get("quantization_config"):
-        method = config.get("quantization_config")
+    if method := config.get("quantization_config"):
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         config.refuse("quantization_config", method, "use the unquantised checkpoint")
 

@@ -25,15 +25,11 @@ from baton.errors import ConfigError
 _BF16 = torch.bfloat16
 
 
-def _known_isa() -> str:
-    try:
-        return _cpu_isa()
-    except ValueError as err:
-        raise ConfigError(str(err)) from err
-
-
-ISA = _known_isa()
-"""The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
+try:
+    ISA = _cpu_isa()
+    """The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
+except ValueError as err:
+    raise ConfigError(str(err)) from err
 
 
 class PackedWeight:

@@ -83,8 +83,7 @@ class FlashInferOps:
         return q, k
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out: Tensor = self._silu_and_mul(gate_up)
-        return out
+        return self._silu_and_mul(gate_up)
 
 
 def _joined(cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from baton.layers.model_spec import ModelSpec
 from baton.layers.shard import WHOLE, Shard
 
 
-class Axis(NamedTuple):
+class TensorAxis(NamedTuple):
     """Dimension of a checkpoint tensor."""
 
     size: int
@@ -48,7 +48,7 @@ class Param:
     layer: int
     name: str
     parts: tuple[Part, ...]
-    """One below the other."""
+    """Stacked along dimension 0."""
 
     @property
     def part_rows(self) -> list[int]:
@@ -66,7 +66,7 @@ class Param:
 
 def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint. `spec`: the whole model's."""
-    vocab, hidden = Axis(spec.vocab_size, shard.of(spec.vocab_size)), _whole(spec.hidden_size)
+    vocab, hidden = TensorAxis(spec.vocab_size, shard.of(spec.vocab_size)), _whole(spec.hidden_size)
     yield _param(-1, "embed", {"model.embed_tokens.weight": vocab}, hidden)
     for layer in range(spec.num_layers):
         yield from _layer(spec, shard, layer)
@@ -85,13 +85,13 @@ def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
 
 def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
     hidden, dim = _whole(spec.hidden_size), _whole(spec.head_dim)
-    q = Axis(spec.q_size, _times(shard.of(spec.num_heads), spec.head_dim))
-    kv = Axis(spec.kv_size, _times(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
-    inner = Axis(spec.intermediate_size, shard.of(spec.intermediate_size))
+    q = TensorAxis(spec.q_size, _times(shard.of(spec.num_heads), spec.head_dim))
+    kv = TensorAxis(spec.kv_size, _times(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
+    inner = TensorAxis(spec.intermediate_size, shard.of(spec.intermediate_size))
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
-    def param(name: str, modules: Mapping[str, Axis], *columns: Axis) -> Param:
+    def param(name: str, modules: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
         kind = "bias" if name.endswith("_bias") else "weight"
         rows_of = {f"model.layers.{layer}.{module}.{kind}": rows for module, rows in modules.items()}
         return _param(layer, name, rows_of, *columns)
@@ -115,15 +115,15 @@ def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
             yield param("down_bias", {"mlp.down_proj": hidden})
 
 
-def _whole(n: int) -> Axis:
-    return Axis(n, slice(0, n))
+def _whole(n: int) -> TensorAxis:
+    return TensorAxis(n, slice(0, n))
 
 
 def _times(cut: slice, n: int) -> slice:
     return slice(cut.start * n, cut.stop * n)
 
 
-def _param(layer: int, name: str, rows_of: Mapping[str, Axis], *columns: Axis) -> Param:
+def _param(layer: int, name: str, rows_of: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
     """`rows_of`: the rows of each checkpoint tensor, in stacking order; `columns` are the same for all."""
     parts = (Part(source, *zip(rows, *columns, strict=True)) for source, rows in rows_of.items())
     return Param(layer, name, tuple(parts))

@@ -58,7 +58,9 @@ KERNELS = "fa2"
 
 def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
     """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
-    return _unsupported(spec, kv) or _missing(kv.data.device)
+    device = kv.data.device.type
+    missing = None if device == "cuda" else f"it needs a CUDA device, the KV pool is on {device}"
+    return _unsupported(spec, kv) or missing or flashinfer_loader.obstacle()
 
 
 def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
@@ -71,12 +73,6 @@ def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
     if kv.page_size > MAX_PAGE_SIZE:
         return f"it is used with pages up to {MAX_PAGE_SIZE} tokens, --page-size is {kv.page_size}"
     return None
-
-
-def _missing(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, the KV pool is on {device.type}"
-    return flashinfer_loader.obstacle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +131,8 @@ class FlashInferAttention(PagedAttention):
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
         self._await_last_plan()
         self._running = self._wrappers
-        size = self._kv.page_size
         arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
-        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, size)
+        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, self._kv.page_size)
         self._set_slots(batch.slot_mapping)
         self._num_decode = len(indices.decode)
         for window, wrappers in self._wrappers.items():

@@ -97,17 +97,14 @@ def _try(
     memory: DeviceMemory,
     place: Place | None,
 ) -> dict[str, int]:
-    """What `MemoryNeeds` has to know of a backend, its steps and its graphs."""
+    """Fields of `MemoryNeeds` that depend on the attention backend."""
     pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)
     before = memory.held()
     attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
-    if place is None or place.hear is None:
-        took = warmup.run_warmup(limits, runner.run, memory)
-    else:
-        hear = place.hear
-        took = warmup.run_warmup(limits, lambda _: runner.follow(hear()), memory)
+    hear = None if place is None else place.hear
+    took = warmup.run_warmup(limits, runner.run if hear is None else lambda _: runner.follow(hear()), memory)
     graphs, rows = 0, rows_to_record(config)
     if rows and isinstance(attn, GraphAttention):
         workspace += attn.capture_bytes(rows)
