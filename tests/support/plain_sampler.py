@@ -46,3 +46,8 @@ def _without(bad: Sequence[int], tokens: list[int]) -> list[int]:
 def _token_logprobs(logprobs: Tensor, token: int, k: int) -> TokenLogprobs:
     top = logprobs.topk(k)
     return TokenLogprobs(float(logprobs[token]), top.indices.tolist(), top.values.tolist())
+
+
+def edit(row: SampleRow, logits: Tensor) -> None:
+    """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
+    LogitEdits([(0, row)], len(logits)).apply(logits[None], torch.from_numpy)

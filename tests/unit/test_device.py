@@ -30,6 +30,7 @@ from baton.runtime.sampling import step_sampler
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
+from tests.support.model_loop import forward_all
 
 CUDA = torch.device("cuda", 0)
 
@@ -194,7 +195,7 @@ def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         step = run._step(plan_of(3))
         indices = run._indices(step)
         assert indices is not None
-        model.forward_all(run._batch(step, indices), check)
+        forward_all(model, run._batch(step, indices), check)
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),

@@ -23,7 +23,7 @@ from typing import Any
 from baton import config as engine_config
 from baton.config import EngineConfig
 from baton.config.flags import FlagParser, add_flags, opt, refuse
-from baton.config.simulated import BLOCK_TOKENS, NODE, PRESETS, StepModel, scaled
+from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scaled
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
@@ -42,17 +42,14 @@ INTERRUPTED = 130
 PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
-    "simulate", "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length",
-    "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
-    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key",
-    "insecure_kv", "kv_lease_secs", "test_kv_fault",
-    "kv_host", "kv_advertise_host", "kv_copy_threads", "nccl_max_ctas",
-    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device",
-    "attention_backend", "cpu_threads", "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib",
-    "mem_fraction_static", "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy",
-    "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs",
-    "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat", "enable_trace",
-    "otlp_traces_endpoint",
+    *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length", "chat_template",
+    "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
+    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key", "insecure_kv",
+    "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "nccl_max_ctas",
+    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size", "priority_adjustment_function",
+    "priority_adjust_interval_ms", "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled",
+    "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "metrics_compat",
+    "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 

@@ -99,10 +99,6 @@ class SampleRow:
         """True while the answer may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
 
-    def edit(self, logits: Tensor) -> None:
-        """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
-        LogitEdits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
-
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
         return np.array(self._ids), np.array(self._counts)
