@@ -35,8 +35,7 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        heads = self.num_layers * self.tensors_per_layer * self.num_kv_heads
-        return heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.tensors_per_layer * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.token_bytes

@@ -11,7 +11,6 @@ A tensor-parallel rank takes its share (layers.shard) of each checkpoint tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.layers.model_spec import ModelSpec
@@ -26,8 +25,7 @@ class TensorAxis(NamedTuple):
     """Taken by this rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Share of one checkpoint tensor, which fills some rows of ours."""
 
     source: str
@@ -41,8 +39,7 @@ class Part:
         return tuple(cut.stop - cut.start for cut in self.share)
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """Tensor of the model: layer -1 for those outside the layers."""
 
     layer: int

@@ -28,8 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,8 +74,7 @@ def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Wrappers:
+class _Wrappers(NamedTuple):
     decode: Any
     prefill: Any
     """None for a capture: it has decode rows only."""

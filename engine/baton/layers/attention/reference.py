@@ -12,7 +12,7 @@ A row with a window W reads only the pages its oldest query can see:
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import ModelSpec
 
 
-@dataclass(slots=True)
-class _Gather:
+class _Gather(NamedTuple):
     """Rows attended together, for one window size."""
 
     pages: Tensor
@@ -35,8 +34,7 @@ class _Gather:
     """(row, slot) pairs that no query sees."""
 
 
-@dataclass(slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     first_token: int
     num_tokens: int
     shape: tuple[int, int]

@@ -76,25 +76,24 @@ class DevicePages:
 
     def __init__(self, data: Tensor, queue: CudaQueue, sharing: ipc.CudaIpc) -> None:
         self._pages = PageAccess(data, queue)
-        self._queue = queue
         self._sharing = sharing
 
     def gather(self, pages: bytes, to: memoryview) -> None:
         host = torch.frombuffer(to, dtype=torch.int64)
-        with self._queue.run("gathering pages"):
+        with self._pages.queue.run("gathering pages"):
             found = self._pages.rows.index_select(0, self._pages.index(pages))
             host.copy_(found.view(-1), non_blocking=True)
 
     def scatter(self, source: memoryview, pages: bytes) -> None:
         host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
-        with self._queue.run("scattering pages"):
+        with self._pages.queue.run("scattering pages"):
             there = host.to(self._pages.rows.device, non_blocking=True)
             self._pages.rows.index_copy_(0, self._pages.index(pages), there)
 
     def sums(self, pages: bytes) -> bytes:
         """uint64 each, little endian."""
-        sums = self._queue.host_memory(len(pages) // 4)
-        with self._queue.run("taking checksums"):
+        sums = self._pages.queue.host_memory(len(pages) // 4)
+        with self._pages.queue.run("taking checksums"):
             index = self._pages.index(pages)
             for part in self._pages.parts(len(index)):
                 self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
@@ -102,10 +101,10 @@ class DevicePages:
 
     def pin(self, memory: memoryview) -> None:
         """For copies that take their time: to other memory the caller would wait in the driver."""
-        self._queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
+        self._pages.queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
 
     def unpin(self, memory: memoryview) -> None:
-        self._queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
+        self._pages.queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
 
     def slabs(self, count: int, nbytes: int) -> DeviceSlabs:
         return DeviceSlabs(self._pages, count, nbytes)

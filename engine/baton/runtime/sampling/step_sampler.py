@@ -108,8 +108,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
         logits: float32 [S, vocab]; overwritten where rows edit theirs.
         rows: S rows, in the order of logits.
     """
-    launch = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
-    return launch.read(launch.run(logits))
+    made = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
+    return made.read(made.run(logits))
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
