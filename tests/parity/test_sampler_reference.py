@@ -16,6 +16,7 @@ from transformers import (
 
 from baton.runtime.sampling.sampler import SampleRow, kept_ids
 from baton.sched.types.request import SamplingParams
+from tests.support.plain_sampler import edit
 
 VOCAB = 500
 
@@ -52,5 +53,5 @@ def test_repetition_penalty_then_bias_order_and_min_new_tokens():
         repetition_penalty=1.3, logit_bias=((7, 2.5), (11, -4.0)), min_new_tokens=4, stop_token_ids=stops
     )
     ours = logits[0].clone()
-    SampleRow(params, len(prompt), prompt + out).edit(ours)
+    edit(SampleRow(params, len(prompt), prompt + out), ours)
     torch.testing.assert_close(ours, expected[0])

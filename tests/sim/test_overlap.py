@@ -212,8 +212,6 @@ class GoesOn:
     """A device that computes by itself: while the loop holds a later step, a step does not end before that one has been
     launched. Fails after 10 s if launching waits for results."""
 
-    page_bytes = 0
-
     def __init__(self, limits: Limits, fails_at: int = -1) -> None:
         self.device = Device(limits)
         self.engine: EngineLoop | None = None

@@ -27,7 +27,7 @@ class LateMark:
 
 
 class LateStream:
-    """stream.ComputeStream. `held_up`: how often the thread that launches asked to wait for the device."""
+    """As stream.CudaStream. `held_up`: how often the thread that launches asked to wait for the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from baton.layers.attention import make_backend
-from baton.layers.attention.base import ForwardBatch
+from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from tests.support.attention_batch import AttentionRow, build_batch
@@ -20,6 +20,12 @@ class Sequence:
     pages: list[int]
     computed: int = 0
     out: list[int] = field(default_factory=list)
+
+
+def forward_all(decoder: Decoder, batch: ForwardBatch, attn: AttentionBackend) -> torch.Tensor:
+    """Like `decoder.forward`, but logits of every token, [T, vocab]."""
+    every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    return decoder.forward(replace(batch, sample_index=every), attn)
 
 
 class ModelLoop:
@@ -68,7 +74,7 @@ class ModelLoop:
         pieces = []
         while seq.computed < len(prompt):
             n = min(chunk, len(prompt) - seq.computed)
-            pieces.append(self.decoder.forward_all(self.batch([(seq, n)]), self.attn))
+            pieces.append(forward_all(self.decoder, self.batch([(seq, n)]), self.attn))
             seq.computed += n
         self.release(seq)
         return torch.cat(pieces)

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ RUBBISH = 0xDB
 
 
 class StandIn:
-    """As gpu.pages.Queue and gpu.pages.Sharing, of one process's pool."""
+    """As device_pages.CudaQueue and ipc.CudaIpc, of one process's pool."""
 
     def __init__(self, slow_secs: float = 0.0, *, late: bool = False) -> None:
         """`slow_secs`: how long each copy takes, half of it before and half after.
@@ -95,8 +95,9 @@ class StandIn:
             def execute(self, plan: StepPlan) -> InFlight:
                 launched = super().execute(plan)
                 assert isinstance(launched.ended, LateMark)
+                page_size = self._kv.page_size
                 for row in plan.rows:
-                    first, last = row.start // self._page_size, (row.start + row.n - 1) // self._page_size
+                    first, last = row.start // page_size, (row.start + row.n - 1) // page_size
                     for page in self._page_table[row.slot, first : last + 1].tolist():
                         stand_in._written[page] = launched.ended.number
                 return launched
@@ -131,12 +132,13 @@ class StandIn:
 
     # ---- the queue
 
-    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+    @contextmanager
+    def run(self, what: str) -> Iterator[None]:
         if self.broken is not None:
             raise RuntimeError(self.broken)
         self.runs.append(what)
         time.sleep(self.slow_secs / 2)
-        enqueue()
+        yield
         time.sleep(self.slow_secs / 2)
 
     def host_memory(self, count: int) -> Tensor:

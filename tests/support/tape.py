@@ -67,7 +67,7 @@ class _Recording(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """graphs.GraphRecorder. `replays` counts by the number of operations, of which only > 0 is to be relied on."""
+    """As capture.CudaRecorder. `replays` counts by the number of operations, of which only > 0 is to be relied on."""
 
     def __init__(self) -> None:
         self.replays = 0

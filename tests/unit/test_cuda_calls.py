@@ -74,20 +74,20 @@ def test_a_call_returns_when_its_event_has_come_and_streams_are_used_again(cuda:
     queue = CudaQueue(GPU, stuck)
     for _ in range(3):
         waited = cuda.waits
-        queue.run("copying", lambda: None)
+        with queue.run("copying"):
+            pass
         assert cuda.waits - waited == 1
-    queue.run("one within another", lambda: queue.run("copying", lambda: None))
-    queue.run("copying", lambda: None)
+    with queue.run("one within another"), queue.run("copying"):
+        pass
+    with queue.run("copying"):
+        pass
     assert cuda.made == 2, "torch keeps memory for each stream"
     assert cuda.used == [1, 1, 1, 1, 2, 1]
 
 
 def test_work_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
-    def fail() -> None:
+    with pytest.raises(ValueError, match="no such page"), CudaQueue(GPU, stuck).run("copying"):
         raise ValueError("no such page")
-
-    with pytest.raises(ValueError, match="no such page"):
-        CudaQueue(GPU, stuck).run("copying", fail)
     assert cuda.waits == 1
 
 
@@ -104,7 +104,8 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
         cuda.reached.set()  # where the process would end
 
     cuda.reached.clear()
-    CudaQueue(GPU, end).run("copying a peer's pages", lambda: None)
+    with CudaQueue(GPU, end).run("copying a peer's pages"):
+        pass
     assert given_up == ["cuda:0 is not through with copying a peer's pages after 0.01 s"]
 
 

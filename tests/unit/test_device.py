@@ -26,10 +26,11 @@ from baton.models.decoder import Decoder
 from baton.models.load import load_model
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
-from baton.runtime.sampling import cuda_sampler
+from baton.runtime.sampling import step_sampler
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
+from tests.support.model_loop import forward_all
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,7 +51,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton takes no tensors without data."""
-    monkeypatch.setattr(cuda_sampler, "launch", lambda *_: None)
+    monkeypatch.setattr(step_sampler, "launch", lambda *_: None)
 
 
 def resolve(**flags: object) -> torch.device:
@@ -154,7 +155,7 @@ def plan_of(tokens: int) -> StepPlan:
 
 
 class FakeStream:
-    """stream.ComputeStream for tensors without data."""
+    """As stream.CudaStream, for tensors without data."""
 
     def put(self, x: np.ndarray) -> Tensor:
         return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=CUDA)
@@ -194,7 +195,7 @@ def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         step = run._step(plan_of(3))
         indices = run._indices(step)
         assert indices is not None
-        model.forward_all(run._batch(step, indices), check)
+        forward_all(model, run._batch(step, indices), check)
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),

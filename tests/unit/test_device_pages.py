@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -83,7 +84,12 @@ def test_a_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     opened = pages.open(peer.handle(), 9)
     waits: list[str] = []
     run = stand_in.run
-    monkeypatch.setattr(stand_in, "run", lambda what, enqueue: (waits.append(what), run(what, enqueue)))
+
+    def noted(what: str) -> AbstractContextManager[None]:
+        waits.append(what)
+        return run(what)
+
+    monkeypatch.setattr(stand_in, "run", noted)
     sums = opened.copy(ids(list(range(9))), ids(list(range(8, -1, -1))))
     assert waits == ["copying a peer's pages"]
     assert [bytes_of(ours, 8 - page) for page in range(9)] == [bytes_of(theirs, page) for page in range(9)]

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.runtime.sampling import sampler
-from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
+from tests.support.plain_sampler import edit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -226,12 +228,12 @@ class TestIndependence:
 class TestEdits:
     def test_frequency_and_presence_count_the_output_only(self):
         logits = torch.zeros(10)
-        row(prompt=(1, 2), out=(2, 3, 3), frequency_penalty=0.5, presence_penalty=1.0).edit(logits)
+        edit(row(prompt=(1, 2), out=(2, 3, 3), frequency_penalty=0.5, presence_penalty=1.0), logits)
         assert logits.tolist() == [0, 0, -1.5, -2.0, 0, 0, 0, 0, 0, 0]
 
     def test_repetition_counts_prompt_and_output_once_each(self):
         logits = torch.tensor([2.0, 2.0, -2.0, 4.0, 1.0])
-        row(prompt=(1, 2), out=(3, 3), repetition_penalty=2.0).edit(logits)
+        edit(row(prompt=(1, 2), out=(3, 3), repetition_penalty=2.0), logits)
         assert logits.tolist() == [2.0, 1.0, -4.0, 2.0, 1.0]
 
     def test_bias_adds_and_can_force_or_ban(self):
@@ -253,9 +255,9 @@ class TestEdits:
 
     def test_ids_the_model_does_not_have_are_ignored(self):
         logits = torch.zeros(4)
-        row(logit_bias=((9, 5.0), (1, 2.0)), min_new_tokens=1, stop_token_ids=(7, 2)).edit(logits)
+        edit(row(logit_bias=((9, 5.0), (1, 2.0)), min_new_tokens=1, stop_token_ids=(7, 2)), logits)
         assert logits.tolist() == [0.0, 2.0, -math.inf, 0.0]
-        row(logit_bias=((9, 5.0),), min_new_tokens=1, stop_token_ids=(7,)).edit(logits)
+        edit(row(logit_bias=((9, 5.0),), min_new_tokens=1, stop_token_ids=(7,)), logits)
 
     def test_a_greedy_row_without_wishes_is_plain_again_after_min_new_tokens(self):
         r = row(temperature=0.0, min_new_tokens=1, stop_token_ids=(1,))

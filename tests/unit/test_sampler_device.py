@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from baton.runtime.sampling import cuda_sampler as gpu_sampler
-from baton.runtime.sampling import sampler
-from baton.runtime.sampling.cuda_sampler import SamplingLaunch
-from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.runtime.sampling import sampler, step_sampler
+from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.plan import INVALID_TOKEN, StepResult
 from baton.sched.types.request import SamplingParams
+from tests.support.plain_sampler import sample
 from tests.unit.test_sampler import FILTERS, MIX, noise, row
 
 
@@ -142,7 +142,7 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
         assert columns.is_contiguous()
         launches.append(len(at))
 
-    monkeypatch.setattr(gpu_sampler, "launch", launch)
+    monkeypatch.setattr(step_sampler, "launch", launch)
     rows = [row(seed=i, **p) for i, p in enumerate([*MIX, {"top_k": 300}, *FILTERS])]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         made = SamplingLaunch(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))

@@ -17,33 +17,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from baton.errors import (
-    BootstrapUnreachable,
-    DuplicateRoom,
-    EngineError,
-    KvTransferFailed,
-    KvTransferTimeout,
-    PairIncompatible,
-    PrefillFailed,
-    PromptTooLong,
-    QueueFull,
-)
+from baton import errors
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.events import (
-    AbortTransfer,
-    Event,
-    GrantPages,
-    OpenTransfer,
-    PagesFinal,
-    PrefillDone,
-    RevokeGrant,
-)
+from baton.sched.types import events
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import Rendezvous, ValidatedRequest
 
@@ -56,15 +39,15 @@ RETRY_AFTER_SECS = 2
 ROOM_ERRORS = ("refused", "call", "payload")
 """Kinds of `kv_room_errors_total`: rooms not taken, calls that failed, first tokens that could not be used."""
 
-_ERROR_OF_REASON: dict[str, type[EngineError]] = {
-    "DEADLINE": KvTransferTimeout,
-    "LAYOUT_MISMATCH": PairIncompatible,
-    "PROMPT_MISMATCH": PairIncompatible,
-    "UNREACHABLE": BootstrapUnreachable,
-    "AUTH": PairIncompatible,
-    "DUP_ROOM": DuplicateRoom,
-    "CLIENT_GONE": PrefillFailed,
-    "PROMPT_TOO_LONG": PromptTooLong,
+_ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
+    "DEADLINE": errors.KvTransferTimeout,
+    "LAYOUT_MISMATCH": errors.PairIncompatible,
+    "PROMPT_MISMATCH": errors.PairIncompatible,
+    "UNREACHABLE": errors.BootstrapUnreachable,
+    "AUTH": errors.PairIncompatible,
+    "DUP_ROOM": errors.DuplicateRoom,
+    "CLIENT_GONE": errors.PrefillFailed,
+    "PROMPT_TOO_LONG": errors.PromptTooLong,
 }
 
 
@@ -76,10 +59,10 @@ class Relay(Protocol):
     def accept(self, req: ValidatedRequest) -> None:
         """A request is about to be queued. Raises EngineError when it cannot be."""
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Undo `accept`: the request was not queued."""
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None: ...
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None: ...
     def pump(self, sched: Scheduler) -> None:
         """Tell the scheduler what has happened to the pages."""
 
@@ -97,7 +80,7 @@ class TransferNode(Protocol):
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None: ...
     def revoke(self, room: int) -> None: ...
     def abort(self, room: int, code: str) -> None: ...
-    def poll(self, max: int) -> Sequence[tuple[object, ...]]: ...
+    def poll(self, max: int) -> Sequence[tuple[Any, ...]]: ...
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -131,10 +114,10 @@ def _meeting(req: ValidatedRequest) -> Rendezvous:
     return req.rendezvous
 
 
-def error_of(reason: str, message: str, retryable: bool) -> EngineError:
+def error_of(reason: str, message: str, retryable: bool) -> errors.EngineError:
     """The HTTP-side error of a transfer reason code."""
     hint = "; retry" if retryable else ""
-    return _ERROR_OF_REASON.get(reason, KvTransferFailed)(f"{reason}: {message}{hint}")
+    return _ERROR_OF_REASON.get(reason, errors.KvTransferFailed)(f"{reason}: {message}{hint}")
 
 
 def read_first_token(payload: bytes, vocab_size: int) -> FirstToken:
@@ -158,25 +141,27 @@ class RoomCalls:
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = dict.fromkeys((f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0)
 
-    def _begin(self, room: int, call: Callable[[], None]) -> None:
+    def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
+        meet = _meeting(req)
         try:
-            call()
+            call(meet.room, meet.attempt, *peer, prompt_hash(req), self._timeout_ms)
         except ValueError as err:
-            raise DuplicateRoom(f"bootstrap room {room} is in use: {err}", param="bootstrap_room") from err
+            raise errors.DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
         except RuntimeError as err:
             self._count("refused")
-            raise QueueFull(
+            raise errors.QueueFull(
                 f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
             ) from err
 
-    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[[], None]) -> None:
+    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
+        room = _meeting(req).room
         try:
-            call()
+            call(room, *args)
         except (ValueError, RuntimeError) as err:
             self._count("call")
-            log.error("room %d ends: %s", _meeting(req).room, err)
+            log.error("room %d ends: %s", room, err)
             if sched.is_alive(req.handle):
                 sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
             else:
@@ -200,48 +185,42 @@ class PrefillRelay(RoomCalls):
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         super().__init__(node, timeout_secs)
-        self._offered: dict[int, int] = {}
+        self._offered = Counter[int]()
         """Offers of each room whose end was not polled yet. A number may be offered again before its first end is."""
 
     def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""
-        meet = _meeting(req)
-        self._begin(meet.room, lambda: self._node.offer(meet.room, meet.attempt, prompt_hash(req), self._timeout_ms))
-        self._offered[meet.room] = self._offered.get(meet.room, 0) + 1
+        self._begin(req, self._node.offer)
+        self._offered[_meeting(req).room] += 1
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
-        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, PromptTooLong) else "NO_CAPACITY")
+        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY")
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None:
-        if isinstance(event, PagesFinal):
-            room, first, pages = _meeting(event.req).room, event.first_page, event.pages.tobytes()
-            self._continue(sched, event.req, lambda: self._node.publish(room, first, pages))
-        elif isinstance(event, PrefillDone):
-            room, total, last, payload = (
-                _meeting(event.req).room, event.total_pages, event.last_page_tokens, _payload_of(event)
-            )  # fmt: skip
-            self._continue(sched, event.req, lambda: self._node.finish(room, total, last, payload))
-        elif isinstance(event, AbortTransfer):
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+        if isinstance(event, events.PagesFinal):
+            self._continue(sched, event.req, self._node.publish, event.first_page, event.pages.tobytes())
+        elif isinstance(event, events.PrefillDone):
+            total, last = event.total_pages, event.last_page_tokens
+            self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
+        elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
     def pump(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
         for kind, room, *rest in self._node.poll(POLL_BATCH):
-            assert isinstance(room, int)
             if kind == "released":
                 later = self._offered.pop(room, 1) - 1
                 if later:
                     self._offered[room] = later  # the scheduler's request is of a later offer
                 else:
-                    sched.release(room, str(rest[0]))
+                    sched.release(room, rest[0])
 
 
-def _payload_of(event: PrefillDone) -> bytes:
-    lp = event.logprobs
+def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
-    if lp is not None:
-        first = FirstToken(event.token, event.cached_tokens, lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs))
+    if (lp := event.logprobs) is not None:
+        first.logprob, first.top_ids, first.top_logprobs = lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs)
     return _payload_encoder.encode(first)
 
 
@@ -255,49 +234,35 @@ class DecodeRelay(RoomCalls):
     def accept(self, req: ValidatedRequest) -> None:
         """Nothing to do before the scheduler has queued the request."""
 
-    def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
+    def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Nothing was promised to the peer."""
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None:
-        if isinstance(event, OpenTransfer):
-            self._open(event.req, sched)
-        elif isinstance(event, GrantPages):
-            room, start, pages = _meeting(event.req).room, event.start_page, event.pages.tobytes()
-            self._continue(sched, event.req, lambda: self._node.grant(room, start, pages))
-        elif isinstance(event, RevokeGrant):
-            room = _meeting(event.req).room
-            self._continue(sched, event.req, lambda: self._node.revoke(room))
-        elif isinstance(event, AbortTransfer):
+    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+        if isinstance(event, events.OpenTransfer):
+            meet = _meeting(event.req)
+            try:
+                self._begin(event.req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
+            except errors.EngineError as err:
+                sched.transfer_failed(meet.room, err)
+        elif isinstance(event, events.GrantPages):
+            self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
+        elif isinstance(event, events.RevokeGrant):
+            self._continue(sched, event.req, self._node.revoke)
+        elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
-
-    def _open(self, req: ValidatedRequest, sched: Scheduler) -> None:
-        meet = _meeting(req)
-        try:
-            self._begin(
-                meet.room,
-                lambda: self._node.open(
-                    meet.room, meet.attempt, meet.host, meet.port, meet.prefill_dp_rank, prompt_hash(req),
-                    self._timeout_ms,
-                ),
-            )  # fmt: skip
-        except EngineError as err:
-            sched.transfer_failed(meet.room, err)
 
     def pump(self, sched: Scheduler) -> None:
         for kind, room, *rest in self._node.poll(POLL_BATCH):
-            assert isinstance(room, int)
             if kind == "announced":
                 sched.transfer_announced(room)
             elif kind == "revoked":
                 sched.grant_revoked(room)
             elif kind == "committed":
                 payload, _, _, pulled = rest
-                assert isinstance(payload, bytes)
-                assert isinstance(pulled, str)
                 self._commit(sched, room, payload, _pulled_decoder.decode(pulled))
             elif kind == "failed":
                 code, message, retryable = rest
-                sched.transfer_failed(room, error_of(str(code), str(message), bool(retryable)))
+                sched.transfer_failed(room, error_of(code, message, retryable))
             elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
                 sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True))
 

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -80,29 +81,23 @@ class ProcessGroup:
     """
 
     def __init__(self, shard: Shard, device: torch.device, timeout_secs: float) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
         self._shard = shard
+        self.size = shard.size
         self._timeout_secs = timeout_secs
         self._device = device
         self._adds_in_any_order = device.type != "cpu" or shard.size == 2  # a + b = b + a
         self.calls = 0
         self.seconds = 0.0
 
-    @property
-    def size(self) -> int:
-        return self._shard.size
-
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
             return x
         x = x.contiguous()
         if self._adds_in_any_order:
-            self._do(lambda: self._dist.all_reduce(x))
+            self._do(lambda: dist.all_reduce(x))
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._do(lambda: self._dist.all_gather(parts, x))
+        self._do(lambda: dist.all_gather(parts, x))
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -113,16 +108,16 @@ class ProcessGroup:
         # gloo and NCCL gather equal shapes; shares differ by one column at most
         padded = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         if self._shard.rank:
-            self._do(lambda: self._dist.gather(padded, dst=0))
+            self._do(lambda: dist.gather(padded, dst=0))
             return x.new_empty(0, columns)
         parts = [torch.empty_like(padded) for _ in widths]
-        self._do(lambda: self._dist.gather(padded, parts, dst=0))
+        self._do(lambda: dist.gather(padded, parts, dst=0))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def least(self, n: int) -> int:
         """The smallest of all ranks' n, on every rank."""
         value = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self._do(lambda: self._dist.all_reduce(value, op=self._dist.ReduceOp.MIN))
+        self._do(lambda: dist.all_reduce(value, op=dist.ReduceOp.MIN))
         return int(value)
 
     def _do(self, collective: Callable[[], object]) -> None:
@@ -145,19 +140,14 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
         meeting_point: a file that does not exist yet, the same for all ranks and only for them.
         timeout_secs: for this, and later for every single call.
     """
-    import torch.distributed as dist
-
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
     try:
         store = dist.FileStore(str(meeting_point), shard.size)
         store.set_timeout(limit)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options,
-        )  # fmt: skip
+        dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options)
     except RuntimeError as err:
         raise PeerLost(
             f"tensor-parallel rank {shard.rank} did not meet all {shard.size} within {timeout_secs:g} s "
@@ -168,7 +158,5 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
 
 def leave() -> None:
     """Close the connections of `join`, so that the process can end in any order with the others."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()

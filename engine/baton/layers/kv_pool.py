@@ -115,19 +115,18 @@ def make_pool(
     dummy = num_pages if dummy_page else None
     shape = (total, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
     dtype = TORCH_DTYPES[spec.dtype]
-    if device is not None and device.type != "cpu":
-        if not native:
-            return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device), dummy_page=dummy)
-        pool_class = _native_pool_class(required=True)
-        data = ipc.allocate(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
-        return KvTensors(spec, page_size, data, shared(pool_class, data[:num_pages], device), dummy_page=dummy)
-    pool_class = None if native is False else _native_pool_class(required=bool(native))
+    on_host = device is None or device.type == "cpu"
+    pool_class = _native_pool_class(required=bool(native)) if native or (native is None and on_host) else None
     if pool_class is None:
-        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype), dummy_page=dummy)
-    assert dummy is None, "every page of a native pool can be transferred"
-    pool = pool_class(num_pages, spec.page_bytes(page_size))
-    data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
-    return KvTensors(spec, page_size, data, pool)
+        data, pool = torch.zeros(shape, dtype=dtype, device=device), None
+    elif on_host:
+        assert dummy is None, "every page of a native pool can be transferred"
+        pool = pool_class(num_pages, spec.page_bytes(page_size))
+        data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
+    else:
+        data = ipc.allocate(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
+        pool = shared(pool_class, data[:num_pages], device)
+    return KvTensors(spec, page_size, data, pool, dummy)
 
 
 def shared(pool_class: Any, pages: Tensor, device: torch.device) -> Any:
@@ -173,10 +172,8 @@ def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
     """
     for page, slot, count in _spans(run.pages, run.slots):
         here, there = device[page : page + count], host[slot : slot + count]
-        if run.to_host:
-            there.copy_(here, non_blocking=True)
-        else:
-            here.copy_(there, non_blocking=True)
+        target, source = (there, here) if run.to_host else (here, there)
+        target.copy_(source, non_blocking=True)
 
 
 def _spans(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -193,8 +190,8 @@ def _native_pool_class(*, required: bool) -> Any:
         from baton._native import KvPool
     except ImportError as err:
         if required:
-            hint = "build the native module with maturin"
-            raise ConfigError(f"this build has no transferable KV pool ({err}); {hint}") from err
+            why = f"this build has no transferable KV pool ({err}); build the native module with maturin"
+            raise ConfigError(why) from err
         log.warning("the KV pool is plain memory (%s); pages cannot be transferred to other processes", err)
         return None
     return KvPool

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,8 +35,7 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        heads = self.num_layers * self.tensors_per_layer * self.num_kv_heads
-        return heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.tensors_per_layer * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.token_bytes
@@ -161,36 +161,32 @@ class _Config:
         value = self.values.get(field)
         return default if value is None else value
 
-    def integer(self, field: str, default: int | None = None) -> int:
+    def checked(self, field: str, default: Any, needed: str, is_valid: Callable[[Any], bool]) -> Any:
         value = self.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(field, value, "a positive integer is needed")
+        if not is_valid(value):
+            self.refuse(field, value, f"{needed} is needed")
         return value
 
+    def integer(self, field: str, default: int | None = None) -> int:
+        return self.checked(field, default, "a positive integer", lambda v: type(v) is int and v > 0)
+
     def number(self, field: str, default: float) -> float:
-        value = self.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            self.refuse(field, value, "a positive number is needed")
-        return float(value)
+        found = self.checked(
+            field, default, "a positive number", lambda v: type(v) in (int, float) and 0 < v < math.inf
+        )
+        return float(found)
 
     def index(self, field: str, default: int | None = None) -> int | None:
         """A layer number or token id, or None when absent."""
-        value = self.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | None) or (value or 0) < 0:
-            self.refuse(field, value, "an integer from 0 up is needed")
-        return value
+        return self.checked(field, default, "an integer from 0 up", lambda v: v is None or (type(v) is int and v >= 0))
 
     def names(self, field: str, default: list[str]) -> list[str]:
-        value = self.get(field, default)
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            self.refuse(field, value, "a list of names is needed")
-        return value
+        return self.checked(
+            field, default, "a list of names", lambda v: type(v) is list and all(type(name) is str for name in v)
+        )
 
     def flag(self, field: str, default: bool) -> bool:
-        value = self.get(field, default)
-        if not isinstance(value, bool):
-            self.refuse(field, value, "true or false is needed")
-        return value
+        return self.checked(field, default, "true or false", lambda v: type(v) is bool)
 
 
 def read_spec(
@@ -273,8 +269,7 @@ def _refuse_unknown_arithmetic(config: _Config) -> None:
     """Fields whose usual value means nothing to do and whose other values we do not compute."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         config.refuse("hidden_act", config.get("hidden_act"), "supported: silu")
-    if config.get("quantization_config"):
-        method = config.get("quantization_config")
+    if method := config.get("quantization_config"):
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         config.refuse("quantization_config", method, "use the unquantised checkpoint")
 

@@ -37,16 +37,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 """The compute types, by the names flags and specs use."""
 
 
-def _load_native() -> ModuleType | None:
-    try:
-        from baton.layers import ops_cpu
-    except ImportError as err:
-        log.warning("native CPU kernels are not in use (%s); plain torch does their work, more slowly", err)
-        return None
-    return ops_cpu
-
-
-_native = _load_native()
+_native: ModuleType | None = None
+try:
+    from baton.layers import ops_cpu as _native
+except ImportError as err:
+    log.warning("native CPU kernels are not in use (%s); plain torch does their work, more slowly", err)
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _flashinfer: FlashInferOps | None = None
 _head_kernel: Callable[..., None] | None = None

@@ -18,22 +18,18 @@ from baton._native import PackedWeight as _NativeWeight
 from baton._native import cpu_isa as _cpu_isa
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
-from baton._native import set_threads as _set_threads
+from baton._native import set_threads as set_threads
 from baton._native import silu_mul as _silu_mul
 from baton.errors import ConfigError
 
 _BF16 = torch.bfloat16
 
 
-def _known_isa() -> str:
-    try:
-        return _cpu_isa()
-    except ValueError as err:
-        raise ConfigError(str(err)) from err
-
-
-ISA = _known_isa()
-"""The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
+try:
+    ISA = _cpu_isa()
+    """The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
+except ValueError as err:
+    raise ConfigError(str(err)) from err
 
 
 class PackedWeight:
@@ -61,10 +57,7 @@ class PackedWeight:
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
             wanted = f"{self.dtype} [T, {inputs}] with contiguous rows"
             raise ValueError(f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {wanted}")
-        bias_at = 0
-        if bias is not None:
-            _check("bias", bias, self.dtype, (outputs,))
-            bias_at = bias.data_ptr()
+        bias_at = 0 if bias is None else address("bias", bias, self.dtype, (outputs,))
         rows = x.shape[0]
         y = x.new_empty((rows, outputs))
         self._native.multiply(x.data_ptr(), x.stride(0), rows, bias_at, y.data_ptr())
@@ -72,53 +65,34 @@ class PackedWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the original matrix: [T, inputs] for int64 ids [T]. Raises ValueError for an id out of range."""
-        _check("ids", ids, torch.int64, ids.shape[:1])
         out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
-        self._native.rows(ids.data_ptr(), len(ids), out.data_ptr())
+        self._native.rows(address("ids", ids, torch.int64, ids.shape[:1]), len(ids), out.data_ptr())
         return out
-
-
-def set_threads(n: int) -> None:
-    """Threads of every kernel of this process, the caller's included; they sleep when there is nothing to do."""
-    _set_threads(n)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Leading dimensions: one or two, with any strides."""
-    n = x.shape[-1]
-    _check("weight", weight, x.dtype, (n,))
+    weight_at = address("weight", weight, x.dtype, x.shape[-1:])
     out = x.new_empty(x.shape)
-    _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight.data_ptr(), eps, out.data_ptr())
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight_at, eps, out.data_ptr())
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: x becomes the norm, residual the sum."""
-    _check("weight", weight, x.dtype, x.shape[-1:])
-    _check("x", x, x.dtype, x.shape)
-    _check("residual", residual, x.dtype, x.shape)
-    at = x.data_ptr()
-    _rms_norm(x.dtype == _BF16, _vectors("x", x), residual.data_ptr(), weight.data_ptr(), eps, at)
+    weight_at = address("weight", weight, x.dtype, x.shape[-1:])
+    x_at, residual_at = address("x", x, x.dtype, x.shape), address("residual", residual, x.dtype, x.shape)
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), residual_at, weight_at, eps, x_at)
     return x, residual
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Raises ValueError when a position has no row in the tables."""
-    table = (len(cos), q.shape[-1] // 2)
-    _check("positions", positions, torch.int64, q.shape[:1])
-    _check("cos", cos, torch.float32, table)
-    _check("sin", sin, torch.float32, table)
+    positions_at, table = address("positions", positions, torch.int64, q.shape[:1]), (len(cos), q.shape[-1] // 2)
+    cos_at, sin_at = address("cos", cos, torch.float32, table), address("sin", sin, torch.float32, table)
     if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
-    _rope(
-        q.dtype == _BF16,
-        _vectors("q", q),
-        _vectors("k", k),
-        positions.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        len(cos),
-    )
+    _rope(q.dtype == _BF16, _vectors("q", q), _vectors("k", k), positions_at, cos_at, sin_at, len(cos))
     return q, k
 
 
@@ -127,8 +101,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.stride(1) != 1 or both % 2:
         raise ValueError(f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows")
     out = gate_up.new_empty((rows, both // 2))
-    args = (gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
-    _silu_mul(gate_up.dtype == _BF16, *args)
+    _silu_mul(gate_up.dtype == _BF16, gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
     return out
 
 
@@ -145,7 +118,9 @@ def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
     )
 
 
-def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def address(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Where x begins. Raises ValueError unless it is contiguous, on the CPU, and of this type and shape."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         found = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
         raise ValueError(f"{name} is {found}, not a contiguous {dtype} {list(shape)} on cpu")
+    return x.data_ptr()

@@ -23,7 +23,6 @@ from torch import Tensor
 from baton.layers import flashinfer_loader
 from baton.layers.model_spec import ModelSpec
 
-DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 _AT_ONCE = 8
 """Values that one thread reads: 16 bytes."""
@@ -84,8 +83,7 @@ class FlashInferOps:
         return q, k
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out: Tensor = self._silu_and_mul(gate_up)
-        return out
+        return self._silu_and_mul(gate_up)
 
 
 def _joined(cos: Tensor, sin: Tensor) -> Tensor:

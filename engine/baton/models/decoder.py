@@ -13,7 +13,7 @@ Invariant: a row's logits do not depend on the other rows of the batch, beyond r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -139,11 +139,6 @@ class Decoder:
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
         return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size)
-
-    def forward_all(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
-        """Like `forward`, but logits of every token, [T, vocab]: for prompt logprobs and tests."""
-        every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-        return self.forward(replace(batch, sample_index=every), attn)
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:

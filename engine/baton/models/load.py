@@ -12,12 +12,13 @@ device. It needs config.json only, and next to no host memory.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,7 @@ from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.checkpoint import check_files
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
-from baton.models.weights import plan_weights
+from baton.models.weights import Part, plan_weights
 
 log = logging.getLogger("baton.load")
 
@@ -42,6 +43,8 @@ _CPU = torch.device("cpu")
 
 OnProgress = Callable[[int, int], None]
 """Called with the parameters in memory and those to come in total, first with 0, last when they are equal."""
+LoadedTensors = dict[int, dict[str, Tensor]]
+"""By layer, -1 for those outside the layers, and by name."""
 
 
 def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> Decoder:
@@ -80,7 +83,10 @@ def load_weights(
         tensors = _dummy(spec, seed, shard, device, on_progress)
     else:
         tensors = _from_files(spec, Path(path), shard, device, on_progress)
-    decoder = Decoder(own, _assemble(spec, tensors), shard, tp)
+    outside = tensors.pop(-1)
+    outside.setdefault("lm_head", outside["embed"])
+    layers = [LayerWeights(**tensors[layer]) for layer in range(spec.num_layers)]
+    decoder = Decoder(own, DecoderWeights(layers=layers, **outside), shard, tp)
     decoder.to(device)
     log.info(
         "loaded %s from %s: %d parameters as %s, share %d of %d, in %.2f s",
@@ -90,19 +96,7 @@ def load_weights(
     return decoder
 
 
-def _assemble(spec: ModelSpec, tensors: dict[tuple[int, str], Tensor]) -> DecoderWeights:
-    per_layer: list[dict[str, Any]] = [{} for _ in range(spec.num_layers)]
-    for (layer, name), tensor in tensors.items():
-        if layer >= 0:
-            per_layer[layer][name] = tensor
-    embed = tensors[-1, "embed"]
-    lm_head = embed if spec.tied else tensors[-1, "lm_head"]
-    return DecoderWeights(embed, [LayerWeights(**w) for w in per_layer], tensors[-1, "norm"], lm_head)
-
-
-def _dummy(
-    spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
-) -> dict[tuple[int, str], Tensor]:
+def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress) -> LoadedTensors:
     """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
 
     One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
@@ -123,16 +117,15 @@ def _dummy(
         return whole
 
     own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
-    tensors = {}
+    tensors: LoadedTensors = defaultdict(dict)
     progress = _Progress(sum(math.prod(param.shape) for param in own.values()), on_progress)
     for param in plan_weights(spec):
         whole = torch.ones(param.shape, dtype=dtype, device=device) if param.is_norm else fill(param.shape)
         if (mine := own.get((param.layer, param.name))) is None:
             continue
-        pieces = whole.split([part.shape[0] for part in param.parts])
-        shares = [piece[part.share] for piece, part in zip(pieces, mine.parts, strict=True)]
-        tensors[param.layer, param.name] = whole if mine == param else torch.cat(shares)
-        progress.add(tensors[param.layer, param.name])
+        shares = [rows[part.share] for rows, part in zip(whole.split(param.part_rows), mine.parts, strict=True)]
+        share = tensors[param.layer][param.name] = whole if mine == param else torch.cat(shares)
+        progress.add(share)
     return tensors
 
 
@@ -163,25 +156,24 @@ class _Progress:
 
 def _from_files(
     spec: ModelSpec, root: Path, shard: Shard, device: torch.device, on_progress: OnProgress
-) -> dict[tuple[int, str], Tensor]:
+) -> LoadedTensors:
+    source_files = check_files(spec, root, shard)
     params = list(plan_weights(spec, shard))
-    places = {part.source: (param, part) for param in params for part in param.parts}
-    tensors: dict[tuple[int, str], Tensor] = {}
-    in_file: dict[Path, list[str]] = {}
-    for source, file in check_files(spec, root, shard).items():
-        in_file.setdefault(file, []).append(source)
+    tensors: LoadedTensors = defaultdict(dict)
+    places: dict[str, tuple[Part, Tensor]] = {}
+    for param in params:
+        target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+        tensors[param.layer][param.name] = target
+        for part, rows in zip(param.parts, target.split(param.part_rows), strict=True):
+            places[part.source] = part, rows
     progress = _Progress(sum(math.prod(param.shape) for param in params), on_progress)
-    for file, sources in in_file.items():
+    for file, sources in itertools.groupby(source_files, source_files.__getitem__):
         try:
             with safe_open(str(file), framework="pt") as f:
                 for source in sources:
-                    param, part = places[source]
-                    target = tensors.get((param.layer, param.name))
-                    if target is None:
-                        target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-                        tensors[param.layer, param.name] = target
+                    part, rows = places[source]
                     taken = f.get_tensor(source) if part.shape == part.whole else f.get_slice(source)[part.share]
-                    target[part.first_row : part.first_row + part.shape[0]].copy_(taken)
+                    rows.copy_(taken)
                     progress.add(taken)
         except SafetensorError as err:
             raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err

@@ -21,13 +21,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """float32 [head_dim / 2]: radians per position of each pair of dimensions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":
         return _yarn(exponents, rope, head_dim)
-    return plain
+    return plain / rope.factor  # linear; 1 for the default kind
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:

@@ -10,52 +10,51 @@ A tensor-parallel rank takes its share (layers.shard) of each checkpoint tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import EllipsisType
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from baton.layers.model_spec import ModelSpec
 from baton.layers.shard import WHOLE, Shard
 
-LAYER_TENSORS = (
-    "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
-    "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
-)  # fmt: skip
+
+class TensorAxis(NamedTuple):
+    """Dimension of a checkpoint tensor."""
+
+    size: int
+    share: slice
+    """Taken by this rank."""
 
 
-Cut: TypeAlias = "slice | EllipsisType"
-Share: TypeAlias = "tuple[slice, ...]"
-"""Slice taken of a tensor, per dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Share of one checkpoint tensor, and the rows of our tensor it fills."""
+class Part(NamedTuple):
+    """Share of one checkpoint tensor, which fills some rows of ours."""
 
     source: str
-    first_row: int
     whole: tuple[int, ...]
     """Shape in the checkpoint."""
-    share: Share
+    share: tuple[slice, ...]
+    """Slice taken of it, per dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(cut.stop - cut.start for cut in self.share)
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """Tensor of the model: layer -1 for those outside the layers."""
 
     layer: int
     name: str
     parts: tuple[Part, ...]
+    """Stacked along dimension 0."""
+
+    @property
+    def part_rows(self) -> list[int]:
+        """Rows that each part fills."""
+        return [part.shape[0] for part in self.parts]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        last = self.parts[-1]
-        return (last.first_row + last.shape[0], *last.shape[1:])
+        return (sum(self.part_rows), *self.parts[0].shape[1:])
 
     @property
     def is_norm(self) -> bool:
@@ -64,13 +63,13 @@ class Param:
 
 def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint. `spec`: the whole model's."""
-    vocab, hidden = shard.of(spec.vocab_size), spec.hidden_size
-    yield _param(-1, "embed", [("model.embed_tokens.weight", (spec.vocab_size, hidden), (vocab, ...))])
+    vocab, hidden = TensorAxis(spec.vocab_size, shard.of(spec.vocab_size)), _whole(spec.hidden_size)
+    yield _param(-1, "embed", {"model.embed_tokens.weight": vocab}, hidden)
     for layer in range(spec.num_layers):
         yield from _layer(spec, shard, layer)
-    yield _param(-1, "norm", [("model.norm.weight", (hidden,), (...,))])
+    yield _param(-1, "norm", {"model.norm.weight": hidden})
     if not spec.tied:
-        yield _param(-1, "lm_head", [("lm_head.weight", (spec.vocab_size, hidden), (vocab, ...))])
+        yield _param(-1, "lm_head", {"lm_head.weight": vocab}, hidden)
 
 
 def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
@@ -82,67 +81,46 @@ def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
 
 
 def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
-    hidden, inner, q_size, kv_size, dim = (
-        spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size, spec.head_dim
-    )  # fmt: skip
-    q, kv = _times(shard.of(spec.num_heads), dim), _times(shard.kv_heads(spec.num_kv_heads), dim)
-    mlp = shard.of(inner)
-    prefix = f"model.layers.{layer}."
-    is_first = shard.rank == 0
+    hidden, dim = _whole(spec.hidden_size), _whole(spec.head_dim)
+    q = TensorAxis(spec.q_size, _times(shard.of(spec.num_heads), spec.head_dim))
+    kv = TensorAxis(spec.kv_size, _times(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
+    inner = TensorAxis(spec.intermediate_size, shard.of(spec.intermediate_size))
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
-    def one(name: str, source: str, whole: tuple[int, ...], *cuts: Cut) -> Param:
-        return _param(layer, name, [(prefix + source, whole, cuts or (...,) * len(whole))])
+    def param(name: str, modules: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
+        kind = "bias" if name.endswith("_bias") else "weight"
+        rows_of = {f"model.layers.{layer}.{module}.{kind}": rows for module, rows in modules.items()}
+        return _param(layer, name, rows_of, *columns)
 
-    def qkv(name: str, kind: str, *columns: int) -> Param:
-        rows = {"q": (q_size, q), "k": (kv_size, kv), "v": (kv_size, kv)}
-        return _param(
-            layer,
-            name,
-            [
-                (f"{prefix}self_attn.{x}_proj.{kind}", (n, *columns), (cut, *(... for _ in columns)))
-                for x, (n, cut) in rows.items()
-            ],
-        )
-
-    def gate_up(name: str, kind: str, *columns: int) -> Param:
-        return _param(
-            layer,
-            name,
-            [
-                (f"{prefix}mlp.{x}_proj.{kind}", (inner, *columns), (mlp, *(... for _ in columns)))
-                for x in ("gate", "up")
-            ],
-        )
-
-    yield one("input_norm", "input_layernorm.weight", (hidden,))
-    yield qkv("qkv", "weight", hidden)
+    yield param("input_norm", {"input_layernorm": hidden})
+    yield param("qkv", qkv, hidden)
     if spec.qkv_bias:
-        yield qkv("qkv_bias", "bias")
+        yield param("qkv_bias", qkv)
     if spec.qk_norm:
-        yield one("q_norm", "self_attn.q_norm.weight", (dim,))
-        yield one("k_norm", "self_attn.k_norm.weight", (dim,))
-    yield one("o", "self_attn.o_proj.weight", (hidden, q_size), ..., q)
-    if spec.o_bias and is_first:
-        yield one("o_bias", "self_attn.o_proj.bias", (hidden,))
-    yield one("post_norm", "post_attention_layernorm.weight", (hidden,))
-    yield gate_up("gate_up", "weight", hidden)
-    yield one("down", "mlp.down_proj.weight", (hidden, inner), ..., mlp)
+        yield param("q_norm", {"self_attn.q_norm": dim})
+        yield param("k_norm", {"self_attn.k_norm": dim})
+    yield param("o", {"self_attn.o_proj": hidden}, q)
+    if spec.o_bias and shard.rank == 0:
+        yield param("o_bias", {"self_attn.o_proj": hidden})
+    yield param("post_norm", {"post_attention_layernorm": hidden})
+    yield param("gate_up", gate_up, hidden)
+    yield param("down", {"mlp.down_proj": hidden}, inner)
     if spec.mlp_bias:
-        yield gate_up("gate_up_bias", "bias")
-        if is_first:
-            yield one("down_bias", "mlp.down_proj.bias", (hidden,))
+        yield param("gate_up_bias", gate_up)
+        if shard.rank == 0:
+            yield param("down_bias", {"mlp.down_proj": hidden})
+
+
+def _whole(n: int) -> TensorAxis:
+    return TensorAxis(n, slice(0, n))
 
 
 def _times(cut: slice, n: int) -> slice:
     return slice(cut.start * n, cut.stop * n)
 
 
-def _param(layer: int, name: str, taken: list[tuple[str, tuple[int, ...], tuple[Cut, ...]]]) -> Param:
-    """`taken`: name, shape and what is taken (all of a dimension: ...) of each checkpoint tensor, in stacking order."""
-    parts: list[Part] = []
-    row = 0
-    for source, whole, cuts in taken:
-        share = tuple(slice(0, n) if cut is ... else cut for cut, n in zip(cuts, whole, strict=True))
-        parts.append(Part(source, row, whole, share))
-        row += parts[-1].shape[0]
+def _param(layer: int, name: str, rows_of: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
+    """`rows_of`: the rows of each checkpoint tensor, in stacking order; `columns` are the same for all."""
+    parts = (Part(source, *zip(rows, *columns, strict=True)) for source, rows in rows_of.items())
     return Param(layer, name, tuple(parts))

@@ -30,8 +30,6 @@ from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, fit, no_room
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
-from baton.sched import setup
-from baton.sched.types.limits import Limits
 
 log = logging.getLogger("baton.engine")
 
@@ -55,12 +53,10 @@ class LoadedModel:
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
-    def limits(self) -> Limits:
-        return setup.limits(self.config, *self._sizes)
-
     def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
-        return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
+        sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
+        return make_engine(self.config, sizes, self.runner, relay, trace, device_thread())
 
     @property
     def vocab_size(self) -> int:
@@ -71,10 +67,6 @@ class LoadedModel:
         """Pool whose pages a TransferNode serves; None for plain memory."""
         return self.kv.native
 
-    @property
-    def _sizes(self) -> PoolSizes:
-        return PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
-
 
 def compute_threads(config: EngineConfig) -> int:
     """Compute threads of one process: --cpu-threads, else this machine's cores shared among this engine's processes."""
@@ -82,10 +74,7 @@ def compute_threads(config: EngineConfig) -> int:
 
 
 def load(
-    config: EngineConfig,
-    model_dir: str,
-    place: Place | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    config: EngineConfig, model_dir: str, place: Place | None = None, on_progress: OnProgress = lambda done, total: None
 ) -> LoadedModel:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 
@@ -126,12 +115,7 @@ def load(
     recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
         kv = make_pool(
-            spec.kv,
-            config.page_size,
-            pages,
-            native=True if disaggregated else None,
-            device=compute,
-            dummy_page=recorded_rows > 0,
+            spec.kv, config.page_size, pages, native=disaggregated or None, device=compute, dummy_page=recorded_rows > 0
         )
         attn = make_backend(config.attention_backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
@@ -149,22 +133,15 @@ def load(
     info: dict[str, object] = {"num_parameters": whole.num_parameters, "cpu_threads": threads, "device": str(compute)}
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
-        model_dir, whole.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
-        kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
+        model_dir, whole.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
+        pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
     info |= {"context_length": context, "host_pages": host_pages, "dtype": spec.kv.dtype, "layout": layout}
-    return LoadedModel(config, runner, kv, layout, info | _pool_info(kv), host_pages, group)
-
-
-def _pool_info(kv: KvTensors) -> dict[str, object]:
-    return {
-        "max_total_num_tokens": kv.max_tokens,
-        "kv_pool_bytes": kv.num_pages * kv.page_bytes,
-        "num_pages": kv.num_pages,
-    }
+    info |= {"max_total_num_tokens": kv.max_tokens, "kv_pool_bytes": pages * kv.page_bytes, "num_pages": pages}
+    return LoadedModel(config, runner, kv, layout, info, host_pages, group)
 
 
 def _record(

@@ -48,8 +48,6 @@ log = logging.getLogger("baton.engine")
 class Device(Protocol):
     """Executor of plans, on the device thread, in plan order."""
 
-    @property
-    def page_bytes(self) -> int: ...
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
 
@@ -138,6 +136,7 @@ class EngineLoop:
         hook: PriorityHook | None = None,
         device: JobThread | None = None,
         clock: Callable[[], float] = time.monotonic,
+        page_bytes: int = 0,
     ) -> None:
         self.sched = scheduler
         self._runner = runner
@@ -146,6 +145,7 @@ class EngineLoop:
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
         self._clock = clock
+        self._page_bytes = page_bytes
         self._flight: deque[InFlightStep] = deque()
         self.trouble: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
@@ -168,18 +168,16 @@ class EngineLoop:
 
     def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        disaggregated = self._relay is not None and req.rendezvous is not None
-        if disaggregated:
-            assert self._relay is not None
-            self._relay.accept(req)
+        relay = None if req.rendezvous is None else self._relay
+        if relay is not None:
+            relay.accept(req)
         try:
             if self.trouble is not None:
                 raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
             self.sched.add(req)
         except EngineError as err:
-            if disaggregated:
-                assert self._relay is not None
-                self._relay.refuse(req, err)
+            if relay is not None:
+                relay.refuse(req, err)
             raise
         if self._hook is not None:
             self._hook.watch(req.handle, req.arrival)
@@ -216,7 +214,7 @@ class EngineLoop:
         plan = self.sched.plan(now) if self.trouble is None else None
         self._carry_out()
         if plan is not None:
-            self._launch(plan)
+            self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
         busy = plan is not None
         if self._flight and (plan is None or len(self._flight) >= self._depth):
             self._collect()
@@ -238,9 +236,6 @@ class EngineLoop:
         timelines, self._timelines = self._timelines, []
         return timelines
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
-
     def _collect(self) -> None:
         flight = self._flight.popleft()
         result, seconds = flight.wait()
@@ -249,7 +244,7 @@ class EngineLoop:
         for run in flight.plan.copies:
             label = f'{{direction="{"out" if run.to_host else "in"}"}}'
             self.counters["kv_host_copies_total" + label] += len(run.pages)
-            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._runner.page_bytes
+            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._page_bytes
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
@@ -304,9 +299,8 @@ class EngineLoop:
             if self.trouble is None:
                 self._fence(f"its page ledger is broken: {err}")
             return {}
-        total = sched.limits.num_pages
-        values = ledger.gauges() | ({} if host is None else host.gauges())
-        return values | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+        total, host_gauges = sched.limits.num_pages, {} if host is None else host.gauges()
+        return ledger.gauges() | host_gauges | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
 
     def _fence(self, trouble: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
@@ -362,5 +356,5 @@ def make_engine(
     if config.priority_adjustment_function is not None:
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
-    overlap = not config.disable_overlap_schedule
-    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device)
+    overlap, page_bytes = not config.disable_overlap_schedule, sizes.page_bytes
+    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)

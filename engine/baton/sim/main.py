@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from baton import config as engine_config
 from baton.config import EngineConfig
 from baton.config.flags import FlagParser, add_flags, opt, refuse
-from baton.config.simulated import BLOCK_TOKENS, NODE, PRESETS, StepModel, scaled
+from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scaled
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
@@ -34,7 +34,7 @@ from baton.sched.types.plan import StepPlan
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.node import NodeSetting, SimNode
-from baton.sim.report import RunSummary, as_json, summarise, table, ttfts
+from baton.sim.report import RunSummary, summarise, table, ttfts
 from baton.sim.trace import TraceRequest
 
 PROG = "baton simulate"
@@ -42,17 +42,14 @@ INTERRUPTED = 130
 PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
-    "simulate", "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length",
-    "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
-    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key",
-    "insecure_kv", "kv_lease_secs", "test_kv_fault",
-    "kv_host", "kv_advertise_host", "kv_copy_threads", "nccl_max_ctas",
-    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device",
-    "attention_backend", "cpu_threads", "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib",
-    "mem_fraction_static", "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy",
-    "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs",
-    "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat", "enable_trace",
-    "otlp_traces_endpoint",
+    *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length", "chat_template",
+    "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
+    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key", "insecure_kv",
+    "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "nccl_max_ctas",
+    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size", "priority_adjustment_function",
+    "priority_adjust_interval_ms", "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled",
+    "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "metrics_compat",
+    "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
@@ -183,36 +180,34 @@ def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> list[str]:
-    bad = []
+def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> Iterator[str]:
     if not sim.trace and sim.replay is None:
-        bad.append("--trace is missing; give a file or the name of a trace that comes with Baton")
+        yield "--trace is missing; give a file or the name of a trace that comes with Baton"
     for name in policies:
         if name not in POLICIES:
-            bad.append(f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}")
+            yield f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}"
     if len(set(policies)) < len(policies):
-        bad.append(f"--schedule-policy {sim.schedule_policy}: names an order twice")
+        yield f"--schedule-policy {sim.schedule_policy}: names an order twice"
     if sim.speedup is not None and sim.load is not None:
-        bad.append("--speedup and --load both rescale arrivals; give one")
+        yield "--speedup and --load both rescale arrivals; give one"
     for flag, number in (("--speedup", sim.speedup), ("--load", sim.load)):
         if number is not None and not 0 < number < math.inf:
-            bad.append(f"{flag} {number}: must be above 0")
+            yield f"{flag} {number}: must be above 0"
     if sim.limit is not None and sim.limit < 1:
-        bad.append(f"--limit {sim.limit}: must be at least 1")
+        yield f"--limit {sim.limit}: must be at least 1"
     if sim.length_scale < 1 or BLOCK_TOKENS % sim.length_scale:
-        bad.append(f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}")
+        yield f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}"
     if sim.host_kv_tokens < 0:
-        bad.append(f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative")
+        yield f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative"
     if not 0 <= sim.jitter < 1:
-        bad.append(f"--jitter {sim.jitter}: use 0 up to below 1")
+        yield f"--jitter {sim.jitter}: use 0 up to below 1"
     if sim.plot is not None and not sim.plot.endswith(".svg"):
-        bad.append(f"--plot {sim.plot}: only .svg can be written")
+        yield f"--plot {sim.plot}: only .svg can be written"
     for f in dataclasses.fields(model):
         if not 0 <= getattr(model, f.name) < math.inf:
-            bad.append(f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative")
+            yield f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative"
     if not (model.step_ms or (model.token_us and model.weights_ms)):
-        bad.append("--step-ms 0: a step must take time, or the clock would stand still")
-    return bad
+        yield "--step-ms 0: a step must take time, or the clock would stand still"
 
 
 def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
@@ -354,7 +349,7 @@ def main(argv: Sequence[str]) -> int:
                     name: value for name, value in dataclasses.asdict(run.engine).items() if name not in NOT_SIMULATED
                 },
                 "offered_load": offered / span if span > 0 else None,
-                "policies": [as_json(summary) for summary in summaries],
+                "policies": [dataclasses.asdict(summary) for summary in summaries],
             }
             Path(run.sim.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if run.sim.plot is not None:

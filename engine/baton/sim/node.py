@@ -146,8 +146,6 @@ class SimulatedStep:
 class SimNode:
     """Build one per policy; `run` may be interrupted, `records` are valid at any time. It is its loop's device."""
 
-    page_bytes = 0
-
     def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
         self.sched = Scheduler(limits)
@@ -190,17 +188,14 @@ class SimNode:
             handle, self._next = self._next, self._next + 1
             try:
                 req = self._request(handle)
-                self._take_tokens(req)
+                # The tenant's tokens, as the front takes them before a request reaches the scheduler.
+                wait = self._rates.admit(req.tenant, self.records[handle].prompt_tokens, self.now)
+                if wait > 0:
+                    raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
                 self._loop.submit(req)
             except EngineError:
                 self.records[handle].outcome = RequestOutcome.REFUSED
                 self.done += 1
-
-    def _take_tokens(self, req: ValidatedRequest) -> None:
-        """Take the tenant's tokens, as the front does before a request reaches the scheduler."""
-        wait = self._rates.admit(req.tenant, self.records[req.handle].prompt_tokens, self.now)
-        if wait > 0:
-            raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
 
     def _request(self, handle: int) -> ValidatedRequest:
         request, arrival = self.setting.trace[handle], self.setting.arrivals[handle]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 from baton.sim.node import RequestOutcome, RequestRecord, SimNode
 
@@ -136,10 +136,6 @@ def _count(records: Sequence[RequestRecord], outcome: RequestOutcome) -> int:
     return sum(r.outcome is outcome for r in records)
 
 
-def as_json(summary: RunSummary) -> dict[str, object]:
-    return asdict(summary)
-
-
 HEADER = (
     "policy", "requests", "completed", "TTFT s", "p50", "p95", "p99", "vs first", "in time",
     "TPOT ms", "p50", "p95", "p99", "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps", "sim s", "wall s",
@@ -155,17 +151,15 @@ def table(summaries: Sequence[RunSummary]) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
-    lines += [_endings(s) for s in summaries if s.refused or s.timed_out or s.retractions or s.preemptions or s.starved]
+    lines += [line for s in summaries if (line := _endings(s))]
     lines += [_group_line(s, group) for s in summaries for group in s.groups]
     return "\n".join(lines)
 
 
 def _group_line(s: RunSummary, group: RecordGroup) -> str:
-    mean, p50, p95, p99 = _quantiles(group.ttft, 1.0)
-    longest = f"{group.ttft.max:.2f}" if group.ttft else "-"
-    counts = f"{group.completed} of {group.requests} completed" + (
-        f", {group.refused} refused" if group.refused else ""
-    )
+    mean, p50, p95, p99, longest = _numbers(group.ttft)
+    refused = f", {group.refused} refused" if group.refused else ""
+    counts = f"{group.completed} of {group.requests} completed{refused}"
     return f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, max {longest}"
 
 
@@ -175,12 +169,11 @@ def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
         s.label,
         str(s.requests),
         str(s.completed),
-        *_quantiles(s.ttft, 1.0),
+        *_numbers(s.ttft)[:4],
         ratio,
         f"{s.in_time:.3f}",
-        *_quantiles(s.tpot, 1e3),
-        *_quantiles(s.wait, 1.0),
-        f"{s.wait.max:.2f}" if s.wait else "-",
+        *_numbers(s.tpot, 1e3)[:4],
+        *_numbers(s.wait),
         f"{s.hit_rate:.3f}",
         f"{s.utilisation:.2f}",
         str(s.steps),
@@ -189,16 +182,16 @@ def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     )
 
 
-def _quantiles(stat: SummaryStat | None, unit: float) -> tuple[str, str, str, str]:
-    if stat is None:
-        return "-", "-", "-", "-"
-    mean, p50, p95, p99 = (f"{value * unit:.2f}" for value in (stat.mean, stat.p50, stat.p95, stat.p99))
-    return mean, p50, p95, p99
+def _numbers(stat: SummaryStat | None, unit: float = 1.0) -> list[str]:
+    """Mean, p50, p95, p99 and maximum."""
+    return ["-"] * 5 if stat is None else [f"{value * unit:.2f}" for value in astuple(stat)]
 
 
 def _endings(s: RunSummary) -> str:
+    """Counts that are not 0; empty when all are."""
     counts = {
         "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions,
         "starved": s.starved,
     }  # fmt: skip
-    return f"{s.policy}: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{s.policy}: {found}" if found else ""

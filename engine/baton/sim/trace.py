@@ -15,11 +15,12 @@ Format: Mooncake's (arXiv 2407.00079).
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import zlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,19 +141,12 @@ def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tupl
 
 def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
     """Arrival in seconds from the first request; k equal stamps are spread evenly over the gap to the next stamp."""
-    times = [0.0] * len(trace)
-    start, gap = 0, 0.0
-    while start < len(trace):
-        at = trace[start].timestamp_ms
-        end = start
-        while end < len(trace) and trace[end].timestamp_ms == at:
-            end += 1
-        if end < len(trace):
-            gap = trace[end].timestamp_ms - at  # the last group has no next stamp: it takes the gap before
-        for i in range(start, end):
-            times[i] = (at - trace[0].timestamp_ms + gap * (i - start) / (end - start)) / 1e3
-        start = end
-    return times
+    counts = Counter(request.timestamp_ms for request in trace)
+    gaps = [after - at for at, after in itertools.pairwise(counts)]
+    gaps.append(gaps[-1] if gaps else 0.0)  # the last stamp has no next one: it takes the gap before
+    first = trace[0].timestamp_ms
+    stamps = zip(counts.items(), gaps, strict=True)
+    return [(at - first + gap * i / count) / 1e3 for (at, count), gap in stamps for i in range(count)]
 
 
 def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:
@@ -179,9 +173,7 @@ def cached_in_arrival_order(trace: Iterable[TraceRequest], capacity_tokens: int)
     cache: OrderedDict[int, None] = OrderedDict()  # a block's number stands for its whole prefix
     cached: list[int] = []
     for request in trace:
-        hits = 0
-        while hits < len(request.blocks) and request.blocks[hits] in cache:
-            hits += 1
+        hits = len(list(itertools.takewhile(cache.__contains__, request.blocks)))
         cached.append(min(hits * BLOCK_TOKENS, request.input_length - 1))
         for block in reversed(request.blocks):  # leaves first: a prefix is used no later than what follows it
             cache[block] = None

@@ -14,6 +14,7 @@ Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are i
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -24,7 +25,12 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from baton.layers.attention.paged_indices import PagedRows
-    from baton.layers.cuda.stream import ComputeStream
+    from baton.layers.cuda.stream import CudaStream
+    from baton.layers.kv_pool import KvTensors
+    from baton.layers.model_spec import ModelSpec
+
+
+NOTHING = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(slots=True)
@@ -32,27 +38,27 @@ class ForwardBatch:
     """Rows of a step as tensors: T tokens, R rows, S sampling rows.
 
     What each token needs (ids, positions, slots, sample_index) is on the device that computes; what each row needs
-    (indptr, lengths, pages) is on the host, where backends plan.
+    (indptr, lengths, pages) is on the host, where backends plan. A recorded step has none of that.
     """
 
     token_ids: Tensor
     """int64 [T]"""
     positions: Tensor
     """int64 [T]"""
-    qo_indptr: Tensor
-    """int32 [R+1]: rows in plan order, decode rows first."""
-    kv_lens: Tensor
-    """int32 [R]: tokens in KV after this step."""
-    page_indptr: Tensor
-    """int32 [R+1]"""
-    page_indices: Tensor
-    """int32 [page_indptr[-1]]"""
     slot_mapping: Tensor
     """int64 [T]: page * page_size + offset of every token's KV."""
     sample_index: Tensor
     """int64 [S]: indices into T of the last token of rows that sample."""
-    num_decode: int
-    max_kv_len: int
+    qo_indptr: Tensor = NOTHING
+    """int32 [R+1]: rows in plan order, decode rows first."""
+    kv_lens: Tensor = NOTHING
+    """int32 [R]: tokens in KV after this step."""
+    page_indptr: Tensor = NOTHING
+    """int32 [R+1]"""
+    page_indices: Tensor = NOTHING
+    """int32 [page_indptr[-1]]"""
+    num_decode: int = 0
+    max_kv_len: int = 0
 
 
 class AttentionBackend(Protocol):
@@ -65,14 +71,38 @@ class AttentionBackend(Protocol):
         """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
 
 
-class PagedAttention(AttentionBackend, Protocol):
-    """A backend on CUDA. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
+class PagedAttention(AttentionBackend):
+    """A backend on any device. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
+
+    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
+        self._spec = spec
+        self._kv = kv
+        self._slot_mapping: Tensor | None = None
+        self._slots: tuple[Tensor, Tensor] | None = None
+        """Pages and offsets, once a layer of the step has asked for them."""
+
+    @functools.cached_property
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self._kv.data[:, layer, 0], self._kv.data[:, layer, 1]) for layer in range(self._spec.num_layers)]
+
+    def _set_slots(self, slot_mapping: Tensor) -> None:
+        self._slot_mapping, self._slots = slot_mapping.to(self._kv.data.device), None
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self._slot_mapping is not None, "plan() comes first"
+        if self._slots is None:
+            self._slots = (self._slot_mapping // self._kv.page_size, self._slot_mapping % self._kv.page_size)
+        keys, values = self._layers[layer]
+        keys[self._slots], values[self._slots] = k, v
+        return self.attend(layer, q)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
+        return self._layers[layer]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """`forward` for K and V that are in the pool already."""
+        raise NotImplementedError
 
 
 class GraphInputs:
@@ -98,7 +128,7 @@ class GraphInputs:
     def _tail_words(self, pages: int) -> int:
         return (2 * self.rows + 1 + pages + 1) // 2
 
-    def fill(self, stream: ComputeStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
+    def fill(self, stream: CudaStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
         """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
         n, pages = len(rows), len(rows.kv_indices)
         words = np.zeros(self._head + self._tail_words(pages), np.int64)

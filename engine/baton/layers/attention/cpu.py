@@ -23,6 +23,7 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import ModelSpec
+from baton.layers.ops_cpu import address
 
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -60,11 +61,11 @@ class CpuAttention:
             rows,
             tokens,
             pages,
-            _address("qo_indptr", batch.qo_indptr, int32, rows + 1),
-            _address("kv_lens", batch.kv_lens, int32, rows),
-            _address("page_indptr", batch.page_indptr, int32, rows + 1),
-            _address("page_indices", batch.page_indices, int32, pages),
-            _address("slot_mapping", batch.slot_mapping, int64, tokens),
+            address("qo_indptr", batch.qo_indptr, int32, (rows + 1,)),
+            address("kv_lens", batch.kv_lens, int32, (rows,)),
+            address("page_indptr", batch.page_indptr, int32, (rows + 1,)),
+            address("page_indices", batch.page_indices, int32, (pages,)),
+            address("slot_mapping", batch.slot_mapping, int64, (tokens,)),
         )
         self._batch = batch  # keeps the tensors the rows point to
         self._tokens = tokens
@@ -89,14 +90,6 @@ class CpuAttention:
             wanted = f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {wanted}")
         return strides[0]
-
-
-def _address(name: str, x: Tensor, dtype: torch.dtype, length: int) -> int:
-    if x.dtype != dtype or x.shape != (length,) or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)} on {x.device}, not a contiguous {dtype} [{length}] on cpu"
-        )
-    return x.data_ptr()
 
 
 def _check_pool(spec: ModelSpec, data: Tensor) -> None:

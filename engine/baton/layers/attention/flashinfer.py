@@ -28,8 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader
-from baton.layers.attention.base import ForwardBatch, GraphInputs
+from baton.layers.attention.base import ForwardBatch, GraphInputs, PagedAttention
 from baton.layers.attention.paged_indices import PagedRows, split_step
 from baton.layers.flashinfer_loader import SLOWER
 from baton.layers.kv_pool import KvTensors
@@ -58,7 +57,9 @@ KERNELS = "fa2"
 
 def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
     """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
-    return _unsupported(spec, kv) or _missing(kv.data.device)
+    device = kv.data.device.type
+    missing = None if device == "cuda" else f"it needs a CUDA device, the KV pool is on {device}"
+    return _unsupported(spec, kv) or missing or flashinfer_loader.obstacle()
 
 
 def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
@@ -73,20 +74,13 @@ def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
     return None
 
 
-def _missing(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, the KV pool is on {device.type}"
-    return flashinfer_loader.obstacle()
-
-
-@dataclass(frozen=True, slots=True)
-class _Wrappers:
+class _Wrappers(NamedTuple):
     decode: Any
     prefill: Any
     """None for a capture: it has decode rows only."""
 
 
-class FlashInferAttention:
+class FlashInferAttention(PagedAttention):
     """Paged causal attention with grouped queries, per-layer windows and soft-capped logits.
 
     Args:
@@ -101,17 +95,24 @@ class FlashInferAttention:
         if problem is not None:
             raise ConfigError(f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}")
         library = library or flashinfer_loader.load()
-        self._spec = spec
-        self._kv = kv
+        super().__init__(spec, kv)
         self._scale = 1.0 / math.sqrt(spec.head_dim)
         self._soft_cap = logits_soft_cap
-        self._layers = [(kv.data[:, layer, 0], kv.data[:, layer, 1]) for layer in range(spec.num_layers)]
         self._library = library
         # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
         self._group = spec.num_heads // spec.num_kv_heads
         self._tensor_cores = self._group > 2
+        self._make_decode = functools.partial(
+            library.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=self._tensor_cores, backend=KERNELS
+        )
         self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
-        self._wrappers = self._make_wrappers()
+        self._wrappers = {
+            window: _Wrappers(
+                self._make_decode(self._workspace, "NHD"),
+                library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=KERNELS),
+            )
+            for window in sorted(set(spec.windows))
+        }
         self._captured: dict[int, dict[int, _Wrappers]] = {}
         """By rows, then by window."""
         self._capture_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
@@ -119,34 +120,18 @@ class FlashInferAttention:
         self._running = self._wrappers
         """Wrappers that `forward` uses: the eager ones, or a capture's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
-        self._slot_mapping: Tensor | None = None
-        self._slots: tuple[Tensor, Tensor] | None = None
-        """Pages and offsets, once a layer of the step has asked for them."""
         self._num_decode = 0
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
 
-    def _make_wrappers(self) -> dict[int, _Wrappers]:
-        library, workspace = self._library, self._workspace
-        return {
-            window: _Wrappers(
-                library.BatchDecodeWithPagedKVCacheWrapper(
-                    workspace, "NHD", use_tensor_cores=self._tensor_cores, backend=KERNELS
-                ),
-                library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=KERNELS),
-            )
-            for window in sorted(set(self._spec.windows))
-        }
-
     def plan(self, batch: ForwardBatch) -> None:
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
         self._await_last_plan()
         self._running = self._wrappers
-        size = self._kv.page_size
         arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
-        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, size)
-        self._slot_mapping, self._slots = batch.slot_mapping.to(self._kv.data.device), None
+        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, self._kv.page_size)
+        self._set_slots(batch.slot_mapping)
         self._num_decode = len(indices.decode)
         for window, wrappers in self._wrappers.items():
             if len(indices.decode):
@@ -177,15 +162,13 @@ class FlashInferAttention:
         any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
         made = {}
         for window in self._wrappers:
-            wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            wrapper = self._make_decode(
                 floats,
                 "NHD",
                 use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores,
                 paged_kv_indptr_buffer=static.page_indptr[: size + 1],
                 paged_kv_indices_buffer=static.page_indices,
                 paged_kv_last_page_len_buffer=static.last_page_len[:size],
-                backend=KERNELS,
             )
             wrapper.reset_workspace_buffer(floats, integers[window])
             self._plan(wrapper.plan, window, self._tensors(any_rows))
@@ -225,7 +208,7 @@ class FlashInferAttention:
     def use_capture(self, size: int, slot_mapping: Tensor) -> None:
         self._running = self._captured[size]
         self._num_decode = size
-        self._slot_mapping, self._slots = slot_mapping, None
+        self._set_slots(slot_mapping)
 
     def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
         spec, dtype = self._spec, self._kv.data.dtype
@@ -242,17 +225,6 @@ class FlashInferAttention:
             kv_data_type=dtype,
             **only_prefill,
         )
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._slot_mapping is not None, "plan() comes first"
-        if self._slots is None:
-            self._slots = (self._slot_mapping // self._kv.page_size, self._slot_mapping % self._kv.page_size)
-        keys, values = self._layers[layer]
-        keys[self._slots], values[self._slots] = k, v
-        return self.attend(layer, q)
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._layers[layer]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         pages = self._layers[layer]

@@ -43,11 +43,6 @@ class PagedRows:
     def __len__(self) -> int:
         return len(self.last_page_len)
 
-    def kv_lens(self, page_size: int) -> Int32:
-        """[R]: tokens in KV, as a kernel derives them."""
-        pages = np.diff(self.kv_indptr)
-        return ((pages - 1) * page_size + self.last_page_len).astype(np.int32)
-
 
 @dataclass(frozen=True, slots=True)
 class StepIndices:

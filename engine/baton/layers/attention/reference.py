@@ -12,19 +12,18 @@ A row with a window W reads only the pages its oldest query can see:
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.layers.attention.base import ForwardBatch
+from baton.layers.attention.base import ForwardBatch, PagedAttention
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import ModelSpec
 
 
-@dataclass(slots=True)
-class _Gather:
+class _Gather(NamedTuple):
     """Rows attended together, for one window size."""
 
     pages: Tensor
@@ -35,8 +34,7 @@ class _Gather:
     """(row, slot) pairs that no query sees."""
 
 
-@dataclass(slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     first_token: int
     num_tokens: int
     shape: tuple[int, int]
@@ -44,20 +42,16 @@ class _Rows:
     by_window: dict[int, _Gather]
 
 
-class TorchAttention:
+class TorchAttention(PagedAttention):
     """Paged causal attention with grouped queries and per-layer windows."""
 
     def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
-        self._spec = spec
-        self._kv = kv
+        super().__init__(spec, kv)
         self._windows = sorted(set(spec.windows))
         self._groups: list[_Rows] = []
-        self._slots: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
-        size = self._kv.page_size
-        slots = batch.slot_mapping.to(self._kv.data.device)
-        self._slots = (slots // size, slots % size)
+        self._set_slots(batch.slot_mapping)
         starts, kv_lens = batch.qo_indptr.tolist(), batch.kv_lens.tolist()
         first_page, pages = batch.page_indptr.tolist(), batch.page_indices.long()
         tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
@@ -70,15 +64,6 @@ class TorchAttention:
             row_tables, row_lens = [tables[r] for r in rows], [kv_lens[r] for r in rows]
             by_window = {w: self._gather(row_tables, row_lens, n, w) for w in self._windows}
             self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._slots is not None, "plan() comes first"
-        keys, values = self.pages(layer)
-        keys[self._slots], values[self._slots] = k, v
-        return self.attend(layer, q)
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._kv.data[:, layer, 0], self._kv.data[:, layer, 1]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         out = torch.empty(len(q), self._spec.q_size, dtype=q.dtype, device=q.device)

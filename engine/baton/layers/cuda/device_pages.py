@@ -15,12 +15,13 @@ later see it. Hence no stream waits for another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -39,36 +40,6 @@ WATCH_SECS = 1.0
 """Between two looks for waits longer than that."""
 
 
-class Queue(Protocol):
-    """Where the device's work is put."""
-
-    def run(self, what: str, enqueue: Callable[[], None]) -> None:
-        """Have the device do what `enqueue` queues, and return when it is through."""
-
-    def host_memory(self, count: int) -> Tensor:
-        """`count` int64 in host memory that the device copies to without anybody waiting."""
-
-    def pin(self, memory: Tensor) -> None: ...
-    def unpin(self, memory: Tensor) -> None: ...
-
-
-class OpenedPages(Protocol):
-    """A peer's memory in this process."""
-
-    @property
-    def memory(self) -> Tensor:
-        """Bytes of the block as a tensor."""
-
-    def close(self) -> None: ...
-
-
-class Sharing(Protocol):
-    """How another process of this host gets at the memory."""
-
-    def handle(self, memory: Tensor) -> bytes: ...
-    def open(self, handle: bytes) -> OpenedPages: ...
-
-
 def weights(words: int) -> NDArray[np.int64]:
     """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -80,14 +51,11 @@ def weights(words: int) -> NDArray[np.int64]:
 class PageAccess:
     """The pool as a matrix, a page per row, and the queue that its work goes to."""
 
-    def __init__(self, data: Tensor, queue: Queue) -> None:
+    def __init__(self, data: Tensor, queue: CudaQueue) -> None:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
+        self.page_words = self.rows.shape[1]
         self.queue = queue
         self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
-
-    @property
-    def page_words(self) -> int:
-        return self.rows.shape[1]
 
     def parts(self, pages: int) -> list[slice]:
         """Pages whose checksums are taken in one call."""
@@ -106,47 +74,37 @@ class PageAccess:
 class DevicePages:
     """Args: `data`: the pool, page-major and contiguous; a page is a multiple of 8 bytes."""
 
-    def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
+    def __init__(self, data: Tensor, queue: CudaQueue, sharing: ipc.CudaIpc) -> None:
         self._pages = PageAccess(data, queue)
-        self._queue = queue
         self._sharing = sharing
 
     def gather(self, pages: bytes, to: memoryview) -> None:
         host = torch.frombuffer(to, dtype=torch.int64)
-
-        def enqueue() -> None:
+        with self._pages.queue.run("gathering pages"):
             found = self._pages.rows.index_select(0, self._pages.index(pages))
             host.copy_(found.view(-1), non_blocking=True)
 
-        self._queue.run("gathering pages", enqueue)
-
     def scatter(self, source: memoryview, pages: bytes) -> None:
         host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
-
-        def enqueue() -> None:
+        with self._pages.queue.run("scattering pages"):
             there = host.to(self._pages.rows.device, non_blocking=True)
             self._pages.rows.index_copy_(0, self._pages.index(pages), there)
 
-        self._queue.run("scattering pages", enqueue)
-
     def sums(self, pages: bytes) -> bytes:
         """uint64 each, little endian."""
-        sums = self._queue.host_memory(len(pages) // 4)
-
-        def enqueue() -> None:
+        sums = self._pages.queue.host_memory(len(pages) // 4)
+        with self._pages.queue.run("taking checksums"):
             index = self._pages.index(pages)
             for part in self._pages.parts(len(index)):
                 self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
-
-        self._queue.run("taking checksums", enqueue)
         return sums.numpy().tobytes()
 
     def pin(self, memory: memoryview) -> None:
         """For copies that take their time: to other memory the caller would wait in the driver."""
-        self._queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
+        self._pages.queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
 
     def unpin(self, memory: memoryview) -> None:
-        self._queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
+        self._pages.queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
 
     def slabs(self, count: int, nbytes: int) -> DeviceSlabs:
         return DeviceSlabs(self._pages, count, nbytes)
@@ -178,26 +136,21 @@ class DeviceSlabs:
 
     def gather(self, pages: bytes, slab: int) -> None:
         rows = self._rows(slab, pages)
-        self._pages.queue.run(
-            "gathering pages into a slab",
-            lambda: drop(torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)),
-        )
+        with self._pages.queue.run("gathering pages into a slab"):
+            torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)
 
     def scatter(self, slab: int, pages: bytes) -> None:
         rows = self._rows(slab, pages)
-        self._pages.queue.run(
-            "scattering pages from a slab",
-            lambda: drop(self._pages.rows.index_copy_(0, self._pages.index(pages), rows)),
-        )
+        with self._pages.queue.run("scattering pages from a slab"):
+            self._pages.rows.index_copy_(0, self._pages.index(pages), rows)
 
 
 class PeerPages:
     """A peer's pages, of the same size as ours. They are only ever read."""
 
-    def __init__(self, ours: PageAccess, opened: OpenedPages) -> None:
+    def __init__(self, ours: PageAccess, opened: ipc.OpenedBlock) -> None:
         self._ours = ours
-        self._opened: OpenedPages | None = opened
-        self._theirs: Tensor | None = opened.memory.view(torch.int64).view(-1, ours.page_words)
+        self._opened: ipc.OpenedBlock | None = opened
         self._lock = threading.Lock()
         """Held while the peer's memory is read."""
 
@@ -206,29 +159,22 @@ class PeerPages:
         ours = self._ours
         sums = ours.queue.host_memory(len(src) // 4)
         with self._lock:
-            theirs = self._theirs
-            if theirs is None:
+            if self._opened is None:
                 raise RuntimeError("the peer's pages are closed: it is gone")
-
-            def enqueue() -> None:
+            theirs = self._opened.memory.view(torch.int64).view(-1, ours.page_words)
+            with ours.queue.run("copying a peer's pages"):
                 there, here = ours.index(src), ours.index(dst)
                 for part in ours.parts(len(there)):
                     found = theirs.index_select(0, there[part])
                     ours.rows.index_copy_(0, here[part], found)
                     ours.queue_sums(found, sums[part])
-
-            ours.queue.run("copying a peer's pages", enqueue)
         return sums.numpy().tobytes()
 
     def close(self) -> None:
         with self._lock:
-            opened, self._opened, self._theirs = self._opened, None, None
+            opened, self._opened = self._opened, None
             if opened is not None:
                 opened.close()
-
-
-def drop(_: object) -> None:
-    """For calls whose result is not needed."""
 
 
 def end_process(why: str) -> NoReturn:
@@ -250,12 +196,13 @@ class CudaQueue:
         self._stuck = stuck
         self._waits: dict[int, tuple[float, str]] = {}
         """By thread: since when it waits, and for what."""
-        self._watch: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._idle: list[torch.cuda.Stream] = []
         """The last one used is the next: torch keeps freed memory for the stream it was used on."""
+        threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True).start()
 
-    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """Have the device do what is queued inside the block, which ends when it is through."""
         with torch.cuda.device(self._device):
             try:
                 stream = self._idle.pop()
@@ -263,7 +210,7 @@ class CudaQueue:
                 stream = torch.cuda.Stream(self._device, priority=-1)
             with torch.cuda.stream(stream):
                 try:
-                    enqueue()
+                    yield
                 finally:  # also what was queued before an error must end before its memory is freed
                     done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
                     done.record()
@@ -271,18 +218,11 @@ class CudaQueue:
             self._idle.append(stream)
 
     def _wait(self, what: str, done: torch.cuda.Event) -> None:
-        self._start_watch()
         self._waits[threading.get_ident()] = (time.monotonic(), what)
         try:
             done.synchronize()
         finally:
             del self._waits[threading.get_ident()]
-
-    def _start_watch(self) -> None:
-        with self._lock:
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True)
-                self._watch.start()
 
     def _look_for_stuck(self) -> None:
         while True:
@@ -293,6 +233,7 @@ class CudaQueue:
                     return
 
     def host_memory(self, count: int) -> Tensor:
+        """`count` int64 in host memory that the device copies to without anybody waiting."""
         with torch.cuda.device(self._device):
             return torch.empty(count, dtype=torch.int64, pin_memory=True)
 

@@ -44,10 +44,15 @@ def runtime() -> Any:
         "cudaHostUnregister": [pointer],
         "cudaGetLastError": [],
     }
+    return declared(lib, calls, lib.cudaGetErrorString)
+
+
+def declared(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
+    """The library; its calls take the arguments named here and return a code that `error_string` explains."""
     for name, arguments in calls.items():
         call = getattr(lib, name)
         call.argtypes, call.restype = arguments, ctypes.c_int
-    lib.cudaGetErrorString.argtypes, lib.cudaGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
+    error_string.argtypes, error_string.restype = [ctypes.c_int], ctypes.c_char_p
     return lib
 
 
@@ -96,7 +101,7 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 class CudaIpc:
-    """As pages.Sharing."""
+    """How another process of this host gets at the memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -125,10 +130,13 @@ class CudaIpc:
 
 
 class OpenedBlock:
+    """A peer's memory in this process."""
+
     def __init__(self, pointer: int, nbytes: int, device: torch.device) -> None:
         self._pointer = pointer
         self._device = device
         self.memory = torch.as_tensor(Block(pointer, nbytes), device=device)
+        """Bytes of the block."""
 
     def close(self) -> None:
         """Once, when nothing reads it any more."""

@@ -8,7 +8,6 @@ flight without staging buffers of our own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,53 +15,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class StreamEvent(Protocol):
-    """A place in the order of work."""
-
-    def wait(self) -> None:
-        """Until the device has got there. May be called from any thread."""
-
-    def seconds_since(self, earlier: StreamEvent) -> float:
-        """Device time from there to here; both were waited for."""
-
-
-class ComputeStream(Protocol):
-    def put(self, x: NDArray[np.generic]) -> Tensor:
-        """A copy on the device; x may be changed at once."""
-
-    def put_all(self, arrays: Sequence[NDArray[np.int64]]) -> list[Tensor]:
-        """The same for several one-dimensional arrays in one copy."""
-
-    def put_into(self, target: Tensor, x: NDArray[np.int64]) -> None:
-        """Overwrite `target`, of x's length, when the work queued before is done with it; x may be changed at once."""
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """A copy on the host, to be read when a later mark has been waited for."""
-
-    def mark(self) -> StreamEvent: ...
-
-
 class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def put(self, x: NDArray[np.generic]) -> Tensor:
+        """A copy on the device; x may be changed at once."""
         here = torch.from_numpy(x)
         pinned = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
         return pinned.copy_(here).to(self._device, non_blocking=True)
 
     def put_all(self, arrays: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+        """The same for several one-dimensional arrays in one copy."""
         sizes = [len(x) for x in arrays]
         pinned = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
         np.concatenate(arrays, out=pinned.numpy())
         return list(pinned.to(self._device, non_blocking=True).split(sizes))
 
     def put_into(self, target: Tensor, x: NDArray[np.int64]) -> None:
+        """Overwrite `target`, of x's length, when the work queued before is done with it; x may be changed at once."""
         pinned = torch.empty(len(x), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = x
         target.copy_(pinned, non_blocking=True)
 
     def fetch(self, x: Tensor) -> Tensor:
+        """A copy on the host, to be read when a later mark has been waited for."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
     def mark(self) -> CudaMark:
@@ -70,13 +47,16 @@ class CudaStream:
 
 
 class CudaMark:
+    """A place in the order of work."""
+
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
+        """Until the device has got there. May be called from any thread."""
         self._event.synchronize()
 
-    def seconds_since(self, earlier: StreamEvent) -> float:
-        assert isinstance(earlier, CudaMark)
+    def seconds_since(self, earlier: CudaMark) -> float:
+        """Device time from there to here; both were waited for."""
         return earlier._event.elapsed_time(self._event) / 1e3

@@ -13,13 +13,17 @@ and is its reason. Waits release the GIL.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Slabs: TypeAlias = "Sequence[memoryview | Tensor]"
+"""Staging memory, on the host or (tensors of uint8) on the device."""
 
 
 class Communicator(Protocol):
@@ -33,16 +37,11 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def works_on_device(self) -> bool:
-        """`open` takes slabs on the device too (tensors of uint8), and gets those when the pages are there."""
+        """`open` takes slabs on the device too, and gets those when the pages are there."""
 
     def unique_id(self) -> bytes: ...
     def open(
-        self,
-        unique_id: bytes,
-        rank: int,
-        slabs: Sequence[memoryview | Tensor],
-        open_timeout_secs: float,
-        op_timeout_secs: float,
+        self, unique_id: bytes, rank: int, slabs: Slabs, open_timeout_secs: float, op_timeout_secs: float
     ) -> Communicator: ...
 
 

@@ -36,12 +36,7 @@ class GlooBackend:
         return unique_id
 
     def open(
-        self,
-        unique_id: bytes,
-        rank: int,
-        slabs: Sequence[memoryview],
-        open_timeout_secs: float,
-        op_timeout_secs: float,
+        self, unique_id: bytes, rank: int, slabs: Sequence[memoryview], open_timeout_secs: float, op_timeout_secs: float
     ) -> GlooCommunicator:
         timeout = timedelta(seconds=open_timeout_secs)
         with self._lock:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ LONGEST_POLL_SECS = 0.001
 """Each look takes the GIL: the pauses between them double up to this."""
 DEFAULT_CTAS = 8
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+Slabs: TypeAlias = "Sequence[memoryview | Tensor]"
+"""Staging memory, on the host or on the device."""
 
 
 class UniqueId(ctypes.Structure):
@@ -78,12 +82,9 @@ def default_ctas() -> int:
 
 def library_path() -> Path | None:
     """libnccl of the wheel nvidia-nccl, which torch depends on."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return next((path for folder in folders if (path := Path(folder) / "lib" / LIBRARY).exists()), None)
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = (nvidia and nvidia.submodule_search_locations) or ()
+    return next((path for folder in folders if (path := Path(folder) / "nccl" / "lib" / LIBRARY).exists()), None)
 
 
 def unusable() -> str | None:
@@ -108,11 +109,7 @@ def load() -> Any:
         "ncclSend": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
         "ncclRecv": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
     }  # fmt: skip
-    for name, arguments in calls.items():
-        call = getattr(lib, name)
-        call.argtypes, call.restype = arguments, ctypes.c_int
-    lib.ncclGetErrorString.argtypes, lib.ncclGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
-    return lib
+    return ipc.declared(lib, calls, lib.ncclGetErrorString)
 
 
 class Handle:
@@ -192,12 +189,7 @@ class NcclBackend:
         return bytes(uid) + bytes([self._max_ctas])
 
     def open(
-        self,
-        unique_id: bytes,
-        rank: int,
-        slabs: Sequence[memoryview | Tensor],
-        open_timeout_secs: float,
-        op_timeout_secs: float,
+        self, unique_id: bytes, rank: int, slabs: Slabs, open_timeout_secs: float, op_timeout_secs: float
     ) -> NcclCommunicator:
         handle = Handle(self._lib)
         with torch.cuda.device(self._device):
@@ -210,14 +202,7 @@ class NcclBackend:
 
 
 class NcclCommunicator:
-    def __init__(
-        self,
-        handle: Handle,
-        peer: int,
-        device: torch.device,
-        slabs: Sequence[memoryview | Tensor],
-        op_timeout_secs: float,
-    ) -> None:
+    def __init__(self, handle: Handle, peer: int, device: torch.device, slabs: Slabs, op_timeout_secs: float) -> None:
         self._handle = handle
         self._peer = peer
         self._timeout_secs = op_timeout_secs

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,12 +28,12 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
 from baton.layers.attention.paged_indices import PagedRows, capture_size, capture_sizes, pad_decode, pad_slots
-from baton.layers.cuda.stream import ComputeStream
+from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
-from baton.runtime.sampling.cuda_sampler import greedy_tokens
+from baton.runtime.sampling.step_sampler import greedy_tokens
 
 log = logging.getLogger("baton.graphs")
 
@@ -52,11 +51,6 @@ def rows_to_record(config: EngineConfig) -> int:
     return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
 
 
-class GraphRecorder(Protocol):
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
-
-
 class CudaRecorder:
     """All graphs share one memory pool: they run one at a time."""
 
@@ -65,13 +59,13 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
         work()  # kernels are loaded and libraries set up outside of the recording, where they may allocate
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay
 
 
 class DecodeGraphs:
@@ -83,8 +77,8 @@ class DecodeGraphs:
         kv: KvTensors,
         attn: GraphAttention,
         table: TokenTable,
-        stream: ComputeStream,
-        recorder: GraphRecorder,
+        stream: CudaStream,
+        recorder: CudaRecorder,
         largest: int,
         context: int,
     ) -> None:
@@ -94,8 +88,7 @@ class DecodeGraphs:
         self._attn = attn
         self._table = table
         self._stream = stream
-        self._page_size = kv.page_size
-        self._dummy_page = kv.dummy_page
+        self._kv = kv
         self.ladder = capture_sizes(largest)
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
@@ -106,7 +99,7 @@ class DecodeGraphs:
         model.reserve(context)  # the tables of rotary embedding stay where they are from now on
         self._replays = self._record_all(recorder)
 
-    def _record_all(self, recorder: GraphRecorder) -> dict[int, Callable[[], None]]:
+    def _record_all(self, recorder: CudaRecorder) -> dict[int, Callable[[], None]]:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -124,18 +117,12 @@ class DecodeGraphs:
         """Compute a decode step; this is recorded."""
         static, rows = self._static, slice(size)
         self._attn.use_capture(size, static.slot_mapping[rows])
-        nothing = torch.empty(0, dtype=torch.int32)
         batch = ForwardBatch(
             token_ids=self._table.read(static.token_ids[rows]),
             positions=static.positions[rows],
-            qo_indptr=nothing,
-            kv_lens=nothing,
-            page_indptr=nothing,
-            page_indices=nothing,
             slot_mapping=static.slot_mapping[rows],
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
             num_decode=size,
-            max_kv_len=0,
         )
         self._logits[rows].copy_(self._model.compute(batch, self._attn))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
@@ -144,10 +131,10 @@ class DecodeGraphs:
     def _load(self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows) -> None:
         """Columns: token ids, positions and table entries."""
         n = len(rows)
-        padded = pad_decode(rows, size, self._dummy_page)
+        padded = pad_decode(rows, size, self._kv.dummy_page)
         filled = np.zeros((4, size), np.int64)
         filled[:2, :n] = columns[:2]
-        filled[2] = pad_slots(slots, size, self._dummy_page, self._page_size)
+        filled[2] = pad_slots(slots, size, self._kv.dummy_page, self._kv.page_size)
         filled[3, :n] = columns[2]
         filled[3, n:] = self._table.dummy
         self._static.fill(self._stream, filled, padded)
@@ -165,7 +152,7 @@ class DecodeGraphs:
 
     def load(self, size: int, step: StepInputs, indices: StepIndices) -> None:
         """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
-        last_page_len = ((indices.kv_lens - 1) % self._page_size + 1).astype(np.int32)
+        last_page_len = ((indices.kv_lens - 1) % self._kv.page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
         self._load(size, columns, indices.slot_mapping, rows)

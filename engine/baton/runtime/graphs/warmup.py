@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.runtime.memory.device_memory import MemoryProbe
+from baton.runtime.memory.device_memory import DeviceMemory
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 
@@ -134,7 +134,7 @@ def pages_needed(limits: WarmupLimits) -> int:
     return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
 
 
-def run_warmup(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: MemoryProbe) -> WarmupResult:
+def run_warmup(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: DeviceMemory) -> WarmupResult:
     """Run all steps. Raises what `execute` raises."""
     made = steps(limits)
     before = memory.held()

@@ -16,7 +16,7 @@ that two engines on one GPU can be given 0.4 each. What is really free bounds it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -29,35 +29,21 @@ MARGIN_BYTES = 256 * MIB
 LEAST_PAGES = 2
 
 
-class MemoryProbe(Protocol):
-    """A device's memory. All numbers in bytes."""
-
-    def free(self) -> tuple[int, int]:
-        """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
-
-    def held(self) -> int:
-        """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
-
-    def reset_peak(self) -> None: ...
-
-    def peak(self) -> int:
-        """Most that torch had reserved since `reset_peak`."""
-
-
 class DeviceMemory:
-    """Memory of a CUDA device as torch and the driver tell it. Reserved bytes rather than allocated ones: what its
-    allocator cannot fill is gone for the pool as well."""
+    """Memory of a CUDA device as torch and the driver tell it, in bytes. Reserved ones rather than allocated ones: what
+    its allocator cannot fill is gone for the pool as well."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def free(self) -> tuple[int, int]:
+        """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free, total
+        return torch.cuda.mem_get_info(self._device)
 
     def held(self) -> int:
+        """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
@@ -65,6 +51,7 @@ class DeviceMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
+        """Most that torch had reserved since `reset_peak`."""
         return torch.cuda.max_memory_reserved(self._device)
 
 

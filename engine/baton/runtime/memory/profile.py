@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -27,14 +26,13 @@ from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from baton.runtime.graphs import warmup
 from baton.runtime.graphs.capture import BYTES_EACH, rows_to_record
-from baton.runtime.graphs.warmup import WarmupResult
-from baton.runtime.memory.device_memory import GIB, MemoryNeeds, MemoryProbe, account, size_pool
+from baton.runtime.memory.device_memory import GIB, DeviceMemory, MemoryNeeds, account, size_pool
 from baton.runtime.runner.cuda_runner import make_runner
 
 log = logging.getLogger("baton.fit")
 
 
-def check_weights(needed: int, memory: MemoryProbe) -> None:
+def check_weights(needed: int, memory: DeviceMemory) -> None:
     """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
     free, total = memory.free()
     if needed > free:
@@ -50,7 +48,7 @@ def fit(
     context: int,
     wanted_pages: int | None,
     device: torch.device,
-    memory: MemoryProbe,
+    memory: DeviceMemory,
     place: Place | None = None,
     group: ProcessGroup | None = None,
 ) -> int:
@@ -80,14 +78,7 @@ def fit(
             why = f"kernels for this GPU cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
             raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
     free, total = memory.free()
-    needs = MemoryNeeds(
-        total=total,
-        free=free,
-        weights=weights,
-        workspace=tried.workspace,
-        activations=tried.took.largest,
-        graphs=tried.graphs,
-    )
+    needs = MemoryNeeds(total, free, weights, **tried)
     page_bytes = model.spec.kv.page_bytes(config.page_size)
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
     pages = sized.pages if group is None else group.least(sized.pages)
@@ -98,39 +89,27 @@ def fit(
     return pages
 
 
-class _Tried(NamedTuple):
-    """Memory of an attention backend [bytes]."""
-
-    workspace: int
-    """Buffers of the backend."""
-    graphs: int
-    """Memory of recorded decode steps; 0 where it cannot be recorded."""
-    took: WarmupResult
-
-
 def _try(
     model: Decoder,
     config: EngineConfig,
     limits: warmup.WarmupLimits,
     device: torch.device,
-    memory: MemoryProbe,
+    memory: DeviceMemory,
     place: Place | None,
-) -> _Tried:
+) -> dict[str, int]:
+    """Fields of `MemoryNeeds` that depend on the attention backend."""
     pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)
     before = memory.held()
     attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
-    if place is None or place.hear is None:
-        took = warmup.run_warmup(limits, runner.run, memory)
-    else:
-        hear = place.hear
-        took = warmup.run_warmup(limits, lambda _: runner.follow(hear()), memory)
-    rows = rows_to_record(config)
-    if not rows or not isinstance(attn, GraphAttention):
-        return _Tried(workspace, 0, took)
-    graphs = took.largest_decode + len(capture_sizes(rows)) * BYTES_EACH
-    return _Tried(workspace + attn.capture_bytes(rows), graphs, took)
+    hear = None if place is None else place.hear
+    took = warmup.run_warmup(limits, runner.run if hear is None else lambda _: runner.follow(hear()), memory)
+    graphs, rows = 0, rows_to_record(config)
+    if rows and isinstance(attn, GraphAttention):
+        workspace += attn.capture_bytes(rows)
+        graphs = took.largest_decode + len(capture_sizes(rows)) * BYTES_EACH
+    return {"workspace": workspace, "activations": took.largest, "graphs": graphs}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ Nothing here knows CUDA: `stream` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
-from baton.layers.cuda.stream import ComputeStream, CudaStream, StreamEvent
+from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.graphs.capture import DecodeGraphs, GraphRecorder
+from baton.runtime.graphs.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
-from baton.runtime.sampling.cuda_sampler import SamplingLaunch, SamplingResult
 from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.step_sampler import SamplingLaunch, SamplingResult
 from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 
@@ -48,8 +48,8 @@ class InFlight:
     wrote, and transfers may write those it used (layers.cuda.device_pages).
     """
 
-    began: StreamEvent
-    ended: StreamEvent
+    began: CudaMark
+    ended: CudaMark
     draw: SamplingLaunch | None = None
     """None: no row samples."""
     drawn: SamplingResult | None = None
@@ -68,32 +68,20 @@ class DeviceRunner(ModelRunner):
     """A Runner whose steps are collected later."""
 
     def __init__(
-        self,
-        model: Decoder,
-        kv: KvTensors,
-        attn: AttentionBackend,
-        max_slots: int,
-        *,
-        stream: ComputeStream,
-        announces_writes: bool = False,
-        host: Tensor | None = None,
-        tell: Callable[[bytes], None] | None = None,
+        self, model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, *, stream: CudaStream, **more: Any
     ) -> None:
-        super().__init__(model, kv, attn, max_slots, announces_writes=announces_writes, host=host, tell=tell)
+        """`more`: the other arguments of `ModelRunner`."""
+        super().__init__(model, kv, attn, max_slots, **more)
         self._stream = stream
-        self._vocab = model.spec.vocab_size
+        self.can_record = isinstance(attn, GraphAttention)
+        """True if the attention backend can be part of a recording."""
         self._table = TokenTable(max_slots, kv.data.device)
         self._graphs: DecodeGraphs | None = None
         self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
         """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
 
-    @property
-    def can_record(self) -> bool:
-        """True if the attention backend can be part of a recording."""
-        return isinstance(self._attn, GraphAttention)
-
     @torch.inference_mode()
-    def record_graphs(self, recorder: GraphRecorder, largest: int, context: int) -> None:
+    def record_graphs(self, recorder: CudaRecorder, largest: int, context: int) -> None:
         """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
 
         Args: `context`: no sequence gets longer.
@@ -128,7 +116,7 @@ class DeviceRunner(ModelRunner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[StreamEvent, Tensor, Tensor | None, Tensor]:
+    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
 
         The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
@@ -150,12 +138,11 @@ class DeviceRunner(ModelRunner):
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read()
-        draw = SamplingLaunch(rows, self._vocab, self._stream.put)
+        draw = SamplingLaunch(rows, self.vocab_size, self._stream.put)
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
-        parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
-        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in parts))
+        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in drawn))
 
     def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
         """The rows stand one token further, which the host does not know yet."""
@@ -188,13 +175,7 @@ class DeviceRunner(ModelRunner):
     def _upload(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
-            (
-                indices.token_ids,
-                indices.positions,
-                indices.slot_mapping,
-                indices.sample_index,
-                step.slots[step.samples],
-            )
+            (indices.token_ids, indices.positions, indices.slot_mapping, indices.sample_index, step.slots[step.samples])
         )
         if (indices.token_ids < 0).any():
             token_ids = self._table.read(token_ids)

@@ -31,7 +31,8 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.decoder import Decoder
 from baton.runtime.runner.step_inputs import Growth, PlanDiverged, StepIndices, StepInputs, checksum, decode, encode
-from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ class ModelRunner:
         host: Tensor | None = None,
         tell: Callable[[bytes], None] | None = None,
     ) -> None:
+        self.vocab_size = model.spec.vocab_size
         self._model = model
         self._kv = kv
         self._host = host
         self._attn = attn
-        self._page_size = kv.page_size
         longest = -(-model.spec.max_context // kv.page_size) + 1
         self._page_table: NDArray[np.int32] = np.zeros((max_slots, min(longest, kv.num_pages)), np.int32)
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
@@ -70,14 +71,6 @@ class ModelRunner:
         self._check = 0
         """Checksum of the last step, with `tell` or `follow`."""
 
-    @property
-    def vocab_size(self) -> int:
-        return self._model.spec.vocab_size
-
-    @property
-    def page_bytes(self) -> int:
-        return self._kv.page_bytes
-
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         step, indices = self._begin(plan)
@@ -86,8 +79,6 @@ class ModelRunner:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
         logits = self._model.forward(self._batch(step, indices), self._attn)
-        if not sampling:
-            return StepResult((), copy_seconds=copy_seconds)
         sample_rows = [self._sample_row(row) for row in sampling]
         result = sample(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
@@ -189,31 +180,20 @@ class ModelRunner:
         kv_lens = starts + step.lengths
         row_of_token = np.repeat(np.arange(count), step.lengths)
         positions = np.arange(qo_indptr[-1], dtype=np.int64) - qo_indptr[row_of_token] + starts[row_of_token]
-        pages = self._page_table[slots[row_of_token], positions // self._page_size].astype(np.int64)
-        num_pages = -(-kv_lens // self._page_size)
+        pages = self._page_table[slots[row_of_token], positions // self._kv.page_size].astype(np.int64)
+        num_pages = -(-kv_lens // self._kv.page_size)
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
         return StepIndices(
             token_ids=step.token_ids,
             positions=positions,
+            slot_mapping=pages * self._kv.page_size + positions % self._kv.page_size,
+            sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
             qo_indptr=qo_indptr,
             kv_lens=kv_lens.astype(np.int32),
             page_indptr=page_indptr,
             page_indices=np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]),
-            slot_mapping=pages * self._page_size + positions % self._page_size,
-            sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
         )
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
-        return ForwardBatch(
-            token_ids=torch.from_numpy(indices.token_ids),
-            positions=torch.from_numpy(indices.positions),
-            qo_indptr=torch.from_numpy(indices.qo_indptr),
-            kv_lens=torch.from_numpy(indices.kv_lens),
-            page_indptr=torch.from_numpy(indices.page_indptr),
-            page_indices=torch.from_numpy(indices.page_indices),
-            slot_mapping=torch.from_numpy(indices.slot_mapping),
-            sample_index=torch.from_numpy(indices.sample_index),
-            num_decode=step.num_decode,
-            max_kv_len=int(indices.kv_lens.max()),
-        )
+        return ForwardBatch(*map(torch.from_numpy, indices), step.num_decode, int(indices.kv_lens.max()))

@@ -60,18 +60,17 @@ class StepInputs:
     """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer reads them."""
 
 
-@dataclass(slots=True)
-class StepIndices:
-    """Inputs of a step on the host: `ForwardBatch` as arrays."""
+class StepIndices(NamedTuple):
+    """Inputs of a step on the host: the tensors of `ForwardBatch` as arrays, in its order."""
 
     token_ids: Int64
     positions: Int64
+    slot_mapping: Int64
+    sample_index: Int64
     qo_indptr: Int32
     kv_lens: Int32
     page_indptr: Int32
     page_indices: Int32
-    slot_mapping: Int64
-    sample_index: Int64
 
 
 class _Message(msgspec.Struct, array_like=True):

@@ -16,8 +16,8 @@ preemption, on the page size, or on which node draws it (the first token is draw
 Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
 
-`sample` works on the host; where logits lie on a device, `gpu.sampler` has a kernel draw by the same definition. What
-both must agree on is here: `LogitEdits` and `draw_columns`.
+`step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`), elsewhere `draw`, by
+the same definition. What both must agree on is here: `LogitEdits` and `draw_columns`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.sched.types.hashing import uniform
-from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 from baton.sched.types.request import SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -66,11 +65,7 @@ class SampleRow:
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
         """True if draws depend on the tokens drawn before; other rows need not know which they were."""
-        self.is_always_plain = (
-            self.is_greedy
-            and params.logprobs < 0
-            and not (self.needs_tokens or params.logit_bias or params.min_new_tokens)
-        )
+        self.is_always_plain = self.is_plain
         """`is_plain` now and later: nothing else about this row will matter."""
         self._index: dict[int, int] = {}
         self._ids = array("q")
@@ -103,10 +98,6 @@ class SampleRow:
     def must_continue(self) -> bool:
         """True while the answer may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
-
-    def edit(self, logits: Tensor) -> None:
-        """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
-        LogitEdits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
 
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
@@ -166,46 +157,6 @@ class LogitEdits:
             logits.index_put_((at[0], at[1]), logits.new_full((), -torch.inf))
 
 
-@torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
-    """Choose one token per row. The rows are not advanced: call `append` with what you keep.
-
-    Args:
-        logits: float32 [S, vocab]; overwritten where rows edit theirs.
-        rows: S rows, in the order of logits.
-    """
-    best = logits.argmax(-1)  # the place of a NaN, where there is one
-    is_finite = logits.gather(1, best[:, None])[:, 0].isfinite()
-    bad = [] if is_finite.all() else (~is_finite).nonzero()[:, 0].tolist()
-    if all(row.is_plain for row in rows):
-        return StepResult(_without(bad, best.tolist()))
-    if bad:
-        logits[bad] = 0.0
-    raw = {i: logits[i].log_softmax(-1) for i, row in enumerate(rows) if row.params.logprobs >= 0}
-    if edited := [(i, row) for i, row in enumerate(rows) if row.is_edited]:
-        LogitEdits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
-    tokens: list[int] = logits.argmax(-1).tolist()
-    drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
-    for start in range(0, len(drawn), _ROWS_AT_ONCE):
-        some = drawn[start : start + _ROWS_AT_ONCE]
-        columns = [draw_columns(rows[i], logits.shape[1]) for i in some]
-        for i, token in zip(some, draw(logits[some], columns), strict=True):
-            tokens[i] = token
-    asked = {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items() if i not in bad}
-    return StepResult(_without(bad, tokens), asked)
-
-
-def _without(bad: Sequence[int], tokens: list[int]) -> list[int]:
-    for i in bad:
-        tokens[i] = INVALID_TOKEN
-    return tokens
-
-
-def _token_logprobs(logprobs: Tensor, token: int, k: int) -> TokenLogprobs:
-    top = logprobs.topk(k)
-    return TokenLogprobs(float(logprobs[token]), top.indices.tolist(), top.values.tolist())
-
-
 def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
     """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p."""
     p = row.params
@@ -215,15 +166,18 @@ def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float
 
 def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
     """Draw a token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
-    scaled = logits / torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
-    probs = scaled.softmax(-1)
+    temperatures = torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
     tokens = []
-    for i, (_, u, top_k, top_p, min_p) in enumerate(columns):
-        if not top_k and top_p >= 1 and not min_p:
-            tokens.append(_pick(probs[i].numpy(), u))
-        else:
-            ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)
-            tokens.append(int(ids[_pick(probs[i][ids].numpy(), u)]))
+    for start in range(0, len(logits), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        scaled = logits[rows] / temperatures[rows]
+        probs = scaled.softmax(-1)
+        for i, (_, u, top_k, top_p, min_p) in enumerate(columns[rows]):
+            if not top_k and top_p >= 1 and not min_p:
+                tokens.append(_pick(probs[i].numpy(), u))
+            else:
+                ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)
+                tokens.append(int(ids[_pick(probs[i][ids].numpy(), u)]))
     return tokens
 
 

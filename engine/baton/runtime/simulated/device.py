@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.config import EngineConfig, uses_four_bytes
-from baton.config.simulated import PAGE_BYTES, TOKEN_BYTES, Simulated, StepModel
+from baton.config.simulated import TOKEN_BYTES, Simulated, StepModel
 from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
 
 LATE_SECS = 0.005
@@ -51,8 +51,6 @@ def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
 
 class SimRunner:
     """runtime.engine_loop.Device. `pool`: the native pool, notified which pages get new content as on a P node."""
-
-    page_bytes = PAGE_BYTES
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.config import EngineConfig
 from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, Simulated, read
@@ -37,16 +37,13 @@ class SimLoaded:
     native_pool: Any
     layout: dict[str, object]
     info: dict[str, object]
+    vocab_size: ClassVar[int] = 2**31
+    """Simulated tokens are four bytes of text without the top bit."""
 
     def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
         return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, relay, trace)
-
-    @property
-    def vocab_size(self) -> int:
-        """Simulated tokens are four bytes of text without the top bit."""
-        return 2**31
 
     def paced(self, node: TransferNode) -> TransferNode:
         """The transfer runtime as a P node's relay should see it."""
@@ -125,20 +122,9 @@ class PacedTransfer:
             raise self._error
         return self._node.poll(max)
 
-    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
-        self._node.offer(room, attempt, prompt_hash, deadline_ms)
-
-    def publish(self, room: int, first_page: int, pages: bytes) -> None:
-        self._node.publish(room, first_page, pages)
-
-    def open(self, *args: Any) -> None:
-        raise AssertionError("a P node opens no room")
-
-    def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
-        raise AssertionError("a P node grants no pages")
-
-    def revoke(self, room: int) -> None:
-        raise AssertionError("a P node grants no pages")
+    def __getattr__(self, name: str) -> Any:
+        """The other calls take effect at once."""
+        return getattr(self._node, name)
 
     def _run(self) -> None:
         while True:

@@ -4,15 +4,15 @@
 2. `run(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on the logits' device;
 3. `read` turns their host copies into a result later.
 
-A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
-INVALID_TOKEN where its largest logit is NaN or infinite. The host's sampler draws on CPU tensors, which tests use, and
-where Triton cannot be used.
+A row's token is the same in any batch, and but for the rounding of sums on any device; INVALID_TOKEN where its largest
+logit is NaN or infinite. `sampler.draw` draws from logits on the host (`sample` does all three), and where there is no
+Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from baton.runtime.sampling.sampler import LogitEdits, Put, SampleRow, draw_colu
 from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingResult:
+class SamplingResult(NamedTuple):
     """Tokens and logprobs of a step, on one device. Logprobs are of the m rows that asked, k is the most one asked."""
 
     tokens: Tensor
@@ -45,7 +44,7 @@ class SamplingLaunch:
         """`put` must not wait for the device."""
         self._put = put
         self._vocab = vocab
-        special = [(i, row) for i, row in enumerate(rows) if not row.is_always_plain]
+        special = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
         self.is_plain = not special
         """argmax says all."""
         self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
@@ -78,36 +77,39 @@ class SamplingLaunch:
         if raw is None or asked is None:
             return SamplingResult(tokens)
         chosen = raw.gather(1, tokens[asked].clamp_min(0)[:, None])[:, 0]
-        most = min(max(k for _, k in self._logprobs), self._vocab)
-        if not most:
-            return SamplingResult(tokens, chosen)
-        top = raw.topk(most)
+        top = raw.topk(min(max(k for _, k in self._logprobs), self._vocab))
         return SamplingResult(tokens, chosen, top.indices, top.values)
 
     def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
-        rows, columns = self._put(np.array(self._drawn)), self._put(np.array(self._columns).T.copy())
+        rows = self._put(np.array(self._drawn))
         if logits.is_cuda and kernels.usable:
-            launch(logits, rows, columns, tokens)
+            launch(logits, rows, self._put(np.array(self._columns).T.copy()), tokens)
         else:
             is_bad = tokens[rows] < 0
             some = logits[rows].masked_fill_(is_bad[:, None], 0.0).cpu()
-            drawn = torch.tensor(sampler.draw(some, columns.T.tolist())).to(tokens.device)
+            drawn = torch.tensor(sampler.draw(some, self._columns)).to(tokens.device)
             tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
 
     def read(self, drawn: SamplingResult) -> StepResult:
         """The result, of copies on the host."""
         tokens = drawn.tokens.tolist()
-        if drawn.chosen is None:
+        if drawn.chosen is None or drawn.top_ids is None or drawn.top_logprobs is None:
             return StepResult(tokens)
-        chosen = drawn.chosen.tolist()
+        chosen, ids, values = drawn.chosen.tolist(), drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
         asked = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
-        if drawn.top_ids is None or drawn.top_logprobs is None:
-            return StepResult(tokens, {i: TokenLogprobs(chosen[n]) for n, i, _ in asked})
-        ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
-        return StepResult(
-            tokens,
-            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked},
-        )
+        return StepResult(tokens, {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked})
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
+    """Choose one token per row, of logits on the host. The rows are not advanced: call `append` with what you keep.
+
+    Args:
+        logits: float32 [S, vocab]; overwritten where rows edit theirs.
+        rows: S rows, in the order of logits.
+    """
+    made = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
+    return made.read(made.run(logits))
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
