@@ -34,7 +34,7 @@ use router_core::Role;
 use crate::clock::unix_time;
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::workers::fleet::WorkerFleet;
-use crate::workers::registration::register;
+use crate::workers::health::register;
 use crate::workers::worker::{Worker, WorkerState};
 
 /// How often it is looked whether workers that were kept for want of others can go, and whether the
