@@ -1,6 +1,8 @@
-//! The one place that reads the clock for decisions: monotonic milliseconds since the first call.
+//! The one place that reads the clock for decisions: monotonic milliseconds since the first call;
+//! and the wall clock, for logs and metrics.
 
 use std::sync::OnceLock;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
 
@@ -9,6 +11,11 @@ pub fn now_ms() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let start = *START.get_or_init(Instant::now);
     u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Time since 1970 by the wall clock; zero on a host whose clock is not set.
+pub fn unix_time() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Whole milliseconds since `then`.

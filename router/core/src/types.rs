@@ -285,7 +285,7 @@ pub struct RunningLoad {
 }
 
 /// `usage` of an answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct TokenUsage {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,

@@ -72,22 +72,17 @@ impl DiscoveryFlags {
         ];
         for (flag, labels, has_use) in selectors {
             let given = labels.join(" ");
-            match (self.service_discovery, has_use, labels.is_empty()) {
-                (_, _, true) | (true, true, false) => {}
-                (false, _, false) => {
-                    bad.push(format!("{flag} {given}: needs --service-discovery"));
-                }
-                (true, false, false) if is_pd => bad.push(format!(
+            match (self.service_discovery, has_use) {
+                (true, true) if labels.is_empty() => bad.push(format!(
+                    "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a worker"
+                )),
+                (true, true) => {}
+                _ if labels.is_empty() => {}
+                (false, _) => bad.push(format!("{flag} {given}: needs --service-discovery")),
+                (true, false) if is_pd => bad.push(format!(
                     "{flag} {given}: selects regular workers, --pd-disaggregation has none; use --prefill-selector and --decode-selector"
                 )),
-                (true, false, false) => {
-                    bad.push(format!("{flag} {given}: needs --pd-disaggregation"));
-                }
-            }
-            if self.service_discovery && has_use && labels.is_empty() {
-                bad.push(format!(
-                    "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a worker"
-                ));
+                (true, false) => bad.push(format!("{flag} {given}: needs --pd-disaggregation")),
             }
             for label in each(labels).filter(|label| !is_label(label)) {
                 bad.push(format!("{flag} {label}: give KEY=VALUE with a label's key and value"));
@@ -105,11 +100,12 @@ impl DiscoveryFlags {
                 bad.push(format!("{flag} needs --service-discovery"));
             }
         }
-        let namespace = self.service_discovery_namespace.as_deref();
-        if namespace.is_some_and(|name| name != "*" && !is_name(name)) {
+        if let Some(name) = &self.service_discovery_namespace
+            && name != "*"
+            && !is_name(name)
+        {
             bad.push(format!(
-                "--service-discovery-namespace {}: give a namespace's name, or '*' for all",
-                namespace.unwrap_or_default()
+                "--service-discovery-namespace {name}: give a namespace's name, or '*' for all"
             ));
         }
         bad

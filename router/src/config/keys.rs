@@ -4,7 +4,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::EnumString)]
+#[strum(serialize_all = "snake_case")]
 pub enum KeyRole {
     /// May use the control paths.
     Admin,
@@ -36,13 +37,8 @@ impl FromStr for ControlKey {
         let [id, name, role, key] = parts[..] else {
             return Err(format!("{} of 4 parts; give ID:NAME:ROLE:KEY", parts.len()));
         };
-        let role = match role {
-            "admin" => KeyRole::Admin,
-            "user" => KeyRole::User,
-            _ => {
-                return Err(format!("key {id}: the third part is the role; give admin or user"));
-            }
-        };
+        let unknown = |_| format!("key {id}: the third part is the role; give admin or user");
+        let role = role.parse().map_err(unknown)?;
         if id.is_empty() || key.is_empty() {
             return Err("ID and KEY may not be empty; give ID:NAME:ROLE:KEY".to_owned());
         }
@@ -56,18 +52,13 @@ pub fn complaints(keys: &[ControlKey]) -> Vec<String> {
     for (at, key) in keys.iter().enumerate() {
         let others = &keys[..at];
         if others.iter().any(|other| other.id == key.id) {
-            let id = &key.id;
-            bad.push(format!(
-                "--control-plane-api-keys: id {id} is given twice; give each its own"
-            ));
+            bad.push(format!("id {} is given twice", key.id));
         } else if let Some(other) = others.iter().find(|other| other.key == key.key) {
-            let (one, two) = (&other.id, &key.id);
-            bad.push(format!(
-                "--control-plane-api-keys: {one} and {two} have the same key; give each its own"
-            ));
+            bad.push(format!("{} and {} have the same key", other.id, key.id));
         }
     }
-    bad
+    let complaint = |what| format!("--control-plane-api-keys: {what}; give each its own");
+    bad.into_iter().map(complaint).collect()
 }
 
 #[cfg(test)]

@@ -73,6 +73,7 @@ impl LimitFlags {
     /// `forecasts`: the policy predicts first tokens.
     pub fn complaints(&self, forecasts: bool) -> Vec<String> {
         let mut bad = Vec::new();
+        let rate = self.rate_limit_tokens_per_second;
         let at_least_one = [
             ("--max-payload-size", self.max_payload_size as u64),
             ("--max-connections", self.max_connections as u64),
@@ -81,17 +82,11 @@ impl LimitFlags {
             ("--body-read-timeout-secs", self.body_read_timeout_secs),
             ("--stream-body-stall-timeout-secs", self.stream_body_stall_timeout_secs),
             ("--request-timeout-secs", self.request_timeout_secs),
-            (
-                "--rate-limit-tokens-per-second",
-                self.rate_limit_tokens_per_second.unwrap_or(1).into(),
-            ),
+            ("--rate-limit-tokens-per-second", rate.unwrap_or(1).into()),
             ("--max-ttft-ms", self.max_ttft_ms.unwrap_or(1)),
         ];
-        for (flag, value) in at_least_one {
-            if value == 0 {
-                bad.push(format!("{flag} {value}: must be at least 1"));
-            }
-        }
+        let zeros = at_least_one.into_iter().filter(|(_, value)| *value == 0);
+        bad.extend(zeros.map(|(flag, _)| format!("{flag} 0: must be at least 1")));
         let (one, all) = (self.max_payload_size, self.max_total_body_bytes);
         if all < one {
             bad.push(format!(
@@ -108,7 +103,7 @@ impl LimitFlags {
                 "--max-concurrent-requests {most}: give at least 1, or -1 for no limit"
             ));
         }
-        if self.rate_limit_tokens_per_second.is_some() && most == -1 {
+        if rate.is_some() && most == -1 {
             bad.push(
                 "--rate-limit-tokens-per-second needs --max-concurrent-requests, the size of its bucket"
                     .to_owned(),

@@ -309,7 +309,7 @@ fn spelled_out(argv: &[String]) -> Vec<String> {
 }
 
 /// The flags under Routing, and the one that says how old a report may be, with the values they
-/// have.
+/// have. All of them take a value.
 fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
     let command = RouterConfig::command();
     let is_decisive = |arg: &&clap::Arg| {
@@ -319,16 +319,8 @@ fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
     let mut flags = Vec::new();
     for arg in command.get_arguments().filter(is_decisive) {
         let Some(long) = arg.get_long() else { continue };
-        if matches!(arg.get_action(), clap::ArgAction::SetTrue) {
-            if matches.get_flag(arg.get_id().as_str()) {
-                flags.push(format!("--{long}"));
-            }
-            continue;
-        }
-        let values = matches.get_raw(arg.get_id().as_str());
-        for value in values.into_iter().flatten() {
-            flags.push(format!("--{long}"));
-            flags.push(value.to_string_lossy().into_owned());
+        for value in matches.get_raw(arg.get_id().as_str()).into_iter().flatten() {
+            flags.extend([format!("--{long}"), value.to_string_lossy().into_owned()]);
         }
     }
     flags
@@ -363,11 +355,9 @@ impl RouterConfig {
                 config.routing.resolved = decisive_flags(&matches);
                 Ok(config)
             })
-            .map_err(|err| match err.kind() {
-                clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => {
-                    ParseStop::Help(err.to_string())
-                }
-                _ => ParseStop::Bad(err.to_string().trim_end().to_owned()),
+            .map_err(|err| match err.use_stderr() {
+                false => ParseStop::Help(err.to_string()),
+                true => ParseStop::Bad(err.to_string().trim_end().to_owned()),
             })?;
         if config.listen.request_id_headers.is_empty() {
             config.listen.request_id_headers = REQUEST_ID_HEADERS.to_vec();
@@ -481,8 +471,7 @@ impl RouterConfig {
 
     pub fn has_static_workers(&self) -> bool {
         let flags = &self.workers;
-        let named = [&flags.worker_urls, &flags.prefill, &flags.decode];
-        named.iter().any(|urls| !urls.is_empty())
+        [&flags.worker_urls, &flags.prefill, &flags.decode].iter().any(|urls| !urls.is_empty())
     }
 
     /// The workers named by flags.
@@ -514,6 +503,8 @@ impl RouterConfig {
 
     pub fn policy_params(&self) -> PolicyParams {
         let given = &self.routing;
+        let &RoutingFlags { assignment_mode, max_idle_secs, .. } = given;
+        let probe_pause_ms = self.health.health_check_interval_secs.saturating_mul(1000);
         PolicyParams {
             cache_aware: CacheAwareParams {
                 cache_threshold: given.cache_threshold,
@@ -523,14 +514,11 @@ impl RouterConfig {
                 max_bytes: given.max_index_bytes,
                 miss: given.cache_miss,
             },
-            manual: ManualParams {
-                assignment_mode: given.assignment_mode,
-                max_idle_secs: given.max_idle_secs,
-                ..ManualParams::default()
-            },
+            manual: ManualParams { assignment_mode, max_idle_secs, ..ManualParams::default() },
             cost: CostParams {
                 max_bytes: given.max_index_bytes,
-                report_interval_ms: self.report_interval_ms(),
+                // Without traffic, workers are asked what they have to do with each probe.
+                report_interval_ms: CostParams::default().report_interval_ms.max(probe_pause_ms),
                 default_capacity_tokens: given.default_capacity_tokens,
                 // Shared memory carries 10 GB/s where the network carries 3.
                 pull_near_ms: given.kv_pull_ms_per_kilotoken * 13.0 / 43.0 / 1e3,
@@ -539,13 +527,6 @@ impl RouterConfig {
                 ..CostParams::default()
             },
         }
-    }
-
-    /// Without traffic, workers are asked what they have to do once in this time.
-    fn report_interval_ms(&self) -> u64 {
-        let usual_ms = CostParams::default().report_interval_ms;
-        let polls_ms = self.health.health_check_interval_secs.saturating_mul(1000);
-        usual_ms.max(polls_ms)
     }
 
     pub fn policy_for(&self, role: Role) -> PolicyKind {
@@ -558,11 +539,7 @@ impl RouterConfig {
 
     /// True if the policy of those who compute prompts predicts when their first token comes.
     fn forecasts(&self) -> bool {
-        let role = match self.workers.pd_disaggregation {
-            true => Role::Prefill,
-            false => Role::Regular,
-        };
-        self.policy_for(role) == PolicyKind::Cost
+        self.policy_for(self.workers.serving_roles()[0]) == PolicyKind::Cost
     }
 
     pub fn retry(&self) -> RetryConfig {
@@ -576,11 +553,8 @@ impl RouterConfig {
     }
 
     pub fn retry_budget(&self) -> BudgetConfig {
-        BudgetConfig {
-            ratio: self.retry.retry_budget_ratio,
-            floor: self.retry.retry_budget_floor,
-            ..BudgetConfig::default()
-        }
+        let (ratio, floor) = (self.retry.retry_budget_ratio, self.retry.retry_budget_floor);
+        BudgetConfig { ratio, floor, ..BudgetConfig::default() }
     }
 
     /// `None` when breakers are off.

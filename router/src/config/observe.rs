@@ -59,16 +59,15 @@ impl ObservabilityFlags {
     /// A word that is no level would be read as a part of the program to show everything of.
     pub fn complaints(&self) -> Vec<String> {
         let filter = self.log_filter();
-        let parts = filter.split(',').map(str::trim);
-        let unknown = parts.filter(|part| {
-            let is_level = part.parse::<LevelFilter>().is_ok();
-            !is_level && !part.contains(['=', '['])
-        });
-        unknown
-            .map(|part| {
-                format!("--log-level {part}: give trace, debug, info, warn, error, off, or a filter like 'info,baton_router=debug'")
-            })
-            .collect()
+        let is_unknown =
+            |part: &&str| part.parse::<LevelFilter>().is_err() && !part.contains(['=', '[']);
+        let unknown = filter.split(',').map(str::trim).filter(is_unknown);
+        let complaint = |part| {
+            format!(
+                "--log-level {part}: give trace, debug, info, warn, error, off, or a filter like 'info,baton_router=debug'"
+            )
+        };
+        unknown.map(complaint).collect()
     }
 }
 
@@ -104,10 +103,7 @@ impl std::str::FromStr for TraceEndpoint {
             Some(rest) => (TraceProtocol::Http, rest),
             None => (TraceProtocol::Grpc, text.strip_prefix("grpc://").unwrap_or(text)),
         };
-        let (authority, path) = match rest.find('/') {
-            Some(at) => rest.split_at(at),
-            None => (rest, ""),
-        };
+        let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
         let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
         let port = port.parse().map_err(|_| wrong("the port is no number"))?;
         let host = host.trim_start_matches('[').trim_end_matches(']');

@@ -39,8 +39,7 @@ impl TlsFlags {
             ("--client-key-path", &self.client_key_path),
         ];
         let named = one.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
-        let roots = self.ca_cert_paths.iter();
-        named.chain(roots.map(|path| ("--ca-cert-paths", path.as_str())))
+        named.chain(self.ca_cert_paths.iter().map(|path| ("--ca-cert-paths", path.as_str())))
     }
 
     /// Problems between these flags.

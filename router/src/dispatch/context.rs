@@ -24,7 +24,7 @@ use crate::response::failover;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::RequestHead;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
+use crate::workers::registry::selection::SelectionRequest;
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
 const TTFT_HEADERS: [HeaderName; 2] =
@@ -54,7 +54,7 @@ pub struct RequestContext {
     /// How long it waited for a place.
     pub queued: Duration,
     /// Workers that failed it.
-    pub avoid: ExcludedWorkers,
+    pub avoid: Vec<WorkerId>,
     /// Set when its answer broke off.
     pub begun: Option<ResumePoint>,
     /// The answer has opened: the request is resumed, and only paced.

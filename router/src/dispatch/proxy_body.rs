@@ -42,7 +42,6 @@ use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, epilogue};
 use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
-use crate::workers::registry::selection::ExcludedWorkers;
 use crate::workers::worker::WorkerState;
 
 const DONE: &[u8] = b"\ndata: [DONE]\n\n";
@@ -412,13 +411,13 @@ impl ProxyBody {
         let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
         if said.tokens() > resumed_at {
             (request.failed, request.breaks) = Default::default();
-            request.avoid = ExcludedWorkers::default();
+            request.avoid.clear();
         } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
             return false;
         }
         request.count_failure(reason);
         (request.is_accepted, request.is_paced) = (true, true);
-        request.avoid.add(role, candidate.id);
+        request.avoid.push(candidate.id);
         request.begun = (said.tokens() > 0).then(|| ResumePoint {
             make: candidate.make,
             tokens: said.tokens(),
@@ -455,7 +454,7 @@ impl ProxyBody {
         };
         said.cut();
         let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
-        request.record.timeline.fails_over(role, reason, tokens);
+        request.record.timeline.failed(role, reason, Some(tokens));
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();

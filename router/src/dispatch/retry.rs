@@ -63,11 +63,11 @@ async fn try_until_committed(
             Err(AttemptFailure::Failed(failure)) => (failure, false),
             Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
-        request.record.timeline.failed(failure.role, failure.reason);
+        request.record.timeline.failed(failure.role, failure.reason, None);
         let labels = [failure.role.into_str(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
         let mut avoid = request.avoid.clone();
-        avoid.add(failure.role, failure.worker);
+        avoid.push(failure.worker);
         let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
         let is_second = had_second_opinion;
         let may_retry = may_retry(app, &failure, has_other, &mut had_second_opinion);

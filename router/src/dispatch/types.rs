@@ -69,7 +69,7 @@ pub fn leg(
     body: BodySegments,
 ) -> UpstreamAttempt {
     let mut head = request.head.clone();
-    if let Some(traceparent) = chosen.guard.traceparent() {
+    if let Some(traceparent) = chosen.guard.timeline.traceparent() {
         head.headers.insert(TRACEPARENT, traceparent);
     }
     let candidate = &chosen.guard.candidate;
@@ -92,7 +92,7 @@ pub fn leg(
 
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {
     if request.record.attempts == 1 {
-        let labels = [request.record.route()];
+        let labels = [request.record.route];
         let overhead = app.metrics.overhead.with_label_values(&labels);
         overhead.observe(request.ready_at.elapsed().as_secs_f64());
     }

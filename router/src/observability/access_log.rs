@@ -26,7 +26,7 @@ pub struct AccessLogEntry {
     sinks: EntrySinks,
     pub timeline: Arc<RequestTimeline>,
     pub rid: String,
-    route: &'static str,
+    pub route: &'static str,
     method: &'static str,
     pub started: Instant,
     pub attempts: u32,
@@ -65,10 +65,6 @@ impl AccessLogEntry {
         }
     }
 
-    pub fn route(&self) -> &'static str {
-        self.route
-    }
-
     /// The first byte goes to the client.
     pub fn first_byte(&mut self, status: StatusCode) {
         if self.ttft_ms.is_none() {
@@ -82,9 +78,7 @@ impl AccessLogEntry {
 
     /// A worker failed after its answer had begun.
     pub fn upstream_error(&self, role: Role, reason: &'static str) {
-        let labels = [role.into_str(), reason];
-        let errors = &self.sinks.metrics.upstream_errors;
-        errors.with_label_values(&labels).inc();
+        self.sinks.metrics.upstream_errors.with_label_values(&[role.into_str(), reason]).inc();
     }
 
     /// How it ended; the first call counts.
@@ -100,10 +94,7 @@ impl Drop for AccessLogEntry {
     fn drop(&mut self) {
         let outcome = self.outcome.unwrap_or("client_gone");
         // nginx's number for a client that left; it never goes over the wire.
-        let status = match &self.outcome {
-            Some(_) => self.status.as_u16(),
-            None => 499,
-        };
+        let status = if self.outcome.is_some() { self.status.as_u16() } else { 499 };
         let labels = [self.route, self.method, class(status), outcome];
         self.sinks.metrics.requests.with_label_values(&labels).inc();
         let duration = self.sinks.metrics.duration.with_label_values(&[self.route]);
@@ -115,12 +106,12 @@ impl Drop for AccessLogEntry {
             tracer.put(spans);
         }
         let stages = self.timeline.stages();
-        self.sinks.metrics.stages(&stages);
-        let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
+        self.sinks.metrics.stages(stages);
+        let [read_ms, queue_ms, parse_ms, tokenise_ms, decide_ms, connect_ms, first_token_ms] =
+            stages.map(|seconds| Some((seconds? * 1e6).round() / 1e3));
         let usage = self.timeline.usage();
-        let show = |chosen: &Option<(String, SelectionReason)>| match chosen {
-            Some((name, why)) => format!("{name} ({why})"),
-            None => "-".to_owned(),
+        let show = |chosen: &Option<(String, SelectionReason)>| {
+            chosen.as_ref().map_or("-".to_owned(), |(name, why)| format!("{name} ({why})"))
         };
         tracing::info!(
             target: "access",
@@ -135,13 +126,7 @@ impl Drop for AccessLogEntry {
             failovers = self.timeline.failovers(),
             status,
             outcome,
-            read_ms = ms(stages.read),
-            queue_ms = ms(stages.queue),
-            parse_ms = ms(stages.parse),
-            tokenise_ms = ms(stages.tokenise),
-            decide_ms = ms(stages.decide),
-            connect_ms = ms(stages.connect),
-            first_token_ms = ms(stages.first_token),
+            read_ms, queue_ms, parse_ms, tokenise_ms, decide_ms, connect_ms, first_token_ms,
             prompt_tokens = usage.map(|usage| usage.prompt_tokens),
             cached_tokens = usage.and_then(|usage| usage.cached_tokens),
             completion_tokens = usage.and_then(|usage| usage.completion_tokens),

@@ -8,17 +8,19 @@
 //!    --decision-log-files; each begins with the header of the run. Replay takes them all, oldest
 //!    first.
 
-use std::fs::{File, OpenOptions, rename};
+use std::fs::{File, rename};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use prometheus::IntCounterVec;
 use router_core::decision_log::{FORMAT, LogHeader, LogLine, LogSink};
+
+use crate::clock::unix_time;
 
 /// Lines that wait to be written: a second of a busy router.
 const MAX_LINES: usize = 16_384;
@@ -51,7 +53,7 @@ enum Message {
 /// The thread's handle.
 pub struct LogWriter {
     lines: SyncSender<Message>,
-    thread: Option<JoinHandle<()>>,
+    thread: JoinHandle<()>,
 }
 
 /// Open the first file, start the thread. `counts` is by result: written, dropped (the queue was
@@ -61,11 +63,10 @@ pub fn start(
     flags: Vec<String>,
     counts: IntCounterVec,
 ) -> Result<(LogQueue, LogWriter), String> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let header = LogHeader {
         decision_log: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        run: now.map_or(0, |now| now.as_millis() as u64),
+        run: unix_time().as_millis() as u64,
         file: 0,
         flags,
     };
@@ -75,25 +76,13 @@ pub fn start(
     })?;
     let (lines, received) = sync_channel(MAX_LINES);
     let waiting_bytes = Arc::new(AtomicUsize::new(0));
-    let writing = Writing {
-        files,
-        waiting_bytes: waiting_bytes.clone(),
-        counts: counts.clone(),
-        is_failing: false,
-    };
+    let (waiting, counted) = (waiting_bytes.clone(), counts.clone());
     let thread = std::thread::Builder::new()
         .name("decision-log".into())
-        .spawn(move || writing.run(&received))
+        .spawn(move || write_lines(&received, files, &waiting, &counted))
         .map_err(|err| format!("--decision-log: cannot start its thread: {err}"))?;
     let queue = LogQueue { lines: lines.clone(), waiting_bytes, counts };
-    let writer = LogWriter { lines, thread: Some(thread) };
-    Ok((queue, writer))
-}
-
-impl LogQueue {
-    fn count(&self, result: &str) {
-        self.counts.with_label_values(&[result]).inc();
-    }
+    Ok((queue, LogWriter { lines, thread }))
 }
 
 impl LogSink for LogQueue {
@@ -101,93 +90,74 @@ impl LogSink for LogQueue {
         let bytes = line.bytes();
         let waiting = self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
         let is_sent = waiting + bytes <= MAX_BYTES
-            && match self.lines.try_send(Message::Line(Box::new(line))) {
-                Ok(()) => true,
-                Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => false,
-            };
+            && self.lines.try_send(Message::Line(Box::new(line))).is_ok();
         if !is_sent {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            self.count("dropped");
+            self.counts.with_label_values(&["dropped"]).inc();
         }
     }
 }
 
 impl LogWriter {
     /// Write what is queued, for at most `LAST_WORDS`.
-    pub fn stop(mut self) {
-        let until = std::time::Instant::now() + LAST_WORDS;
+    pub fn stop(self) {
+        let until = Instant::now() + LAST_WORDS;
         // A full queue takes the message a moment later; a thread that is gone never does.
         while let Err(TrySendError::Full(_)) = self.lines.try_send(Message::Stop) {
-            if std::time::Instant::now() > until {
+            if Instant::now() > until {
                 return;
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        if let Some(thread) = self.thread.take() {
-            while !thread.is_finished() && std::time::Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+        while !self.thread.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 }
 
-struct Writing {
-    files: Files,
-    waiting_bytes: Arc<AtomicUsize>,
-    counts: IntCounterVec,
-    /// Said once, until it works again.
-    is_failing: bool,
-}
-
-impl Writing {
-    fn run(mut self, lines: &Receiver<Message>) {
-        /// Longest time without a flush: what is not flushed is lost in a crash.
-        const QUIET: Duration = Duration::from_millis(100);
-        let mut is_dirty = false;
-        loop {
-            let message = match is_dirty {
-                true => lines.recv_timeout(QUIET),
-                false => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match message {
-                Ok(Message::Line(line)) => {
-                    is_dirty = true;
-                    self.waiting_bytes.fetch_sub(line.bytes(), Ordering::Relaxed);
-                    let written = self.files.write(&line);
-                    self.note(written);
-                }
-                Err(RecvTimeoutError::Timeout) => {
-                    is_dirty = false;
-                    if let Err(err) = self.files.out.flush() {
-                        self.complain(&err);
-                    }
-                }
-                Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => {
-                    if let Err(err) = self.files.out.flush() {
-                        self.complain(&err);
-                    }
-                    return;
-                }
-            }
-        }
-    }
-
-    fn note(&mut self, written: io::Result<()>) {
-        let result = match &written {
-            Ok(()) => "written",
-            Err(_) => "failed",
-        };
-        self.counts.with_label_values(&[result]).inc();
-        match written {
-            Ok(()) => self.is_failing = false,
-            Err(err) => self.complain(&err),
-        }
-    }
-
-    fn complain(&mut self, err: &io::Error) {
-        if !std::mem::replace(&mut self.is_failing, true) {
-            let path = self.files.place.path.display();
+/// Write lines to the files until the router stops or no policy is left.
+fn write_lines(
+    lines: &Receiver<Message>,
+    mut files: Files,
+    waiting_bytes: &AtomicUsize,
+    counts: &IntCounterVec,
+) {
+    /// Longest time without a flush: what is not flushed is lost in a crash.
+    const QUIET: Duration = Duration::from_millis(100);
+    let path = files.place.path.clone();
+    let mut is_failing = false;
+    // A failure is reported once, until it works again.
+    let mut note = |outcome: io::Result<()>| {
+        let was_failing = std::mem::replace(&mut is_failing, outcome.is_err());
+        if let Err(err) = outcome
+            && !was_failing
+        {
+            let path = path.display();
             tracing::error!(%path, %err, "cannot write the decision log; decisions go on without it");
+        }
+    };
+    let mut is_dirty = false;
+    loop {
+        let message = match is_dirty {
+            true => lines.recv_timeout(QUIET),
+            false => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        match message {
+            Ok(Message::Line(line)) => {
+                is_dirty = true;
+                waiting_bytes.fetch_sub(line.bytes(), Ordering::Relaxed);
+                let written = files.write(&line);
+                let result = if written.is_ok() { "written" } else { "failed" };
+                counts.with_label_values(&[result]).inc();
+                note(written);
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                is_dirty = false;
+                note(files.out.flush());
+            }
+            Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                return note(files.out.flush());
+            }
         }
     }
 }
@@ -205,7 +175,7 @@ impl Files {
         if place.path.metadata().is_ok_and(|old| old.len() > 0) {
             shift(&place.path, place.max_files)?;
         }
-        let out = BufWriter::new(create(&place.path)?);
+        let out = BufWriter::new(File::create(&place.path)?);
         let mut files = Self { place, header, out, bytes: 0 };
         files.begin()?;
         files.out.flush()?;
@@ -225,7 +195,7 @@ impl Files {
         if self.bytes + text.len() as u64 > self.place.max_bytes {
             self.out.flush()?;
             shift(&self.place.path, self.place.max_files)?;
-            self.out = BufWriter::new(create(&self.place.path)?);
+            self.out = BufWriter::new(File::create(&self.place.path)?);
             self.header.file += 1;
             self.begin()?;
         }
@@ -234,16 +204,11 @@ impl Files {
     }
 }
 
-fn create(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create(true).truncate(true).open(path)
-}
-
 /// PATH becomes PATH.1, PATH.1 becomes PATH.2, and so on; `files` in all, the last one is
 /// overwritten.
 fn shift(path: &Path, files: u32) -> io::Result<()> {
     for number in (1..files).rev() {
-        let (from, to) = (numbered(path, number - 1), numbered(path, number));
-        match rename(&from, &to) {
+        match rename(numbered(path, number - 1), numbered(path, number)) {
             Err(err) if err.kind() != io::ErrorKind::NotFound => return Err(err),
             _ => {}
         }
@@ -252,14 +217,11 @@ fn shift(path: &Path, files: u32) -> io::Result<()> {
 }
 
 fn numbered(path: &Path, number: u32) -> PathBuf {
-    match number {
-        0 => path.to_owned(),
-        number => {
-            let mut name = path.as_os_str().to_owned();
-            name.push(format!(".{number}"));
-            name.into()
-        }
+    let mut name = path.as_os_str().to_owned();
+    if number > 0 {
+        name.push(format!(".{number}"));
     }
+    name.into()
 }
 
 #[cfg(test)]

@@ -42,14 +42,12 @@ fn read(value: &HeaderValue) -> EngineStages {
     let text = value.to_str().unwrap_or_default();
     let part = |name: &str| {
         let mut parts = text.split(';').filter_map(|part| part.split_once('='));
-        let found = parts.find(|(key, _)| key.trim() == name);
-        found.map(|(_, value)| value.trim())
+        parts.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim())
     };
     let number = |name| part(name)?.parse::<u64>().ok();
     let ms = |name| number(name).map(|us| us as f64 / 1e3);
     let is_name = |name: &&str| {
-        let is_plain =
-            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        let is_plain = |byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'_');
         (1..=MAX_TRANSPORT).contains(&name.len()) && name.bytes().all(is_plain)
     };
     let pull = || {

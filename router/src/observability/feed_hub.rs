@@ -33,6 +33,7 @@ pub const MAX_CLIENTS: usize = 64;
 pub struct RenderedSnapshot {
     /// Empty while the ticker does not run.
     event: Bytes,
+    /// Set when the router drains: nothing follows.
     is_last: bool,
 }
 
@@ -40,8 +41,6 @@ pub struct RenderedSnapshot {
 struct HubState {
     clients: usize,
     is_ticking: bool,
-    /// Set when the router drains: nothing follows.
-    has_ended: bool,
 }
 
 /// The pages that listen.
@@ -85,7 +84,7 @@ impl FeedHub {
         render: impl FnMut() -> Option<(Vec<u8>, bool)> + Send + 'static,
     ) -> Result<(FeedPlace, watch::Receiver<RenderedSnapshot>), RouteError> {
         let mut state = self.state.lock();
-        if state.has_ended {
+        if self.latest.borrow().is_last {
             return Err(RouteError::Draining);
         }
         if state.clients >= MAX_CLIENTS {
@@ -112,10 +111,12 @@ impl FeedHub {
             if self.stop_if_unheard() {
                 return;
             }
-            let rendered = render();
-            let is_last = rendered.as_ref().is_none_or(|(_, is_last)| *is_last);
-            self.state.lock().has_ended = is_last;
-            let event = rendered.map_or_else(Bytes::new, |(json, _)| event_of(&json));
+            let (event, is_last) = match render() {
+                Some((json, is_last)) => {
+                    ([b"event: snapshot\ndata: ", &json[..], b"\n\n"].concat().into(), is_last)
+                }
+                None => (Bytes::new(), true),
+            };
             self.snapshots.inc();
             self.latest.send_replace(RenderedSnapshot { event, is_last });
             if is_last {
@@ -134,14 +135,6 @@ impl FeedHub {
         }
         is_unheard
     }
-}
-
-fn event_of(json: &[u8]) -> Bytes {
-    let mut event = Vec::with_capacity(json.len() + 32);
-    event.extend_from_slice(b"event: snapshot\ndata: ");
-    event.extend_from_slice(json);
-    event.extend_from_slice(b"\n\n");
-    Bytes::from(event)
 }
 
 /// Events until the router drains or the page leaves.

@@ -4,11 +4,12 @@
 //! Bounded: the last `KEPT` events; each detail is cut at `MAX_DETAIL` bytes.
 
 use std::collections::VecDeque;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use router_core::Role;
 use serde::Serialize;
+
+use crate::clock::unix_time;
 
 /// Events kept: what a page shows without scrolling for long.
 const KEPT: usize = 64;
@@ -30,42 +31,30 @@ pub struct FleetEvent {
 
 #[derive(Debug, Default)]
 pub struct FleetEvents {
-    recent: Mutex<RecentEvents>,
-}
-
-#[derive(Debug, Default)]
-struct RecentEvents {
-    count: u64,
-    events: VecDeque<FleetEvent>,
+    recent: Mutex<VecDeque<FleetEvent>>,
 }
 
 impl FleetEvents {
     pub fn add(&self, kind: &'static str, role: Role, worker: &str, detail: Option<String>) {
         let mut recent = self.recent.lock();
-        recent.count += 1;
         let event = FleetEvent {
-            number: recent.count,
-            at_unix_ms: unix_ms(),
+            number: recent.back().map_or(1, |last| last.number + 1),
+            at_unix_ms: unix_time().as_millis() as u64,
             kind,
             role,
             worker: worker.to_owned(),
             detail: detail.map(|text| shortened(&text)),
         };
-        if recent.events.len() == KEPT {
-            recent.events.pop_front();
+        if recent.len() == KEPT {
+            recent.pop_front();
         }
-        recent.events.push_back(event);
+        recent.push_back(event);
     }
 
     /// Copies of the kept events, oldest first.
     pub fn recent(&self) -> Vec<FleetEvent> {
-        self.recent.lock().events.iter().cloned().collect()
+        self.recent.lock().iter().cloned().collect()
     }
-}
-
-pub fn unix_ms() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| now.as_millis() as u64)
 }
 
 /// At most `MAX_DETAIL` bytes of `text`, cut between characters.

@@ -7,7 +7,7 @@ use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
     Opts, Registry as Exposed, TextEncoder,
 };
-use router_core::{PrefillForecast, Role};
+use router_core::PrefillForecast;
 
 use crate::observability::request_timeline::StageTimes;
 
@@ -218,7 +218,7 @@ router_metrics! {
         "Unix time at which the source gave data last: bytes of an answer of the API server, or a reading of the file; absent before the first";
     pub discovered: GaugeVec = "baton_router_discovered_workers" ["source", "state"]
         "Workers found: named now, or kept because no other worker of their role is ready";
-    load_reports: IntCounterVec = "baton_router_load_reports_total" ["role", "source", "result"]
+    pub load_reports: IntCounterVec = "baton_router_load_reports_total" ["role", "source", "result"]
         "Load reports of workers; source is answer or poll, result taken, unused, malformed or failed";
     pub backlog: GaugeVec = "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
@@ -232,13 +232,13 @@ router_metrics! {
         "Blocks of prompts remembered for a worker: of --block-size tokens, or of 256 bytes (cost)";
     pub kv_ranks: GaugeVec = "baton_router_kv_event_ranks" ["role", "state"]
         "Workers (DP ranks) by what is known of their caches: off, connecting, exact, doubtful (docs/routing.md)";
-    kv_batches: IntCounterVec = "baton_router_kv_event_batches_total" ["role", "result"]
+    pub kv_batches: IntCounterVec = "baton_router_kv_event_batches_total" ["role", "result"]
         "Batches of KV events: applied, known (a repetition), ahead (something before it is missing)";
-    kv_resyncs: IntCounterVec = "baton_router_kv_event_resyncs_total" ["role", "how"]
+    pub kv_resyncs: IntCounterVec = "baton_router_kv_event_resyncs_total" ["role", "how"]
         "Caches known again: by snapshot, replay, cleared; or skipped, what was missed is lost";
-    kv_failures: IntCounterVec = "baton_router_kv_event_failures_total" ["role", "reason"]
+    pub kv_failures: IntCounterVec = "baton_router_kv_event_failures_total" ["role", "reason"]
         "Streams of KV events that ended, by reason";
-    kv_lag: HistogramVec = "baton_router_kv_event_lag_seconds" ["role"]
+    pub kv_lag: HistogramVec = "baton_router_kv_event_lag_seconds" ["role"]
         "From a batch's time on the worker's clock until it is in the index";
     pub tree_chars: GaugeVec = "baton_router_tree_chars" ["role", "worker"]
         "Characters of prompts remembered for a worker (cache_aware)";
@@ -272,17 +272,8 @@ impl RouterMetrics {
     }
 
     /// How long the stages of a request took, those it came to.
-    pub fn stages(&self, took: &StageTimes) {
-        let seconds = [
-            took.read,
-            took.queue,
-            took.parse,
-            took.tokenise,
-            took.decide,
-            took.connect,
-            took.first_token,
-        ];
-        for (histogram, seconds) in self.stages.0.iter().zip(seconds) {
+    pub fn stages(&self, took: StageTimes) {
+        for (histogram, seconds) in self.stages.0.iter().zip(took) {
             if let Some(seconds) = seconds {
                 histogram.observe(seconds);
             }
@@ -292,56 +283,26 @@ impl RouterMetrics {
     /// A first token that had been predicted was seen.
     pub fn first_token(&self, role: &str, forecast: PrefillForecast, took_ms: u64) {
         let predicted_ms = u64::from(forecast.ttft_ms);
-        let seconds = |ms: u64| ms as f64 / 1e3;
-        let role_only = [role];
-        let observe = |family: &HistogramVec, ms| {
-            family.with_label_values(&role_only).observe(seconds(ms));
-        };
-        observe(&self.forecast, predicted_ms);
-        observe(&self.observed, took_ms);
         let sign = if took_ms < predicted_ms { "early" } else { "late" };
-        let best_ms = u64::from(forecast.best_ttft_ms);
-        observe(&self.regret, took_ms.saturating_sub(best_ms));
-        let error = self.forecast_error.with_label_values(&[role, sign]);
-        error.observe(seconds(took_ms.abs_diff(predicted_ms)));
-    }
-
-    /// A worker reported its queue.
-    pub fn load_report(&self, role: Role, source: &str, result: &str) {
-        let labels = [role.into_str(), source, result];
-        self.load_reports.with_label_values(&labels).inc();
-    }
-
-    pub fn kv_batch(&self, role: Role, result: &str) {
-        self.kv_batches.with_label_values(&[role.into_str(), result]).inc();
-    }
-
-    pub fn kv_resync(&self, role: Role, how: &str) {
-        self.kv_resyncs.with_label_values(&[role.into_str(), how]).inc();
-    }
-
-    pub fn kv_failure(&self, role: Role, reason: &str) {
-        self.kv_failures.with_label_values(&[role.into_str(), reason]).inc();
-    }
-
-    pub fn kv_lag(&self, role: Role, seconds: f64) {
-        self.kv_lag.with_label_values(&[role.into_str()]).observe(seconds);
+        let regret_ms = took_ms.saturating_sub(u64::from(forecast.best_ttft_ms));
+        for (family, labels, ms) in [
+            (&self.forecast, &[role][..], predicted_ms),
+            (&self.observed, &[role], took_ms),
+            (&self.forecast_error, &[role, sign], took_ms.abs_diff(predicted_ms)),
+            (&self.regret, &[role], regret_ms),
+        ] {
+            family.with_label_values(labels).observe(ms as f64 / 1e3);
+        }
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
-    pub fn counted(
-        &self,
-        role: &str,
-        prompt_tokens: u32,
-        forecast: PrefillForecast,
-        reported: u32,
-    ) {
+    pub fn counted(&self, role: &str, prompt_tokens: u32, forecast: PrefillForecast, cached: u32) {
         let expected = forecast.cached_tokens;
         let passed_over = forecast.best_cached_tokens.saturating_sub(expected);
         for (family, tokens) in [
             (&self.counted_tokens, prompt_tokens),
             (&self.expected_cached, expected),
-            (&self.reported_cached, reported),
+            (&self.reported_cached, cached),
             (&self.passed_over, passed_over),
         ] {
             family.with_label_values(&[role]).inc_by(u64::from(tokens));
@@ -370,10 +331,7 @@ pub fn metrics_markdown() -> String {
     for spec in METRICS {
         let kind = format!("{:?}", spec.kind).to_lowercase();
         let labels: Vec<String> = spec.labels.iter().map(|l| format!("`{l}`")).collect();
-        let labels = match labels.is_empty() {
-            true => "-".to_owned(),
-            false => labels.join(", "),
-        };
+        let labels = if labels.is_empty() { "-".to_owned() } else { labels.join(", ") };
         out += &format!("| `{}` | {kind} | {labels} | {} |\n", spec.name, spec.help);
     }
     out

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::observability::engine_stages::EngineStages;
+use crate::observability::engine_stages::{EngineStages, PagePull};
 
 /// Pairs remembered: 64 prefill and 64 decode workers that all meet.
 const MAX_PAIRS: usize = 4096;
@@ -46,11 +46,7 @@ impl PairRecord {
         (self.recent_ms > 0.0).then(|| self.recent_bytes / self.recent_ms * 1e3)
     }
 
-    fn take(&mut self, stages: &EngineStages, now_ms: u64) {
-        let Some(pull) = &stages.pull else { return };
-        if pull.bytes == 0 {
-            return; // all pages were there: nothing was moved
-        }
+    fn take(&mut self, pull: &PagePull, now_ms: u64) {
         let age_ms = now_ms.saturating_sub(self.used_ms) as f64;
         let weight = 0.5_f64.powf(age_ms / HALF_LIFE_MS);
         self.recent_bytes = self.recent_bytes * weight + pull.bytes as f64;
@@ -68,10 +64,12 @@ pub struct PairTraffic {
 impl PairTraffic {
     /// An answer of this pair began.
     pub fn opened(&self, pair: PairId, stages: Option<&EngineStages>, now_ms: u64) {
+        // Without bytes all pages were there: nothing was moved.
+        let pull = stages.and_then(|stages| stages.pull.as_ref()).filter(|pull| pull.bytes > 0);
         self.change(pair, now_ms, |record| {
             record.requests += 1;
-            if let Some(stages) = stages {
-                record.take(stages, now_ms);
+            if let Some(pull) = pull {
+                record.take(pull, now_ms);
             }
         });
     }
@@ -112,7 +110,6 @@ impl PairTraffic {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::observability::engine_stages::PagePull;
 
     fn pulled(bytes: u64, pull_ms: f64) -> EngineStages {
         let pull = PagePull { transport: "shm".into(), pages: 1, bytes, pull_ms };

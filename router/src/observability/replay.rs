@@ -29,18 +29,15 @@ struct Opened {
 /// `args` behind the word replay. Returns text for standard output and the exit code, or a
 /// complaint.
 pub fn run(args: &[String]) -> Result<(String, i32), String> {
-    let is_flag = |arg: &&String| arg.starts_with("--");
-    let files = args.iter().take_while(|arg| !is_flag(arg));
-    let (files, flags): (Vec<_>, _) =
-        (files.collect(), args.iter().skip_while(|arg| !is_flag(arg)));
-    let flags: Vec<String> = flags.cloned().collect();
+    let first_flag = args.iter().position(|arg| arg.starts_with("--"));
+    let (files, flags) = args.split_at(first_flag.unwrap_or(args.len()));
     if files.is_empty() || flags.iter().any(|flag| flag == "--help") {
         return match files.is_empty() && flags.is_empty() {
             true => Err(USAGE.trim_end().to_owned()),
             false => Ok((USAGE.to_owned(), 0)),
         };
     }
-    let mut opened = files.into_iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    let mut opened = files.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     opened.sort_by_key(|file| (file.header.run, file.header.file));
     let first = opened[0].header.clone();
     if let Some(other) = opened.iter().find(|file| file.header.run != first.run) {
@@ -50,7 +47,7 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
         ));
     }
     let recorded = configured(&first.flags, &[])?;
-    let now = configured(&first.flags, &flags)?;
+    let now = configured(&first.flags, flags)?;
     let mut replay = DecisionReplay::new(
         |role| recorded.policy_for(role),
         |role| now.policy_for(role),
@@ -69,8 +66,7 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
         );
     }
     text += &report.to_string();
-    let is_as_it_was = flags.is_empty() && report.missing == 0;
-    let code = i32::from(is_as_it_was && !report.is_same());
+    let code = i32::from(flags.is_empty() && report.missing == 0 && !report.is_same());
     Ok((text, code))
 }
 
@@ -107,8 +103,7 @@ fn read(file: &mut Opened, replay: &mut DecisionReplay) -> Result<(), String> {
     loop {
         text.clear();
         number += 1;
-        let read = file.lines.read_line(&mut text);
-        if read.map_err(|err| format!("{name}: {err}"))? == 0 {
+        if file.lines.read_line(&mut text).map_err(|err| format!("{name}: {err}"))? == 0 {
             return Ok(());
         }
         if !text.ends_with('\n') {

@@ -35,6 +35,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
+use crate::clock::now_ms;
 use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown};
 use crate::dispatch::app::AppState;
 use crate::observability::decision_log;
@@ -48,8 +49,8 @@ use crate::transport::descriptors;
 use crate::transport::socket::tune_listener;
 use crate::transport::tls_reload::{self, ClientTls, TlsFiles};
 use crate::workers::discovery;
+use crate::workers::health::register;
 use crate::workers::kv_events;
-use crate::workers::registration::register;
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
@@ -357,8 +358,8 @@ fn evict_regularly(app: &Arc<AppState>) {
             let Some(app) = weak.upgrade() else { return };
             let since = Instant::now();
             // A walk over the tree: not on a thread that serves requests.
-            let walked = tokio::task::spawn_blocking(move || app.fleet.registry.evict()).await;
-            if let Ok(chars @ 1..) = walked {
+            let evicting = move || app.fleet.registry.deciders.evict(now_ms());
+            if let Ok(chars @ 1..) = tokio::task::spawn_blocking(evicting).await {
                 tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
             }
         }

@@ -17,8 +17,7 @@ pub fn raise_limit() -> Option<u64> {
     if current == maximum {
         return current;
     }
-    let raised = Rlimit { current: maximum, maximum };
-    match setrlimit(Resource::Nofile, raised) {
+    match setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
         Ok(()) => maximum,
         Err(err) => {
             tracing::warn!(%err, ?current, ?maximum, "cannot raise the limit of open files");
@@ -36,10 +35,8 @@ pub fn client_connections(limit: Option<u64>, wanted: usize, legs: u64) -> usize
 
 /// True if a connection failed for lack of something on this machine: descriptors, ports, memory.
 pub fn is_exhausted(err: &io::Error) -> bool {
-    let errno = Errno::from_io_error(err);
-    [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS, Errno::NOMEM]
-        .into_iter()
-        .any(|lack| errno == Some(lack))
+    let lacks = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(err).is_some_and(|errno| lacks.contains(&errno))
 }
 
 #[cfg(test)]

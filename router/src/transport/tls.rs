@@ -27,20 +27,17 @@ pub fn acceptor(flags: &TlsFlags, has_h2: bool) -> Result<Option<TlsAcceptor>, S
     };
     let refused =
         |err: rustls::Error| format!("--tls-cert-path {cert}, --tls-key-path {key}: {err}");
+    let chain = certificates("--tls-cert-path", cert)?;
+    let private_key = private_key("--tls-key-path", key)?;
     let provider = Arc::new(crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .map_err(refused)?
         .with_no_client_auth()
-        .with_single_cert(
-            certificates("--tls-cert-path", cert)?,
-            private_key("--tls-key-path", key)?,
-        )
+        .with_single_cert(chain, private_key)
         .map_err(refused)?;
-    config.alpn_protocols = match has_h2 {
-        true => vec![HTTP_2.to_vec(), HTTP_1_1.to_vec()],
-        false => vec![HTTP_1_1.to_vec()],
-    };
+    let protocols: &[&[u8]] = if has_h2 { &[HTTP_2, HTTP_1_1] } else { &[HTTP_1_1] };
+    config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
     Ok(Some(TlsAcceptor::from(Arc::new(config))))
 }
 
@@ -52,8 +49,7 @@ pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String>
     let mut roots = RootCertStore::empty();
     for path in &flags.ca_cert_paths {
         for cert in certificates("--ca-cert-paths", path)? {
-            let added = roots.add(cert);
-            added.map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
+            roots.add(cert).map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
         }
     }
     let provider = Arc::new(crypto::ring::default_provider());
@@ -84,15 +80,15 @@ pub fn expiries(flags: &TlsFlags) -> Result<Vec<(&'static str, i64)>, String> {
     let mut expiries = Vec::new();
     for (label, flag, path) in chains {
         let Some(path) = path else { continue };
-        let mut ends = Vec::new();
+        let mut earliest = i64::MAX;
         for cert in certificates(flag, path)? {
             let parsed = Certificate::from_der(&cert).map_err(|err| {
                 format!("{flag} {path}: a certificate cannot be parsed: {err}; give X.509 in PEM")
             })?;
-            let end = parsed.tbs_certificate.validity.not_after;
-            ends.push(i64::try_from(end.to_unix_duration().as_secs()).unwrap_or(i64::MAX));
+            let end = parsed.tbs_certificate.validity.not_after.to_unix_duration().as_secs();
+            earliest = earliest.min(i64::try_from(end).unwrap_or(i64::MAX));
         }
-        expiries.extend(ends.into_iter().min().map(|end| (label, end)));
+        expiries.push((label, earliest));
     }
     Ok(expiries)
 }
@@ -108,8 +104,7 @@ fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, 
 }
 
 fn private_key(flag: &str, path: &str) -> Result<PrivateKeyDer<'static>, String> {
-    let read = PrivateKeyDer::from_pem_file(path);
-    read.map_err(|err| {
+    PrivateKeyDer::from_pem_file(path).map_err(|err| {
         format!("{flag} {path}: {err}; give a readable PEM file with an unencrypted private key")
     })
 }

@@ -88,8 +88,7 @@ impl TlsFiles {
 
     pub fn show_expiries(&self, metrics: &RouterMetrics) {
         for (certificate, end) in &self.expiries {
-            let expiry = metrics.certificate_expiry.with_label_values(&[certificate]);
-            expiry.set(*end as f64);
+            metrics.certificate_expiry.with_label_values(&[certificate]).set(*end as f64);
         }
     }
 
@@ -122,9 +121,8 @@ impl TlsFiles {
 fn digest(flags: &TlsFlags) -> Result<[u8; 32], String> {
     let mut hash = Sha256::new();
     for (flag, path) in flags.files() {
-        let content = std::fs::read(path);
-        let content =
-            content.map_err(|err| format!("{flag} {path}: {err}; give a readable PEM file"))?;
+        let unreadable = |err| format!("{flag} {path}: {err}; give a readable PEM file");
+        let content = std::fs::read(path).map_err(unreadable)?;
         hash.update((content.len() as u64).to_le_bytes());
         hash.update(&content);
     }
@@ -140,11 +138,8 @@ pub fn follow(files: TlsFiles, metrics: Arc<RouterMetrics>) {
         let mut failure = None;
         while files.is_used() {
             turn.tick().await;
-            let reload = move || {
-                let outcome = files.reload();
-                (files, outcome)
-            };
-            let Ok((back, outcome)) = tokio::task::spawn_blocking(reload).await else {
+            let reload = move || (files.reload(), files);
+            let Ok((outcome, back)) = tokio::task::spawn_blocking(reload).await else {
                 return; // the runtime ends, or the reading panicked and says so itself
             };
             files = back;

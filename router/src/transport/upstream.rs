@@ -14,6 +14,7 @@
 //! new connection, only when a *reused* connection broke before any byte of the answer: the worker
 //! had closed it while it was idle.
 
+use std::io::ErrorKind;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,7 +37,7 @@ use tokio_rustls::client::TlsStream;
 
 use crate::config::WorkerUrl;
 use crate::transport::descriptors::is_exhausted;
-use crate::transport::request_body::{BodySegments, SegmentBody};
+use crate::transport::request_body::BodySegments;
 use crate::transport::socket::tune_upstream;
 use crate::transport::tls_reload::WorkerTls;
 
@@ -82,21 +83,19 @@ pub struct ConnectionPool {
     host: HeaderValue,
     /// Given for https:// only.
     tls: Option<WorkerTls>,
-    idle: Mutex<Vec<Idle>>,
+    /// Those used last are at the end.
+    idle: Mutex<Vec<Connection>>,
     /// Heads and pieces of answers received.
     heard: AtomicU64,
     /// Turns true when all connections are to be cut (the end of the shutdown grace).
     cut: watch::Receiver<bool>,
 }
 
-struct Idle {
-    connection: Connection,
-    since: Instant,
-}
-
 struct Connection {
-    sender: SendRequest<SegmentBody>,
+    sender: SendRequest<BodySegments>,
     task: AbortHandle,
+    /// When it was opened, or its last answer was read.
+    used_at: Instant,
 }
 
 /// Answer to: may a connection be used again after its answer?
@@ -149,33 +148,23 @@ impl ConnectionPool {
         self: &Arc<Self>,
         head: &RequestHead,
     ) -> Result<Response<ResponseBody>, SendError> {
-        let connection = self.connect().await?;
-        self.exchange(connection, Keep::No, head, BodySegments::default()).await
+        self.exchange(self.connect().await?, Keep::No, head, BodySegments::default()).await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
         let connecting = TcpStream::connect((self.url.host.as_str(), self.url.port));
-        let stream = match timeout(CONNECT_TIMEOUT, connecting).await {
-            Err(_) => {
-                let ms = CONNECT_TIMEOUT.as_millis();
-                return Err(SendError::Connect(format!("no reply for {ms} ms")));
-            }
-            Ok(Err(err)) if err.kind() == std::io::ErrorKind::ConnectionRefused => {
-                return Err(SendError::Refused(err.to_string()));
-            }
-            Ok(Err(err)) if is_exhausted(&err) => {
-                return Err(SendError::Exhausted(err.to_string()));
-            }
-            Ok(Err(err)) => return Err(SendError::Connect(err.to_string())),
-            Ok(Ok(stream)) => stream,
-        };
+        let connected = timeout(CONNECT_TIMEOUT, connecting).await.map_err(|_| {
+            SendError::Connect(format!("no reply for {} ms", CONNECT_TIMEOUT.as_millis()))
+        })?;
+        let stream = connected.map_err(|err| match err.kind() {
+            ErrorKind::ConnectionRefused => SendError::Refused(err.to_string()),
+            _ if is_exhausted(&err) => SendError::Exhausted(err.to_string()),
+            _ => SendError::Connect(err.to_string()),
+        })?;
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
         match &self.tls {
             None => self.drive(stream).await,
-            Some(tls) => {
-                let encrypted = self.encrypt(tls, stream).await?;
-                self.drive(encrypted).await
-            }
+            Some(tls) => self.drive(self.encrypt(tls, stream).await?).await,
         }
     }
 
@@ -187,21 +176,17 @@ impl ConnectionPool {
         let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
         let connector = tls.connector(&self.url.host);
         let (connector, name) = connector.map_err(|err| failed(err.to_string()))?;
-        match timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await {
-            Err(_) => Err(failed(format!("no handshake for {CONNECT_TIMEOUT:?}"))),
-            Ok(Err(err)) => Err(failed(err.to_string())),
-            Ok(Ok(stream)) => Ok(stream),
-        }
+        let shaken = timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await;
+        let shaken = shaken.map_err(|_| failed(format!("no handshake for {CONNECT_TIMEOUT:?}")))?;
+        shaken.map_err(|err| failed(err.to_string()))
     }
 
     async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let (sender, driver) = http1::Builder::new()
-            .handshake(TokioIo::new(stream))
-            .await
-            .map_err(|err| SendError::Connect(err.to_string()))?;
+        let shaken = http1::handshake(TokioIo::new(stream)).await;
+        let (sender, driver) = shaken.map_err(|err| SendError::Connect(err.to_string()))?;
         let mut cut = self.cut.clone();
         let task = tokio::spawn(async move {
             // An error of the driver also reaches the request that is on the connection, which
@@ -211,7 +196,7 @@ impl ConnectionPool {
                 _ = cut.wait_for(|is_cut| *is_cut) => {}
             }
         });
-        Ok(Connection { sender, task: task.abort_handle() })
+        Ok(Connection { sender, task: task.abort_handle(), used_at: Instant::now() })
     }
 
     async fn exchange(
@@ -221,29 +206,24 @@ impl ConnectionPool {
         head: &RequestHead,
         body: BodySegments,
     ) -> Result<Response<ResponseBody>, SendError> {
-        let mut lease = Lease { connection: Some(connection), keep, pool: self.clone() };
-        let mut request = Request::new(SegmentBody::from(body));
+        let mut lease = Lease { connection: None, keep, pool: self.clone() };
+        let connection = lease.connection.insert(connection);
+        let mut request = Request::new(body);
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
         *request.headers_mut() = head.headers.clone();
         request.headers_mut().insert(header::HOST, self.host.clone());
-        let Some(connection) = lease.connection.as_mut() else {
-            return Err(SendError::Broken("no connection".into()));
-        };
-        let response = connection
-            .sender
-            .send_request(request)
-            .await
-            .map_err(|err| SendError::Broken(with_source(&err)))?;
+        let response = connection.sender.send_request(request).await;
+        let response = response.map_err(|err| SendError::Broken(with_source(&err)))?;
         self.heard.fetch_add(1, Ordering::Relaxed);
         Ok(response.map(|incoming| ResponseBody::new(incoming, lease)))
     }
 
     async fn take_idle(&self) -> Option<Connection> {
         loop {
-            let Idle { mut connection, since } = self.idle.lock().pop()?;
+            let mut connection = self.idle.lock().pop()?;
             // Last in, first out: the others are older still.
-            if since.elapsed() >= IDLE {
+            if connection.used_at.elapsed() >= IDLE {
                 self.idle.lock().clear();
                 return None;
             }
@@ -260,15 +240,16 @@ impl ConnectionPool {
         }
     }
 
-    fn put_idle(&self, connection: Connection) {
+    fn put_idle(&self, mut connection: Connection) {
         if connection.sender.is_closed() {
             return;
         }
         let mut idle = self.idle.lock();
-        let fresh_from = idle.partition_point(|i| i.since.elapsed() >= IDLE);
+        let fresh_from = idle.partition_point(|kept| kept.used_at.elapsed() >= IDLE);
         idle.drain(..fresh_from);
         if idle.len() < MAX_IDLE {
-            idle.push(Idle { connection, since: Instant::now() });
+            connection.used_at = Instant::now();
+            idle.push(connection);
         }
     }
 }
@@ -289,16 +270,6 @@ struct Lease {
     pool: Arc<ConnectionPool>,
 }
 
-impl Lease {
-    fn give_back(mut self) {
-        if self.keep == Keep::Yes
-            && let Some(connection) = self.connection.take()
-        {
-            self.pool.put_idle(connection);
-        }
-    }
-}
-
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(connection) = self.connection.take() {
@@ -316,15 +287,19 @@ pub struct ResponseBody {
 impl ResponseBody {
     fn new(incoming: Incoming, lease: Lease) -> Self {
         let mut answer = Self { incoming, lease: Some(lease) };
-        answer.release_at_end();
+        if answer.incoming.is_end_stream() {
+            answer.release();
+        }
         answer
     }
 
-    fn release_at_end(&mut self) {
-        if self.incoming.is_end_stream()
-            && let Some(lease) = self.lease.take()
+    /// Put the connection back, if it is to be kept.
+    fn release(&mut self) {
+        if let Some(mut lease) = self.lease.take()
+            && lease.keep == Keep::Yes
+            && let Some(connection) = lease.connection.take()
         {
-            lease.give_back();
+            lease.pool.put_idle(connection);
         }
     }
 
@@ -333,17 +308,16 @@ impl ResponseBody {
     }
 
     /// The next piece; `None` at the end. Trailers are dropped.
-    pub fn poll_piece(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Bytes, hyper::Error>>> {
+    pub fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Bytes>>> {
         loop {
             match std::task::ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
                 Some(Ok(frame)) => {
                     if let Some(lease) = &self.lease {
                         lease.pool.heard.fetch_add(1, Ordering::Relaxed);
                     }
-                    self.release_at_end();
+                    if self.incoming.is_end_stream() {
+                        self.release();
+                    }
                     if let Ok(data) = frame.into_data() {
                         return Poll::Ready(Some(Ok(data)));
                     }
@@ -353,16 +327,14 @@ impl ResponseBody {
                     return Poll::Ready(Some(Err(err)));
                 }
                 None => {
-                    if let Some(lease) = self.lease.take() {
-                        lease.give_back();
-                    }
+                    self.release();
                     return Poll::Ready(None);
                 }
             }
         }
     }
 
-    pub async fn piece(&mut self) -> Option<Result<Bytes, hyper::Error>> {
+    pub async fn piece(&mut self) -> Option<hyper::Result<Bytes>> {
         std::future::poll_fn(|cx| self.poll_piece(cx)).await
     }
 }

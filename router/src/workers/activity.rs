@@ -18,7 +18,7 @@ pub struct WorkerActivity {
     last: Option<(LoadReport, u64)>,
     /// Totals from which the next rate is computed, and when they were true.
     base: Option<(TokenTotals, u64)>,
-    rates: Option<TokenRates>,
+    pub rates: Option<TokenRates>,
 }
 
 impl WorkerActivity {
@@ -28,10 +28,7 @@ impl WorkerActivity {
         let (Some(totals), Some(at_ms)) = (report.totals, now_ms.checked_sub(report.age_ms)) else {
             return;
         };
-        let Some((base, since_ms)) = self.base else {
-            self.base = Some((totals, at_ms));
-            return;
-        };
+        let (base, since_ms) = *self.base.get_or_insert((totals, at_ms));
         let span_ms = at_ms.saturating_sub(since_ms);
         if span_ms >= MIN_SPAN_MS {
             let per_s =
@@ -48,10 +45,6 @@ impl WorkerActivity {
     pub fn last(&self, now_ms: u64) -> Option<(LoadReport, u64)> {
         let (report, at_ms) = self.last?;
         Some((report, now_ms.saturating_sub(at_ms)))
-    }
-
-    pub fn rates(&self) -> Option<TokenRates> {
-        self.rates
     }
 }
 
@@ -76,15 +69,15 @@ mod tests {
         activity.reported(report(7, 7, 9_000), 8_000);
         activity.reported(report(100, 0, 0), 10_000);
         activity.reported(report(200, 0, 0), 10_500);
-        assert_eq!(activity.rates(), None, "half a second says little");
+        assert_eq!(activity.rates, None, "half a second says little");
         activity.reported(report(500, 30, 1_000), 13_000);
         let rates = TokenRates { prefill_tokens_per_s: 200.0, decode_tokens_per_s: 15.0 };
-        assert_eq!(activity.rates(), Some(rates));
+        assert_eq!(activity.rates, Some(rates));
         assert_eq!(activity.last(14_000).map(|(_, age_ms)| age_ms), Some(2_000));
         activity.reported(report(500, 30, 0), 17_000);
-        assert_eq!(activity.rates(), Some(TokenRates::default()), "idle");
+        assert_eq!(activity.rates, Some(TokenRates::default()), "idle");
         // A restarted engine counts from 0.
         activity.reported(report(3, 3, 0), 22_000);
-        assert_eq!(activity.rates(), Some(TokenRates::default()));
+        assert_eq!(activity.rates, Some(TokenRates::default()));
     }
 }

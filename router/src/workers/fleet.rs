@@ -47,18 +47,14 @@ impl WorkerFleet {
 
     /// Roles without which nothing can be answered.
     pub fn serving_roles(&self) -> &'static [Role] {
-        if self.is_pd() { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
+        self.config.workers.serving_roles()
     }
 
     /// Headers of the router's own requests to workers.
     pub fn worker_headers(&self) -> HeaderMap {
-        let mut headers = HeaderMap::new();
-        if let Some(key) = &self.config.listen.api_key
-            && let Ok(value) = HeaderValue::try_from(format!("Bearer {key}"))
-        {
-            headers.insert(header::AUTHORIZATION, value);
-        }
-        headers
+        let key = self.config.listen.api_key.iter();
+        let values = key.flat_map(|key| HeaderValue::try_from(format!("Bearer {key}")));
+        values.map(|value| (header::AUTHORIZATION, value)).collect()
     }
 
     /// Head of a request of the router's own.

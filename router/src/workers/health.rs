@@ -1,4 +1,4 @@
-//! Health task of each worker: probes it and reads its description.
+//! Health task of each worker, from its registration on: probes it and reads its description.
 //!
 //! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
@@ -16,14 +16,16 @@
 //! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold
 //!    good ones, back to 2.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use http::{Method, Uri};
 use router_core::{HealthChange, HealthCounter, Role};
-use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::config::WorkerSpec;
+use crate::error::RouteError;
 use crate::response::sse::code_of;
 use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
@@ -78,11 +80,14 @@ impl Probe {
     }
 }
 
-/// Start the task of a newly registered worker.
-pub fn start(fleet: &Arc<WorkerFleet>, worker: &Arc<Worker>) {
-    let pending_probe = fleet.registry.pending_probe();
-    let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), pending_probe));
-    *worker.health_task.lock() = Some(task.abort_handle());
+/// Register a worker and start probing it.
+pub fn register(fleet: &Arc<WorkerFleet>, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
+    let worker = fleet.registry.add(spec)?;
+    tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
+    let pending = Some(fleet.registry.pending_probe());
+    let watching = watch(Arc::downgrade(fleet), Arc::downgrade(&worker), pending);
+    worker.health_task.lock().spawn(watching);
+    Ok(worker)
 }
 
 /// State of the task between probes.
@@ -97,12 +102,7 @@ struct Watch {
 }
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
-async fn watch(
-    fleet: std::sync::Weak<WorkerFleet>,
-    worker: std::sync::Weak<Worker>,
-    pending_probe: PendingProbe,
-) {
-    let mut pending_probe = Some(pending_probe);
+async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Option<PendingProbe>) {
     let mut seen = Watch {
         counter: None,
         registered: Instant::now(),
@@ -123,7 +123,7 @@ async fn watch(
             if is_described {
                 return;
             }
-            drop(pending_probe.take());
+            drop(pending.take());
             seen.pause = seen.longer_pause(&fleet);
         } else {
             let silence_limit = seen.silence_limit(&fleet);
@@ -134,7 +134,7 @@ async fn watch(
             }
             let is_good = matches!(probe, Probe::Good);
             seen.pause = seen.take(&fleet, &worker, probe).await;
-            drop(pending_probe.take());
+            drop(pending.take());
             if is_good && worker.is_ready() && worker.tells_loads() {
                 ask_load(&fleet, &worker).await;
             } else if is_good && worker.is_ready() && worker.is_vllm() {
@@ -187,8 +187,7 @@ impl Watch {
             }
             failed if change == Some(HealthChange::BecameUnhealthy) => {
                 let reason = failed.failure().unwrap_or_default().to_owned();
-                let state = WorkerState::Unhealthy { reason, is_hung };
-                fleet.registry.set_state(worker, state, None);
+                fleet.registry.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
             }
             _ => {}
         }
@@ -212,8 +211,7 @@ impl Watch {
 
     /// How long a worker whose requests are silent has for a probe.
     fn silence_limit(&self, fleet: &WorkerFleet) -> Duration {
-        let config = &fleet.config.health;
-        let least = SILENCE_STEP * config.health_failure_threshold.max(1);
+        let least = SILENCE_STEP * fleet.config.health.health_failure_threshold.max(1);
         (self.slowest * SILENCE_FACTOR).max(least).min(probe_timeout(fleet))
     }
 
@@ -225,12 +223,12 @@ impl Watch {
 
 /// Record failures until the verdict turns: a certain failure needs no second probe.
 fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
-    while seen.is_healthy() {
-        if let Some(change) = seen.record(false) {
-            return Some(change);
+    loop {
+        let change = seen.record(false);
+        if !seen.is_healthy() {
+            return change;
         }
     }
-    seen.record(false)
 }
 
 /// `silence_limit`: the limit when requests are silent, be that at once (`is_silent`) or from some
@@ -270,8 +268,7 @@ async fn probe(
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
-    let labels = [worker.role().into_str(), (&probe).into()];
-    fleet.metrics.probes.with_label_values(&labels).inc();
+    fleet.metrics.probes.with_label_values(&[worker.role().into_str(), (&probe).into()]).inc();
     probe
 }
 
@@ -279,12 +276,10 @@ async fn probe(
 enum GetError {
     #[error(transparent)]
     Send(#[from] SendError),
-    #[error("status {0}")]
-    Status(u16),
     #[error("the worker drains")]
     Draining,
     #[error("{0}")]
-    Body(String),
+    Failed(String),
 }
 
 fn probe_timeout(fleet: &WorkerFleet) -> Duration {
@@ -292,22 +287,22 @@ fn probe_timeout(fleet: &WorkerFleet) -> Duration {
 }
 
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
-    let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
+    let uri = Uri::try_from(path).map_err(|err| GetError::Failed(err.to_string()))?;
     let head = RequestHead { method: Method::GET, uri, headers: fleet.worker_headers() };
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();
     let mut body = Vec::new();
     while let Some(piece) = answer.piece().await {
-        body.extend_from_slice(&piece.map_err(|err| GetError::Body(err.to_string()))?);
+        body.extend_from_slice(&piece.map_err(|err| GetError::Failed(err.to_string()))?);
         if body.len() > MAX_DESCRIPTION {
-            return Err(GetError::Body(format!("answer is longer than {MAX_DESCRIPTION} bytes")));
+            return Err(GetError::Failed(format!("answer is longer than {MAX_DESCRIPTION} bytes")));
         }
     }
     match status {
         200..300 => Ok(body),
         503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),
-        _ => Err(GetError::Status(status)),
+        _ => Err(GetError::Failed(format!("status {status}"))),
     }
 }
 
@@ -319,43 +314,34 @@ async fn get_in_time(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option
 /// Ask the worker about itself; both names of the path are tried.
 async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescription> {
     for path in ["/get_server_info", "/server_info"] {
-        if let Some(body) = get_in_time(fleet, worker, path).await {
-            match serde_json::from_slice(&body) {
-                Ok(description) => return Some(description),
-                Err(err) => {
-                    tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
-                }
+        let Some(body) = get_in_time(fleet, worker, path).await else { continue };
+        match serde_json::from_slice(&body) {
+            Ok(description) => return Some(description),
+            Err(err) => {
+                tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
             }
         }
     }
     // vLLM has no server info, but reports its version here; SGLang and Baton have no such path.
-    let answer: Version = ask(fleet, worker, "/version").await?;
+    let answer = ask(fleet, worker, "/version").await?;
     Some(WorkerDescription {
         engine: Some("vllm".to_owned()),
-        version: Some(answer.version),
+        version: Some(answer["version"].as_str()?.to_owned()),
         served_model_names: model_names(fleet, worker).await.unwrap_or_default(),
         ..WorkerDescription::default()
     })
 }
 
 /// The JSON of `path`, if the worker has that.
-async fn ask<T: DeserializeOwned>(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<T> {
-    let body = get_in_time(fleet, worker, path).await?;
-    serde_json::from_slice(&body).ok()
+async fn ask(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Value> {
+    serde_json::from_slice(&get_in_time(fleet, worker, path).await?).ok()
 }
 
 /// The names under which a worker of OpenAI's API takes requests.
 async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>> {
-    #[derive(serde::Deserialize)]
-    struct Models {
-        data: Vec<Model>,
-    }
-    #[derive(serde::Deserialize)]
-    struct Model {
-        id: String,
-    }
-    let answer: Models = ask(fleet, worker, "/v1/models").await?;
-    Some(answer.data.into_iter().map(|model| model.id).collect())
+    let answer = ask(fleet, worker, "/v1/models").await?;
+    let names = answer["data"].as_array()?.iter().map(|model| model["id"].as_str());
+    names.map(|name| name.map(str::to_owned)).collect()
 }
 
 /// Learn which models a vLLM worker serves by now.
@@ -368,25 +354,20 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     }
 }
 
-#[derive(serde::Deserialize)]
-struct Version {
-    version: String,
-}
-
 /// Tell the policies what a worker has to do. That it does not say is no reason to take it out.
 async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
-    let fate = match get_in_time(fleet, worker, "/v1/loads").await {
+    let body = get_in_time(fleet, worker, "/v1/loads").await;
+    let fate = match body.map(|body| load_report::of_loads(&body)) {
         None => ReportStatus::Failed,
-        Some(body) => match load_report::of_loads(&body) {
-            Ok(reports) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
-            Ok(_) => ReportStatus::Unused,
-            Err(err) => {
-                tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
-                ReportStatus::Malformed
-            }
-        },
+        Some(Ok(reports)) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
+        Some(Ok(_)) => ReportStatus::Unused,
+        Some(Err(err)) => {
+            tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
+            ReportStatus::Malformed
+        }
     };
-    fleet.metrics.load_report(worker.role(), "poll", fate.into_str());
+    let labels = [worker.role().into_str(), "poll", fate.into_str()];
+    fleet.metrics.load_reports.with_label_values(&labels).inc();
 }
 
 /// The worker answers probes: find out what it is, and let it in unless it is something else.
@@ -398,10 +379,8 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
         }
         description.dp_size = Some(given);
     }
-    let state = match objection(worker, &description) {
-        Some(reason) => WorkerState::Rejected { reason },
-        None => WorkerState::Ready,
-    };
+    let objection = objection(worker, &description);
+    let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected { reason });
     let is_news = fleet.registry.set_state(worker, state, Some(description));
     if is_news && let Some(why) = fleet.registry.misfit(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
@@ -411,12 +390,8 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
 
 /// Why this worker cannot serve in its role.
 fn objection(worker: &Worker, description: &WorkerDescription) -> Option<String> {
-    let wanted = match worker.role() {
-        Role::Regular => "null",
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-    };
-    let mode = description.disaggregation_mode.as_deref().filter(|mode| *mode != wanted)?;
     let role = worker.role();
+    let wanted = if role == Role::Regular { "null" } else { role.into_str() };
+    let mode = description.disaggregation_mode.as_deref().filter(|mode| *mode != wanted)?;
     Some(format!("its --disaggregation-mode is {mode}, it is registered as {role} worker"))
 }

@@ -7,14 +7,13 @@ use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
     BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PrefillForecast, PromptBlocks,
-    RequestOutcome, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
+    RequestOutcome, Role, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
     WorkerPenalty,
 };
 
 use super::activity::WorkerActivity;
 use super::worker::Worker;
 use crate::clock::now_ms;
-use crate::observability::engine_stages::EngineStages;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
 use crate::response::failover;
@@ -75,29 +74,20 @@ impl Candidate {
 
     /// True if this rank of the worker is all that the candidate stands for.
     fn is_rank(&self, rank: u32) -> bool {
-        match self.rank {
-            Some(own) => own == rank,
-            None => self.worker.dp_size() == 1,
-        }
+        self.rank.map_or_else(|| self.worker.dp_size() == 1, |own| own == rank)
     }
 
     /// A report that has just arrived: for the web page, and for its policy.
     pub(super) fn take_report(&self, report: LoadReport, deciders: &PolicySet) {
         let now_ms = now_ms();
         self.activity.lock().reported(report, now_ms);
-        let event = PolicyEvent::Reported {
-            worker: self.id,
-            queued_tokens: report.queued_tokens,
-            running: report.running,
-            age_ms: report.age_ms,
-            now_ms,
-        };
+        let (worker, LoadReport { queued_tokens, running, age_ms, .. }) = (self.id, report);
+        let event = PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms };
         deciders.observe(self.worker.role(), &event);
     }
 
     pub fn circuit(&self) -> BreakerState {
-        let state = self.breaker.as_ref().map(|b| b.lock().state(now_ms()));
-        state.unwrap_or(BreakerState::Closed)
+        self.breaker.as_ref().map_or(BreakerState::Closed, |b| b.lock().state(now_ms()))
     }
 }
 
@@ -107,20 +97,15 @@ pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
     pub(super) deciders: Arc<PolicySet>,
     pub(super) outcome: RequestOutcome,
-    pub(super) sent: SentRequest,
-    pub(super) timeline: Option<AttemptRecorder>,
-    pub(super) metrics: Arc<RouterMetrics>,
-}
-
-/// Facts of a sending that later events to the policy repeat.
-pub(super) struct SentRequest {
     pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
     pub(super) blocks: Option<Arc<PromptBlocks>>,
     pub(super) forecast: Option<PrefillForecast>,
-    pub(super) at_ms: u64,
+    pub(super) sent_ms: u64,
     /// Nothing more is learned from first tokens: it was seen, or cannot be.
     pub(super) is_first_token_known: bool,
+    pub timeline: AttemptRecorder,
+    pub(super) metrics: Arc<RouterMetrics>,
 }
 
 impl LoadGuard {
@@ -129,41 +114,25 @@ impl LoadGuard {
         self.outcome = outcome;
     }
 
+    fn role(&self) -> Role {
+        self.candidate.worker.role()
+    }
+
     fn observe(&self, event: &PolicyEvent<'_>) {
-        let role = self.candidate.worker.role();
-        self.deciders.observe(role, event);
-    }
-
-    /// Names this leg to its worker, if there is a trace.
-    pub fn traceparent(&self) -> Option<HeaderValue> {
-        self.timeline.as_ref()?.traceparent()
-    }
-
-    /// A connection is there, the request goes out.
-    pub fn sent(&self) {
-        if let Some(timeline) = &self.timeline {
-            timeline.sent();
-        }
+        self.deciders.observe(self.role(), event);
     }
 
     /// Prefill is over.
     pub fn first_token(&mut self) {
-        if std::mem::replace(&mut self.sent.is_first_token_known, true) {
+        if std::mem::replace(&mut self.is_first_token_known, true) {
             return;
         }
-        if let Some(timeline) = &self.timeline {
-            timeline.first_token();
-        }
-        let now_ms = now_ms();
-        self.observe(&PolicyEvent::FirstToken {
-            ticket: self.sent.ticket,
-            worker: self.candidate.id,
-            now_ms,
-        });
-        if let Some(forecast) = self.sent.forecast {
-            let role = self.candidate.worker.role().into_str();
-            let took_ms = now_ms.saturating_sub(self.sent.at_ms);
-            self.metrics.first_token(role, forecast, took_ms);
+        self.timeline.first_token();
+        let (ticket, worker, now_ms) = (self.ticket, self.candidate.id, now_ms());
+        self.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+        if let Some(forecast) = self.forecast {
+            let took_ms = now_ms.saturating_sub(self.sent_ms);
+            self.metrics.first_token(self.role().into_str(), forecast, took_ms);
         }
     }
 
@@ -181,44 +150,27 @@ impl LoadGuard {
                 ReportStatus::Malformed
             }
         };
-        let role = candidate.worker.role();
-        self.metrics.load_report(role, "answer", fate.into_str());
-    }
-
-    /// Times the worker reported of the way to its first token.
-    pub fn stages_reported(&self, stages: &EngineStages) {
-        if let Some(timeline) = &self.timeline {
-            timeline.stages(stages.clone());
-        }
+        let labels = [self.role().into_str(), "answer", fate.into_str()];
+        self.metrics.load_reports.with_label_values(&labels).inc();
     }
 
     /// True if anybody wants to know what the worker counts: looking for it costs microseconds.
     pub fn wants_usage(&self) -> bool {
-        self.sent.blocks.is_some()
+        self.blocks.is_some()
     }
 
     /// Tokens that the worker counted.
     pub fn usage(&mut self, usage: TokenUsage) {
-        if let Some(timeline) = &self.timeline {
-            timeline.usage(usage);
-        }
-        self.observe(&PolicyEvent::Usage {
-            ticket: self.sent.ticket,
-            worker: self.candidate.id,
-            usage,
-        });
-        if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
-            let role = self.candidate.worker.role().into_str();
+        self.timeline.usage(usage);
+        let (ticket, worker) = (self.ticket, self.candidate.id);
+        self.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        let role = self.role().into_str();
+        if let (Some(forecast), Some(cached)) = (self.forecast, usage.cached_tokens) {
             self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
         }
-        let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
-        if let Some(tokens) = counted.and_then(|prompt| prompt.tokens) {
-            let result = match tokens == usage.prompt_tokens {
-                true => "equal",
-                false => "different",
-            };
-            let labels = [self.candidate.worker.role().into_str(), result];
-            self.metrics.token_counts.with_label_values(&labels).inc();
+        if let Some(tokens) = self.blocks.as_ref().and_then(|blocks| blocks.prompt().tokens) {
+            let result = if tokens == usage.prompt_tokens { "equal" } else { "different" };
+            self.metrics.token_counts.with_label_values(&[role, result]).inc();
         }
     }
 }
@@ -231,15 +183,12 @@ impl Drop for LoadGuard {
         }
         let now_ms = now_ms();
         candidate.count(self.outcome);
-        if let Some(timeline) = &self.timeline {
-            timeline.ended(self.outcome);
-        }
-        let blocks = self.sent.blocks.as_ref();
+        self.timeline.ended(self.outcome);
         self.observe(&PolicyEvent::Finished {
-            ticket: self.sent.ticket,
+            ticket: self.ticket,
             worker: candidate.id,
             is_kept: self.outcome == RequestOutcome::Success,
-            hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
+            hashes: self.blocks.as_ref().map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
     }

@@ -89,8 +89,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);
     }
-    let rank = rank.and_then(|rank| u32::try_from(rank).ok());
-    let rank = rank.ok_or(MalformedReport)?;
+    let rank = rank.and_then(|rank| u32::try_from(rank).ok()).ok_or(MalformedReport)?;
     let Some(queued) = queued else { return Ok(None) };
     let running = || Some(running_load(running?.saturating_add(waiting?), pages_free?, pages?));
     Ok(Some(LoadReport {
@@ -175,17 +174,15 @@ fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
 
 /// Load of a candidate that stands for all these ranks.
 pub fn sum(reports: &[LoadReport]) -> Option<LoadReport> {
-    let mut all = reports.iter().copied();
-    let first = all.next()?;
-    Some(all.fold(first, |sum, report| LoadReport {
+    let plus = |(a, b): (u64, u64)| a.saturating_add(b);
+    reports.iter().copied().reduce(|sum, report| LoadReport {
         rank: sum.rank,
         queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
         running: sum.running.zip(report.running).map(add_running),
-        queued_requests:
-            sum.queued_requests.zip(report.queued_requests).map(|(a, b)| a.saturating_add(b)),
+        queued_requests: sum.queued_requests.zip(report.queued_requests).map(plus),
         totals: sum.totals.zip(report.totals).map(add_totals),
         age_ms: sum.age_ms.max(report.age_ms),
-    }))
+    })
 }
 
 #[cfg(test)]

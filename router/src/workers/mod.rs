@@ -1,8 +1,8 @@
 //! Workers: who they are, what they report, and which of them a request goes to.
 //!
 //! `registry` holds them and decides; `fleet` is the registry with what its tasks need: `discovery`
-//! finds workers, `registration` enters them, `health` probes them, `kv_events` follows their
-//! caches. `load_guard` counts requests in flight.
+//! finds workers, `health` registers and probes them, `kv_events` follows their caches.
+//! `load_guard` counts requests in flight.
 
 /// Token rates of a worker.
 pub(crate) mod activity;
@@ -18,8 +18,6 @@ pub(crate) mod kv_events;
 pub(crate) mod load_guard;
 /// Load reported by workers.
 pub(crate) mod load_report;
-/// How a worker comes.
-pub(crate) mod registration;
 /// The workers, and decisions between them.
 pub(crate) mod registry;
 /// State of one worker.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use router_core::{QueueOrder, Role, WorkerFacts, WorkerFingerprint};
 use tokio::sync::{Notify, watch};
-use tokio::task::AbortHandle;
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
@@ -53,28 +53,23 @@ impl WorkerState {
 
     /// A good probe makes it serve: it never has, or it is out for a reason that may have ended.
     pub fn awaits_admission(&self) -> bool {
-        matches!(
-            self,
-            WorkerState::Starting { .. } | WorkerState::Rejected { .. } | WorkerState::Draining
-        )
+        matches!(self, Self::Starting { .. } | Self::Rejected { .. } | Self::Draining)
     }
 
     /// Source of a drain, for GET /workers.
     pub fn drained_by(&self) -> Option<&'static str> {
         match self {
-            WorkerState::Draining => Some("worker"),
-            WorkerState::Leaving => Some("router"),
+            Self::Draining => Some("worker"),
+            Self::Leaving => Some("router"),
             _ => None,
         }
     }
 
     pub fn reason(&self) -> Option<&str> {
         match self {
-            WorkerState::Ready | WorkerState::Draining | WorkerState::Leaving => None,
-            WorkerState::Starting { reason } => reason.as_deref(),
-            WorkerState::Unhealthy { reason, .. } | WorkerState::Rejected { reason } => {
-                Some(reason)
-            }
+            Self::Ready | Self::Draining | Self::Leaving => None,
+            Self::Starting { reason } => reason.as_deref(),
+            Self::Unhealthy { reason, .. } | Self::Rejected { reason } => Some(reason),
         }
     }
 }
@@ -171,7 +166,8 @@ pub struct Worker {
     pub(super) idle: Notify,
     /// When a request's connection last broke here; 0: never.
     pub(super) last_break_ms: AtomicU64,
-    pub(super) health_task: Mutex<Option<AbortHandle>>,
+    /// Ends with the worker.
+    pub(super) health_task: Mutex<JoinSet<()>>,
 }
 
 impl Worker {
@@ -202,12 +198,8 @@ impl Worker {
         let is_hung = |state: &(WorkerState, _)| {
             matches!(state.0, WorkerState::Unhealthy { is_hung: true, .. })
         };
-        let hung = state.wait_for(is_hung).await.ok();
-        let cause = hung.map(|state| state.0.reason().unwrap_or_default().to_owned());
-        match cause {
-            Some(cause) => cause,
-            None => std::future::pending().await, // the sender lives as long as `self`
-        }
+        let hung = state.wait_for(is_hung).await.expect("the sender lives as long as `self`");
+        hung.0.reason().unwrap_or_default().to_owned()
     }
 
     /// `answering`, or the finding of the health checks if they find the worker hung before. While
@@ -244,8 +236,7 @@ impl Worker {
 
     /// Requests in flight to all its ranks.
     pub fn load(&self) -> usize {
-        let loads = self.loads.lock();
-        loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+        self.loads.lock().iter().map(|load| load.load(Ordering::Relaxed)).sum()
     }
 
     /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment
@@ -257,9 +248,7 @@ impl Worker {
     }
 
     pub(super) fn stop_probes(&self) {
-        if let Some(task) = self.health_task.lock().take() {
-            task.abort();
-        }
+        self.health_task.lock().abort_all();
     }
 
     /// Wait until nothing is in flight.
@@ -320,8 +309,7 @@ impl Worker {
 
     /// True if it can do something of docs/protocol.md §2.
     pub fn has_feature(&self, name: &str) -> bool {
-        let description = self.description();
-        description.baton_features.iter().any(|feature| feature == name)
+        self.description().baton_features.iter().any(|feature| feature == name)
     }
 
     /// True if it takes token ids beside a body, and would have come to the same.
@@ -332,12 +320,6 @@ impl Worker {
 
     pub fn dp_size(&self) -> u32 {
         self.description().dp_size.unwrap_or(1).clamp(1, MAX_DP_SIZE)
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.stop_probes();
     }
 }
 

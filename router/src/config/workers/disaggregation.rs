@@ -33,12 +33,7 @@ pub struct PairFlags {
 
 impl PairFlags {
     pub fn local_rule(&self) -> LocalRule {
-        LocalRule {
-            max_tokens: match self.disable_local_prefill {
-                true => 0,
-                false => self.local_prefill_max_tokens,
-            },
-            when_no_prefill: !self.disable_local_prefill,
-        }
+        let max_tokens = if self.disable_local_prefill { 0 } else { self.local_prefill_max_tokens };
+        LocalRule { max_tokens, when_no_prefill: !self.disable_local_prefill }
     }
 }

@@ -54,6 +54,11 @@ pub struct WorkerFlags {
 }
 
 impl WorkerFlags {
+    /// Roles without which nothing can be answered.
+    pub fn serving_roles(&self) -> &'static [Role] {
+        if self.pd_disaggregation { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
+    }
+
     /// The ranks that flags say each worker of this role has.
     pub fn dp_size(&self, role: Role) -> Option<u32> {
         let of_role = match role {

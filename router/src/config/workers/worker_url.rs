@@ -1,6 +1,7 @@
 //! Addresses of workers, checked once.
 
 use std::fmt;
+use std::num::NonZeroU16;
 
 use router_core::Role;
 
@@ -48,11 +49,8 @@ impl WorkerUrl {
 
     /// `host:port`, with brackets around an IPv6 address: the Host header.
     pub fn authority(&self) -> String {
-        if self.host.contains(':') {
-            format!("[{}]:{}", self.host, self.port)
-        } else {
-            format!("{}:{}", self.host, self.port)
-        }
+        let Self { host, port, .. } = self;
+        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 }
 
@@ -94,14 +92,12 @@ impl WorkerSpec {
         let bootstrap = match port {
             None => BootstrapPort::FromWorker,
             Some(word) if word.eq_ignore_ascii_case("none") => BootstrapPort::Null,
-            Some(word) => match word.parse() {
-                Ok(port) if port != 0 => BootstrapPort::Port(port),
-                _ => {
-                    return Err(format!(
-                        "bootstrap port '{word}' of {url}: give 1 to 65535 or none"
-                    ));
-                }
-            },
+            Some(word) => {
+                let port = word.parse::<NonZeroU16>().map_err(|_| {
+                    format!("bootstrap port '{word}' of {url}: give 1 to 65535 or none")
+                })?;
+                BootstrapPort::Port(port.get())
+            }
         };
         Ok(Self { url: WorkerUrl::parse(url)?, role, bootstrap, topology: None })
     }

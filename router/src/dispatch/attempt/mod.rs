@@ -376,7 +376,7 @@ impl UpstreamAttempt {
 
     fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
         let stages = engine_stages::take(headers)?;
-        self.guard.stages_reported(&stages);
+        self.guard.timeline.stages(&stages);
         Some(stages)
     }
 
@@ -412,7 +412,7 @@ impl UpstreamAttempt {
 
     async fn try_open(&self) -> Result<Answered, AttemptError> {
         let pool = &self.guard.candidate.worker.pool;
-        let sent = || self.guard.sent();
+        let sent = || self.guard.timeline.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);
         let response = match timeout(self.limit, sending).await {
             Err(_) => return Err(AttemptError::silent(&self.guard, self.limit)),

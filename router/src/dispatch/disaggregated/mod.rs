@@ -149,7 +149,7 @@ async fn try_attempt(
         }
         Err(failure) => {
             let mut tried = request.avoid.clone();
-            tried.add(Role::Decode, failure.worker);
+            tried.push(failure.worker);
             let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
             let registry = &app.fleet.registry;
             if can_reopen && registry.has_other(Role::Decode, &request.wanted(), &tried) {

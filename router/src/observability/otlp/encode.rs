@@ -26,14 +26,11 @@ pub fn encode(service: TraceService, spans: Vec<Span>) -> Vec<u8> {
     ];
     attributes
         .extend(service.attributes.into_iter().map(|(key, value)| text_attribute(key, value)));
-    let scope = InstrumentationScope { name: "baton".to_owned(), ..Default::default() };
-    let scope_spans = ScopeSpans { scope: Some(scope), spans, ..Default::default() };
-    let resource_spans = ResourceSpans {
-        resource: Some(Resource { attributes, ..Default::default() }),
-        scope_spans: vec![scope_spans],
-        ..Default::default()
-    };
-    ExportTraceServiceRequest { resource_spans: vec![resource_spans] }.encode_to_vec()
+    let scope = Some(InstrumentationScope { name: "baton".to_owned(), ..Default::default() });
+    let scope_spans = vec![ScopeSpans { scope, spans, ..Default::default() }];
+    let resource = Some(Resource { attributes, ..Default::default() });
+    let resource_spans = vec![ResourceSpans { resource, scope_spans, ..Default::default() }];
+    ExportTraceServiceRequest { resource_spans }.encode_to_vec()
 }
 
 pub fn text_attribute(key: impl Into<String>, value: impl Into<String>) -> KeyValue {

@@ -6,13 +6,14 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http::{Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
+use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prometheus::IntCounterVec;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::oneshot;
-use tokio::task::AbortHandle;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::encode::{TraceService, encode};
@@ -33,6 +34,9 @@ const MAX_ANSWER: usize = 64 << 10;
 /// Results of spans, as the metric's label has them.
 pub const RESULTS: [&str; 3] = ["exported", "dropped", "failed"];
 
+/// Why a batch was not taken, for the log.
+type SendError = Box<dyn std::error::Error + Send + Sync>;
+
 enum Job {
     Spans(Vec<Span>),
     /// Send what came before now; the other end hears when that has been tried.
@@ -42,7 +46,8 @@ enum Job {
 /// The queue's end that requests see.
 pub struct SpanExporter {
     queue: Sender<Job>,
-    counts: IntCounterVec,
+    /// Spans so far, by `RESULTS`.
+    pub counts: IntCounterVec,
 }
 
 impl SpanExporter {
@@ -71,11 +76,6 @@ impl SpanExporter {
         };
         let _ = timeout(limit, flushed).await; // what a slow collector has not taken by then is lost
     }
-
-    /// How many spans met this of `RESULTS` so far.
-    pub fn count(&self, result: &str) -> u64 {
-        self.counts.with_label_values(&[result]).get()
-    }
 }
 
 async fn send_all(
@@ -102,11 +102,9 @@ async fn send_all(
         }
         if !batch.is_empty() {
             let number = batch.len() as u64;
-            let sent =
-                match timeout(DEADLINE, send(&endpoint, encode(service.clone(), batch))).await {
-                    Ok(sent) => sent,
-                    Err(_) => Err(format!("no answer for {DEADLINE:?}")),
-                };
+            let sending = send(&endpoint, encode(service.clone(), batch));
+            let late = |_| Err(format!("no answer for {DEADLINE:?}").into());
+            let sent = timeout(DEADLINE, sending).await.unwrap_or_else(late);
             let result = if sent.is_ok() { "exported" } else { "failed" };
             counts.with_label_values(&[result]).inc_by(number);
             match sent {
@@ -130,21 +128,20 @@ async fn send_all(
 }
 
 /// Send a batch over a connection of its own: there is one a second at most.
-async fn send(endpoint: &TraceEndpoint, message: Vec<u8>) -> Result<(), String> {
+async fn send(endpoint: &TraceEndpoint, message: Vec<u8>) -> Result<(), SendError> {
     let TraceEndpoint { protocol, host, port, path } = endpoint;
-    let stream = TcpStream::connect((host.as_str(), *port)).await;
-    let io = TokioIo::new(stream.map_err(|err| err.to_string())?);
+    let io = TokioIo::new(TcpStream::connect((host.as_str(), *port)).await?);
+    // The connection's task ends with the sending, also when that is given up.
+    let mut driver = JoinSet::new();
     match protocol {
         TraceProtocol::Http => {
             let request = Request::post(path)
                 .header(header::HOST, format!("{host}:{port}"))
                 .header(header::CONTENT_TYPE, "application/x-protobuf")
-                .body(Full::new(Bytes::from(message)))
-                .map_err(|err| err.to_string())?;
-            let (mut sender, connection) =
-                hyper::client::conn::http1::handshake(io).await.map_err(|err| err.to_string())?;
-            let _connection = Driven(tokio::spawn(connection).abort_handle());
-            answered(sender.send_request(request).await, *protocol).await
+                .body(Full::new(Bytes::from(message)))?;
+            let (mut sender, connection) = http1::handshake(io).await?;
+            driver.spawn(connection);
+            answered(sender.send_request(request).await?, *protocol).await
         }
         TraceProtocol::Grpc => {
             // Not compressed, length, message.
@@ -155,36 +152,19 @@ async fn send(endpoint: &TraceEndpoint, message: Vec<u8>) -> Result<(), String> 
             let request = Request::post(format!("http://{host}:{port}{path}"))
                 .header(header::CONTENT_TYPE, "application/grpc")
                 .header(header::TE, "trailers")
-                .body(Full::new(framed.freeze()))
-                .map_err(|err| err.to_string())?;
-            let (mut sender, connection) =
-                hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
-                    .await
-                    .map_err(|err| err.to_string())?;
-            let _connection = Driven(tokio::spawn(connection).abort_handle());
-            answered(sender.send_request(request).await, *protocol).await
+                .body(Full::new(framed.freeze()))?;
+            let (mut sender, connection) = http2::handshake(TokioExecutor::new(), io).await?;
+            driver.spawn(connection);
+            answered(sender.send_request(request).await?, *protocol).await
         }
     }
 }
 
-/// A connection's task, ended with the sending, also when that is given up.
-struct Driven(AbortHandle);
-
-impl Drop for Driven {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-async fn answered(
-    response: hyper::Result<Response<Incoming>>,
-    protocol: TraceProtocol,
-) -> Result<(), String> {
-    let (head, body) = response.map_err(|err| err.to_string())?.into_parts();
-    let body = Limited::new(body, MAX_ANSWER).collect().await;
-    let body = body.map_err(|err| err.to_string())?;
+async fn answered(response: Response<Incoming>, protocol: TraceProtocol) -> Result<(), SendError> {
+    let (head, body) = response.into_parts();
+    let body = Limited::new(body, MAX_ANSWER).collect().await?;
     if head.status != StatusCode::OK {
-        return Err(format!("it answered {}", head.status));
+        return Err(format!("it answered {}", head.status).into());
     }
     if protocol == TraceProtocol::Grpc {
         // An answer without a message has its status in the head.
@@ -192,12 +172,10 @@ async fn answered(
             .trailers()
             .and_then(|trailers| trailers.get("grpc-status"))
             .or(head.headers.get("grpc-status"));
-        match status.map(|status| status.as_bytes()) {
-            Some(b"0") => {}
-            status => {
-                let status = status.map(String::from_utf8_lossy);
-                return Err(format!("gRPC status {}", status.unwrap_or("missing".into())));
-            }
+        let status =
+            status.map_or("missing".into(), |status| String::from_utf8_lossy(status.as_bytes()));
+        if status != "0" {
+            return Err(format!("gRPC status {status}").into());
         }
     }
     Ok(())

@@ -51,18 +51,11 @@ pub struct TraceContext {
 impl TraceContext {
     /// Continue the client's trace, or begin one.
     pub fn of(headers: &HeaderMap) -> Self {
-        let span = new_id();
-        match headers.get(TRACEPARENT).and_then(parse) {
-            Some((trace, parent, is_sampled)) => {
-                Self { trace, span, parent: Some(parent), is_sampled }
-            }
-            None => Self {
-                trace: (u128::from(new_id()) << 64) | u128::from(new_id()),
-                span,
-                parent: None,
-                is_sampled: true,
-            },
-        }
+        let (trace, parent, is_sampled) = match headers.get(TRACEPARENT).and_then(parse) {
+            Some((trace, parent, is_sampled)) => (trace, Some(parent), is_sampled),
+            None => ((u128::from(new_id()) << 64) | u128::from(new_id()), None, true),
+        };
+        Self { trace, span: new_id(), parent, is_sampled }
     }
 
     /// Header for the receiver of a leg.

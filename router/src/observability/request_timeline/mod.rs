@@ -19,15 +19,17 @@ mod spans;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::HeaderValue;
 use parking_lot::Mutex;
-use router_core::{PromptBlocks, RequestOutcome, Role, SelectionReason, TokenUsage};
+use router_core::{PromptBlocks, PromptView, RequestOutcome, Role, SelectionReason, TokenUsage};
 use serde::Serialize;
 use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
+use strum::VariantArray;
 use tokio::time::Instant;
 
+use crate::clock::unix_time;
 use crate::observability::engine_stages::EngineStages;
 use crate::observability::otlp::{self, TraceContext};
 
@@ -36,7 +38,8 @@ use crate::observability::otlp::{self, TraceContext};
 const MAX_BYTES: usize = 16 << 20;
 
 /// Stages of a request, once each, in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case", suffix = "_ms", const_into_str)]
 pub enum RequestStage {
     /// The body is complete.
     Read,
@@ -50,28 +53,6 @@ pub enum RequestStage {
     FirstByte,
     /// The last byte, or the client left.
     Ended,
-}
-
-impl RequestStage {
-    pub const ALL: [RequestStage; 6] = [
-        RequestStage::Read,
-        RequestStage::Admitted,
-        RequestStage::Parsed,
-        RequestStage::Tokenised,
-        RequestStage::FirstByte,
-        RequestStage::Ended,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            RequestStage::Read => "read_ms",
-            RequestStage::Admitted => "admitted_ms",
-            RequestStage::Parsed => "parsed_ms",
-            RequestStage::Tokenised => "tokenised_ms",
-            RequestStage::FirstByte => "first_byte_ms",
-            RequestStage::Ended => "ended_ms",
-        }
-    }
 }
 
 /// See the module.
@@ -88,7 +69,7 @@ pub struct RequestTimeline {
 struct TimelineRecords {
     rid: String,
     /// Seconds since the start, by `RequestStage`.
-    stages: [Option<f32>; RequestStage::ALL.len()],
+    stages: [Option<f32>; RequestStage::VARIANTS.len()],
     body_bytes: usize,
     prompt: Option<PromptSize>,
     legs: Vec<AttemptTimeline>,
@@ -125,21 +106,14 @@ pub struct AttemptTimeline {
     first_token_ms: Option<f64>,
     ended_ms: Option<f64>,
     outcome: Option<&'static str>,
+    /// As the worker counted them.
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<CountedTokens>,
+    usage: Option<TokenUsage>,
     /// As the engine reported them, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     stages: Option<EngineStages>,
     #[serde(skip_serializing_if = "Option::is_none")]
     explanation: Option<Box<RawValue>>,
-}
-
-/// `usage` as the worker reported it.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub struct CountedTokens {
-    pub prompt_tokens: u32,
-    pub cached_tokens: Option<u32>,
-    pub completion_tokens: Option<u32>,
 }
 
 /// Why an attempt was given up.
@@ -154,22 +128,15 @@ struct Failed {
     failover_at_token: Option<usize>,
 }
 
-/// Place in the timeline for one leg's guard to write to.
+/// Place in the timeline for one leg's guard to write to. The default keeps nothing.
+#[derive(Default)]
 pub struct AttemptRecorder {
-    timeline: Arc<RequestTimeline>,
+    timeline: Option<Arc<RequestTimeline>>,
     at: usize,
 }
 
-/// Seconds a request spent in each stage, as far as it came.
-pub struct StageTimes {
-    pub read: Option<f64>,
-    pub queue: Option<f64>,
-    pub parse: Option<f64>,
-    pub tokenise: Option<f64>,
-    pub decide: Option<f64>,
-    pub connect: Option<f64>,
-    pub first_token: Option<f64>,
-}
+/// Seconds a request spent in each stage, as far as it came; by `metrics::STAGE_NAMES`.
+pub type StageTimes = [Option<f64>; 7];
 
 fn ms(since: Instant) -> f64 {
     // Microseconds are enough, and shorter to read.
@@ -177,18 +144,6 @@ fn ms(since: Instant) -> f64 {
 }
 
 impl RequestTimeline {
-    fn new(number: u64, route: &'static str, trace: Option<TraceContext>) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        Self {
-            number,
-            route,
-            started: Instant::now(),
-            received_unix_ns: now.map_or(0, |now| now.as_nanos() as u64),
-            trace,
-            records: Mutex::default(),
-        }
-    }
-
     pub fn mark(&self, stage: RequestStage) {
         let at = self.started.elapsed().as_secs_f32();
         self.records.lock().stages[stage as usize].get_or_insert(at);
@@ -199,12 +154,8 @@ impl RequestTimeline {
     }
 
     pub fn prompt(&self, blocks: &PromptBlocks) {
-        let prompt = blocks.prompt();
-        self.records.lock().prompt = Some(PromptSize {
-            units: prompt.units,
-            tokens: prompt.tokens,
-            blocks: prompt.hashes.len(),
-        });
+        let PromptView { hashes, units, tokens, .. } = blocks.prompt();
+        self.records.lock().prompt = Some(PromptSize { units, tokens, blocks: hashes.len() });
     }
 
     /// The request goes to this worker. `explanation`: what was weighed, as JSON.
@@ -233,7 +184,7 @@ impl RequestTimeline {
             stages: None,
             explanation,
         });
-        AttemptRecorder { timeline: self.clone(), at: records.legs.len() - 1 }
+        AttemptRecorder { timeline: Some(self.clone()), at: records.legs.len() - 1 }
     }
 
     /// The pair that was chosen last meets in this room.
@@ -243,38 +194,22 @@ impl RequestTimeline {
         }
     }
 
-    /// The attempt is given up; another may follow.
-    pub fn failed(&self, role: Role, reason: &'static str) {
-        self.gave_up(role, reason, None);
-    }
-
-    /// The answer broke off when the client had so many tokens, and another worker is asked for the
-    /// rest.
-    pub fn fails_over(&self, role: Role, reason: &'static str, tokens: usize) {
-        self.gave_up(role, reason, Some(tokens));
-    }
-
-    fn gave_up(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
+    /// The attempt is given up; another may follow. `failover_at_token`: tokens that the client had
+    /// when the answer broke off, if another worker is asked for the rest.
+    pub fn failed(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
+        let at_ms = ms(self.started);
         let mut records = self.records.lock();
         let attempt = records.failures.len() as u32 + 1;
-        records.failures.push(Failed {
-            attempt,
-            role,
-            reason,
-            at_ms: ms(self.started),
-            failover_at_token,
-        });
+        records.failures.push(Failed { attempt, role, reason, at_ms, failover_at_token });
     }
 
     /// How often another worker was asked to go on with the answer.
     pub fn failovers(&self) -> usize {
-        let records = self.records.lock();
-        let failures = records.failures.iter();
-        failures.filter(|f| f.failover_at_token.is_some()).count()
+        self.records.lock().failures.iter().filter(|f| f.failover_at_token.is_some()).count()
     }
 
     /// Count of the last worker that answered.
-    pub fn usage(&self) -> Option<CountedTokens> {
+    pub fn usage(&self) -> Option<TokenUsage> {
         self.records.lock().legs.iter().rev().find_map(|leg| leg.usage)
     }
 
@@ -290,15 +225,15 @@ impl RequestTimeline {
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
         let first_token = seconds(answering.and_then(|leg| leg.first_token_ms));
-        StageTimes {
-            read: at(RequestStage::Read),
-            queue: between(at(RequestStage::Read), at(RequestStage::Admitted)),
-            parse: between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
-            tokenise: between(at(RequestStage::Parsed), at(RequestStage::Tokenised)),
-            decide: between(at(RequestStage::Tokenised), chosen),
-            connect: between(chosen, sent),
-            first_token: between(sent, first_token),
-        }
+        [
+            at(RequestStage::Read),
+            between(at(RequestStage::Read), at(RequestStage::Admitted)),
+            between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
+            between(at(RequestStage::Parsed), at(RequestStage::Tokenised)),
+            between(at(RequestStage::Tokenised), chosen),
+            between(chosen, sent),
+            between(sent, first_token),
+        ]
     }
 
     /// The legs of the last attempt without their candidates, for a header.
@@ -306,29 +241,20 @@ impl RequestTimeline {
         let records = self.records.lock();
         let attempt = records.legs.last().map_or(0, |leg| leg.attempt);
         let legs = records.legs.iter().filter(|leg| leg.attempt == attempt);
-        let legs: Vec<_> = legs
-            .map(|leg| {
-                serde_json::json!({
-                    "role": leg.role,
-                    "worker": leg.worker,
-                    "decision": leg.why,
-                })
-            })
-            .collect();
-        serde_json::json!({ "attempts": attempt, "legs": legs }).to_string()
+        let legs = legs.map(|AttemptTimeline { role, worker, why, .. }| {
+            json!({ "role": role, "worker": worker, "decision": why })
+        });
+        json!({ "attempts": attempt, "legs": legs.collect::<Vec<_>>() }).to_string()
     }
 
     /// As GET /v1/requests/{id} shows it.
-    fn json(&self) -> serde_json::Value {
+    fn json(&self) -> Value {
         let records = self.records.lock();
-        let timeline: serde_json::Map<String, serde_json::Value> = RequestStage::ALL
-            .into_iter()
-            .filter_map(|stage| {
-                let at = records.stages[stage as usize]?;
-                Some((stage.name().to_owned(), rounded(at).into()))
-            })
+        let stages = RequestStage::VARIANTS.iter().zip(records.stages);
+        let timeline: Map<String, Value> = stages
+            .filter_map(|(stage, at)| Some((stage.into_str().to_owned(), rounded(at?).into())))
             .collect();
-        serde_json::json!({
+        json!({
             "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
@@ -345,11 +271,11 @@ impl RequestTimeline {
     }
 
     /// Line of a list of requests.
-    fn short_json(&self) -> serde_json::Value {
+    fn short_json(&self) -> Value {
         let records = self.records.lock();
         let ended = records.stages[RequestStage::Ended as usize].map(rounded);
         let answering = records.legs.iter().rfind(|leg| leg.role != Role::Prefill);
-        serde_json::json!({
+        json!({
             "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
@@ -383,14 +309,15 @@ fn rounded(seconds: f32) -> f64 {
 
 impl AttemptRecorder {
     pub fn traceparent(&self) -> Option<HeaderValue> {
-        let context = self.timeline.trace?;
-        let records = self.timeline.records.lock();
-        records.legs.get(self.at).map(|leg| context.header(leg.span))
+        let timeline = self.timeline.as_ref()?;
+        let context = timeline.trace?;
+        timeline.records.lock().legs.get(self.at).map(|leg| context.header(leg.span))
     }
 
     fn leg(&self, change: impl FnOnce(&mut AttemptTimeline, f64)) {
-        let at_ms = ms(self.timeline.started);
-        if let Some(leg) = self.timeline.records.lock().legs.get_mut(self.at) {
+        let Some(timeline) = &self.timeline else { return };
+        let at_ms = ms(timeline.started);
+        if let Some(leg) = timeline.records.lock().legs.get_mut(self.at) {
             change(leg, at_ms);
         }
     }
@@ -405,14 +332,11 @@ impl AttemptRecorder {
     }
 
     pub fn usage(&self, usage: TokenUsage) {
-        let TokenUsage { prompt_tokens, cached_tokens, completion_tokens } = usage;
-        self.leg(|leg, _| {
-            leg.usage = Some(CountedTokens { prompt_tokens, cached_tokens, completion_tokens });
-        });
+        self.leg(|leg, _| leg.usage = Some(usage));
     }
 
-    pub fn stages(&self, stages: EngineStages) {
-        self.leg(|leg, _| leg.stages = Some(stages));
+    pub fn stages(&self, stages: &EngineStages) {
+        self.leg(|leg, _| leg.stages = Some(stages.clone()));
     }
 
     pub fn ended(&self, outcome: RequestOutcome) {
@@ -455,8 +379,14 @@ impl RequestHistory {
         trace: Option<TraceContext>,
     ) -> Arc<RequestTimeline> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let timeline = Arc::new(RequestTimeline::new(number, route, trace));
-        rid.clone_into(&mut timeline.records.lock().rid);
+        let timeline = Arc::new(RequestTimeline {
+            number,
+            route,
+            started: Instant::now(),
+            received_unix_ns: unix_time().as_nanos() as u64,
+            trace,
+            records: Mutex::new(TimelineRecords { rid: rid.to_owned(), ..Default::default() }),
+        });
         if self.kept > 0 {
             self.shelf.lock().running.insert(number, timeline.clone());
         }
@@ -481,7 +411,7 @@ impl RequestHistory {
     }
 
     /// The youngest requests, running or ended, youngest first, without their legs.
-    pub fn recent(&self, most: usize) -> Vec<serde_json::Value> {
+    pub fn recent(&self, most: usize) -> Vec<Value> {
         let shelf = self.shelf.lock();
         let ended = shelf.ended.iter().rev().take(most);
         let mut timelines: Vec<_> = ended.map(|(timeline, _)| timeline.clone()).collect();
@@ -493,11 +423,10 @@ impl RequestHistory {
     }
 
     /// The youngest with this id: clients may give the same one twice.
-    pub fn find(&self, rid: &str) -> Option<serde_json::Value> {
+    pub fn find(&self, rid: &str) -> Option<Value> {
         let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
         let shelf = self.shelf.lock();
-        let running = shelf.running.values().filter(is_it);
-        let youngest = running.max_by_key(|timeline| timeline.number);
+        let youngest = shelf.running.values().filter(is_it).max_by_key(|timeline| timeline.number);
         let ended = || shelf.ended.iter().rev().map(|(timeline, _)| timeline).find(is_it);
         let timeline = youngest.or_else(ended)?.clone();
         drop(shelf);
@@ -575,7 +504,7 @@ mod tests {
             timeline.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
         leg.sent();
         leg.ended(RequestOutcome::Failure);
-        timeline.failed(Role::Regular, "connect");
+        timeline.failed(Role::Regular, "connect", None);
         let leg = timeline.leg(Role::Regular, "http://b", SelectionReason::Only, None);
         leg.sent();
         leg.first_token();
@@ -596,6 +525,7 @@ mod tests {
         assert!(
             timeline.summary().contains("http://b") && !timeline.summary().contains("http://a")
         );
-        assert!(timeline.stages().connect.is_some() && timeline.stages().first_token.is_none());
+        let [.., connect, first_token] = timeline.stages();
+        assert!(connect.is_some() && first_token.is_none());
     }
 }

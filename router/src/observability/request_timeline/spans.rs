@@ -2,8 +2,8 @@
 
 use super::{AttemptTimeline, RequestStage, RequestTimeline, TimelineRecords, ms, rounded};
 use crate::observability::otlp::{
-    KeyValue, Span, SpanKind, TraceContext, failed_status, int_attribute, new_id, span_event,
-    span_id_bytes, text_attribute, trace_id_bytes,
+    KeyValue, Span, SpanKind, failed_status, int_attribute, new_id, span_event, span_id_bytes,
+    text_attribute, trace_id_bytes,
 };
 
 impl RequestTimeline {
@@ -11,90 +11,80 @@ impl RequestTimeline {
     pub fn spans(&self, method: &str) -> Option<Vec<Span>> {
         let context = self.trace.filter(|trace| trace.is_sampled)?;
         let records = self.records.lock();
-        let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
         let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
         let ended_ms = stage(RequestStage::Ended).unwrap_or_else(|| ms(self.started));
-        let request = self.root_span(method, &context, &records, ended_ms);
-        let child = |id, name: &str, kind: SpanKind, from_ms: f64, to_ms: f64| Span {
+        let span = |id, parent: Option<u64>, name: &str, kind: SpanKind, from_ms, to_ms| Span {
             trace_id: trace_id_bytes(context.trace),
             span_id: span_id_bytes(id),
-            parent_span_id: span_id_bytes(context.span),
+            parent_span_id: parent.map_or_else(Vec::new, span_id_bytes),
             name: name.to_owned(),
             kind: kind.into(),
-            start_time_unix_nano: at(from_ms),
-            end_time_unix_nano: at(to_ms),
+            start_time_unix_nano: self.unix_ns(from_ms),
+            end_time_unix_nano: self.unix_ns(to_ms),
             ..Default::default()
         };
+        let name = format!("{method} {}", self.route);
+        let mut request =
+            span(context.span, context.parent, &name, SpanKind::Server, 0.0, ended_ms);
+        self.describe_request(&mut request, method, &records);
         let mut spans = vec![request];
+        let parent = Some(context.span);
         let mut attempt = 0;
         for leg in &records.legs {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
                 let failed = records.failures.iter().find(|failed| failed.attempt + 1 == attempt);
                 let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenised));
-                let from = from.unwrap_or(leg.chosen_ms);
-                let mut decide = child(new_id(), "decide", SpanKind::Internal, from, leg.chosen_ms);
+                let (from, to) = (from.unwrap_or(leg.chosen_ms), leg.chosen_ms);
+                let mut decide = span(new_id(), parent, "decide", SpanKind::Internal, from, to);
                 decide.attributes.push(int_attribute("baton.attempt", attempt));
                 spans.push(decide);
             }
-            let to = leg.ended_ms.unwrap_or(ended_ms);
-            let mut span =
-                child(leg.span, leg.role.into_str(), SpanKind::Client, leg.chosen_ms, to);
-            span.attributes = leg.attributes();
+            let (from, to) = (leg.chosen_ms, leg.ended_ms.unwrap_or(ended_ms));
+            let mut leg_span =
+                span(leg.span, parent, leg.role.into_str(), SpanKind::Client, from, to);
+            leg_span.attributes = leg.attributes();
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
-            let events =
-                events.into_iter().filter_map(|(name, ms)| Some(span_event(at(ms?), name)));
-            span.events = events.collect();
-            span.status = (leg.outcome == Some("failed")).then(|| {
+            let events = events.into_iter().filter_map(|(name, ms)| Some((name, ms?)));
+            leg_span.events = events.map(|(name, ms)| span_event(self.unix_ns(ms), name)).collect();
+            leg_span.status = (leg.outcome == Some("failed")).then(|| {
                 let failed = records.failures.iter().find(|failed| failed.attempt == leg.attempt);
                 failed_status(failed.map_or("failed", |failed| failed.reason))
             });
-            spans.push(span);
+            spans.push(leg_span);
         }
         Some(spans)
     }
 
-    /// Span of the whole request.
-    fn root_span(
-        &self,
-        method: &str,
-        context: &TraceContext,
-        records: &TimelineRecords,
-        ended_ms: f64,
-    ) -> Span {
-        let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
-        let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
+    fn unix_ns(&self, ms: f64) -> u64 {
+        self.received_unix_ns + (ms * 1e6) as u64
+    }
+
+    /// Attributes, status and events of the whole request's span.
+    fn describe_request(&self, span: &mut Span, method: &str, records: &TimelineRecords) {
         let (status, outcome) = records.end.unwrap_or((0, "unknown"));
-        let mut request = Span {
-            trace_id: trace_id_bytes(context.trace),
-            span_id: span_id_bytes(context.span),
-            parent_span_id: context.parent.map_or_else(Vec::new, span_id_bytes),
-            name: format!("{method} {}", self.route),
-            kind: SpanKind::Server.into(),
-            start_time_unix_nano: at(0.0),
-            end_time_unix_nano: at(ended_ms),
-            attributes: vec![
-                text_attribute("http.request.method", method),
-                text_attribute("http.route", self.route),
-                int_attribute("http.response.status_code", status),
-                text_attribute("baton.request_id", records.rid.as_str()),
-                text_attribute("baton.outcome", outcome),
-                int_attribute("baton.attempts", records.legs.last().map_or(0, |leg| leg.attempt)),
-            ],
-            status: (status >= 500 || outcome == "error_event").then(|| failed_status(outcome)),
-            ..Default::default()
-        };
+        span.attributes = vec![
+            text_attribute("http.request.method", method),
+            text_attribute("http.route", self.route),
+            int_attribute("http.response.status_code", status),
+            text_attribute("baton.request_id", records.rid.as_str()),
+            text_attribute("baton.outcome", outcome),
+            int_attribute("baton.attempts", records.legs.last().map_or(0, |leg| leg.attempt)),
+        ];
+        span.status = (status >= 500 || outcome == "error_event").then(|| failed_status(outcome));
         let failovers = records.failures.iter().filter(|f| f.failover_at_token.is_some());
-        request.events.extend(failovers.map(|failed| span_event(at(failed.at_ms), "failover")));
-        for (name, ms) in [
-            ("read", stage(RequestStage::Read)),
-            ("admitted", stage(RequestStage::Admitted)),
-            ("tokenised", stage(RequestStage::Tokenised)),
-            ("first_byte", stage(RequestStage::FirstByte)),
-        ] {
-            request.events.extend(ms.map(|ms| span_event(at(ms), name)));
-        }
-        request
+        let failovers = failovers.map(|failed| ("failover", failed.at_ms));
+        let stages = [
+            ("read", RequestStage::Read),
+            ("admitted", RequestStage::Admitted),
+            ("tokenised", RequestStage::Tokenised),
+            ("first_byte", RequestStage::FirstByte),
+        ];
+        let stages = stages
+            .into_iter()
+            .filter_map(|(name, stage)| Some((name, rounded(records.stages[stage as usize]?))));
+        let events = failovers.chain(stages);
+        span.events = events.map(|(name, ms)| span_event(self.unix_ns(ms), name)).collect();
     }
 }
 

@@ -18,8 +18,8 @@ use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
-use crate::workers::registration;
-use crate::workers::registry::{ROLES, metrics as gauges};
+use crate::workers::health;
+use crate::workers::registry::metrics as gauges;
 use crate::workers::worker::Worker;
 
 // ---- probes ----
@@ -34,7 +34,7 @@ pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
         "serves": missing.is_none(),
     });
-    for role in ROLES {
+    for role in Role::ALL {
         let (known, ready) = app.fleet.registry.count(role);
         let open_circuits = app.fleet.registry.open_circuits(role);
         body[role.into_str()] =
@@ -108,6 +108,7 @@ pub async fn metrics(State(app): State<Arc<AppState>>) -> Response {
 fn show(app: &AppState, worker: &Worker) -> Value {
     let (state, description) = (worker.state(), worker.description());
     let (circuit, passed_over_ms) = app.fleet.registry.objections_to(worker);
+    let feeds = app.fleet.registry.candidates_at(worker).into_iter();
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
@@ -126,7 +127,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "version": description.version,
         "page_size": description.page_size,
         "fingerprint": description.fingerprint,
-        "kv_events": app.fleet.registry.feeds_of(worker.id),
+        "kv_events": feeds.map(|c| c.feed.status()).collect::<Vec<_>>(),
     })
 }
 
@@ -252,7 +253,7 @@ fn register(
     }
     let spec = WorkerSpec::new(url, role, port)
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
-    registration::register(&app.fleet, spec.in_topology(topology))
+    health::register(&app.fleet, spec.in_topology(topology))
 }
 
 #[derive(Deserialize)]

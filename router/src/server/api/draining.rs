@@ -21,7 +21,7 @@ use super::http_util::answer;
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::transport::upstream::SendError;
-use crate::workers::registration::register;
+use crate::workers::health::register;
 use crate::workers::worker::{Worker, WorkerState};
 
 /// A worker takes an order within this.

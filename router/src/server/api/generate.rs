@@ -32,7 +32,6 @@ use crate::request::prompt_limit::OversizedBody;
 use crate::response::failover;
 use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::RequestHead;
-use crate::workers::registry::selection::ExcludedWorkers;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
@@ -63,7 +62,8 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
     };
     match take_in(&app, api, request, &record.timeline).await {
         Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
-            let (needs_text, needs_blocks) = app.fleet.registry.needs(app.fleet.serving_roles());
+            let policies = &app.fleet.registry.deciders;
+            let (needs_text, needs_blocks) = policies.needs(app.fleet.serving_roles());
             let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
                 Ok(prompt) => prompt,
                 Err(err) => return refused(record, err),
@@ -72,7 +72,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
             let inbound = RequestContext {
                 header_deadlines: header_deadlines(&head.headers),
                 again: String::new(),
-                avoid: ExcludedWorkers::default(),
+                avoid: Vec::new(),
                 begun: None,
                 is_accepted: false,
                 is_paced: false,

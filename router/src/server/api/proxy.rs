@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::future::join_all;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
-use router_core::RequestOutcome;
+use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -28,8 +28,7 @@ use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};
 use crate::workers::load_guard::LoadGuard;
-use crate::workers::registry::ROLES;
-use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
+use crate::workers::registry::selection::SelectionRequest;
 use crate::workers::worker::Worker;
 
 /// A worker asked by an operator or a probe answers within this.
@@ -108,7 +107,7 @@ async fn to_one(
     mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
     app.fleet.registry.introductions(app.fleet.serving_roles()).await;
-    let (mut avoid, mut is_second) = (ExcludedWorkers::default(), false);
+    let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
         let roles = app.fleet.serving_roles().iter().rev();
@@ -136,7 +135,7 @@ async fn to_one(
         };
         let is_unreached = matches!(failure.reason, "connect" | "reset" | "hung");
         if is_unreached && !std::mem::replace(&mut is_second, true) {
-            avoid.add(failure.role, failure.worker);
+            avoid.push(failure.worker);
             continue;
         }
         return match failure.reply {
@@ -256,7 +255,7 @@ pub async fn about_request(
 }
 
 fn no_worker(app: &AppState) -> Option<RouteError> {
-    let counts = ROLES.map(|role| app.fleet.registry.count(role));
+    let counts = Role::ALL.map(|role| app.fleet.registry.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
     let none = counts.iter().all(|count| count.1 == 0);

@@ -3,9 +3,9 @@
 
 use serde::Serialize;
 
-use crate::clock::now_ms;
+use crate::clock::{now_ms, unix_time};
 use crate::dispatch::app::AppState;
-use crate::observability::fleet_events::{FleetEvent, unix_ms};
+use crate::observability::fleet_events::FleetEvent;
 use crate::observability::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
 use crate::workers::load_guard::Candidate;
@@ -92,7 +92,7 @@ impl FleetSnapshot {
         let pairs = app.pair_traffic.snapshot(is_registered).into_iter();
         Self {
             version: env!("CARGO_PKG_VERSION"),
-            at_unix_ms: unix_ms(),
+            at_unix_ms: unix_time().as_millis() as u64,
             is_disaggregated: app.fleet.is_pd(),
             is_draining: app.is_draining(),
             queued_requests: app.metrics.queued.get() as u64,
@@ -140,7 +140,7 @@ impl RankView {
             kv_pages: report.running.map(|running| running.pages),
             kv_pages_used: report.running.map(|running| running.pages_used),
         });
-        Self { rank: candidate.rank, load: candidate.load(), report, rates: activity.rates() }
+        Self { rank: candidate.rank, load: candidate.load(), report, rates: activity.rates }
     }
 }
 

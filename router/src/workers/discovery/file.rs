@@ -22,6 +22,10 @@ const POLL: Duration = Duration::from_millis(500);
 /// Far above what MAX_WORKERS entries need [bytes].
 const MAX_FILE: u64 = 4 << 20;
 
+const NO_WORKERS: &str = "names no worker; list at least one";
+const NO_LIST: &str =
+    "is no list of workers; give [{\"url\": …, \"role\": …}] or {\"workers\": […]}";
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -43,10 +47,9 @@ pub(super) fn start(
     let refused = |why| format!("--discovery-file {}: {why}", path.display());
     let text = read(&path).map_err(refused)?;
     feed.answers.set_to_now();
-    match parse(&text, roles) {
-        Ok(workers) => feed.apply(workers.into()),
-        Err(Bad::NoWorkers) => feed.failed(Bad::NoWorkers.to_string()),
-        Err(bad) => return Err(refused(bad.to_string())),
+    match parse(&text, roles).map_err(refused)? {
+        workers if workers.is_empty() => feed.failed(NO_WORKERS.to_owned()),
+        workers => feed.apply(workers.into()),
     }
     tokio::spawn(follow(feed, path, roles, text));
     Ok(())
@@ -59,10 +62,9 @@ async fn follow(mut feed: DiscoveryFeed, path: PathBuf, roles: &'static [Role], 
     let mut before = taken.clone();
     loop {
         turn.tick().await;
-        if feed.is_orphan() {
+        if !feed.recheck() {
             return;
         }
-        feed.recheck();
         let reading = path.clone();
         let Ok(now) = tokio::task::spawn_blocking(move || read(&reading)).await else {
             continue; // the runtime ends, or the reading panicked and says so itself
@@ -75,10 +77,12 @@ async fn follow(mut feed: DiscoveryFeed, path: PathBuf, roles: &'static [Role], 
         if !is_settled || now == taken {
             continue;
         }
-        let parsed = now.as_ref().map_err(String::clone);
-        match parsed.and_then(|text| parse(text, roles).map_err(|bad| bad.to_string())) {
-            Ok(workers) => feed.apply(workers.into()),
-            Err(why) => feed.failed(format!("{}: {why}", path.display())),
+        match now.clone().and_then(|text| parse(&text, roles)) {
+            Ok(workers) if !workers.is_empty() => feed.apply(workers.into()),
+            parsed => {
+                let why = parsed.err().unwrap_or_else(|| NO_WORKERS.to_owned());
+                feed.failed(format!("{}: {why}", path.display()));
+            }
         }
         taken = now;
     }
@@ -96,48 +100,27 @@ fn read(path: &Path) -> Result<String, String> {
     }
 }
 
-#[derive(Debug, PartialEq, thiserror::Error)]
-enum Bad {
-    #[error("names no worker; list at least one")]
-    NoWorkers,
-    #[error("{0}")]
-    Text(String),
-}
-
 /// All of it or nothing: a list with one mistake is not taken.
-fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
+fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, String> {
     if text.trim().is_empty() {
-        return Err(Bad::NoWorkers);
+        return Ok(Vec::new());
     }
     // JSON is YAML too.
-    let value: Value = serde_saphyr::from_str(text)
-        .map_err(|err| Bad::Text(format!("is neither JSON nor YAML: {err}")))?;
-    let list = match value {
-        Value::Null => return Err(Bad::NoWorkers),
+    let mut value: Value =
+        serde_saphyr::from_str(text).map_err(|err| format!("is neither JSON nor YAML: {err}"))?;
+    let fields = value.as_object_mut().filter(|fields| fields.len() == 1);
+    let workers = fields.and_then(|fields| fields.remove("workers"));
+    let problem = if workers.is_some() { "'workers' is not a list" } else { NO_LIST };
+    let list = match workers.unwrap_or(value) {
+        Value::Null => Vec::new(),
         Value::Array(list) => list,
-        Value::Object(mut fields) if fields.len() == 1 && fields.contains_key("workers") => {
-            match fields.remove("workers") {
-                Some(Value::Array(list)) => list,
-                Some(Value::Null) => return Err(Bad::NoWorkers),
-                _ => return Err(Bad::Text("'workers' is not a list".into())),
-            }
-        }
-        _ => {
-            return Err(Bad::Text(
-                "is no list of workers; give [{\"url\": …, \"role\": …}] or {\"workers\": […]}"
-                    .into(),
-            ));
-        }
+        _ => return Err(problem.to_owned()),
     };
-    if list.is_empty() {
-        return Err(Bad::NoWorkers);
-    }
     let mut specs: Vec<WorkerSpec> = Vec::new();
     for (at, value) in list.into_iter().enumerate() {
-        let spec =
-            entry(value, roles).map_err(|why| Bad::Text(format!("worker {}: {why}", at + 1)))?;
+        let spec = entry(value, roles).map_err(|why| format!("worker {}: {why}", at + 1))?;
         if specs.iter().any(|known| known.url == spec.url) {
-            return Err(Bad::Text(format!("{} is listed twice; list it once", spec.url)));
+            return Err(format!("{} is listed twice; list it once", spec.url));
         }
         specs.push(spec);
     }
@@ -160,8 +143,7 @@ fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
         Value::String(word) => word,
         other => other.to_string(),
     });
-    let spec = WorkerSpec::new(&entry.url, role, port.as_deref())?;
-    Ok(spec.in_topology(entry.topology))
+    Ok(WorkerSpec::new(&entry.url, role, port.as_deref())?.in_topology(entry.topology))
 }
 
 #[cfg(test)]
@@ -195,7 +177,7 @@ mod tests {
     #[test]
     fn empty_list_is_distinguished_from_nonsense() {
         for text in ["", "  \n", "[]", "workers: []", "workers:", "# none\n"] {
-            assert_eq!(parse(text, PD), Err(Bad::NoWorkers), "{text:?}");
+            assert_eq!(parse(text, PD), Ok(Vec::new()), "{text:?}");
         }
         for (text, part) in [
             ("[{", "neither JSON nor YAML"),
@@ -220,10 +202,8 @@ mod tests {
                 "http://a:1 is listed twice",
             ),
         ] {
-            match parse(text, PD) {
-                Err(Bad::Text(why)) => assert!(why.contains(part), "{text}: {why}"),
-                other => panic!("{text}: {other:?}"),
-            }
+            let why = parse(text, PD).unwrap_err();
+            assert!(why.contains(part), "{text}: {why}");
         }
     }
 }

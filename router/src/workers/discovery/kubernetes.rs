@@ -86,8 +86,7 @@ pub(super) async fn client(
             };
             let file = Kubeconfig::read_from(path).map_err(refused)?;
             let options = KubeConfigOptions::default();
-            let config = Config::from_custom_kubeconfig(file, &options).await;
-            config.map_err(refused)?
+            Config::from_custom_kubeconfig(file, &options).await.map_err(refused)?
         }
         None => Config::infer().await.map_err(|err| {
             format!(
@@ -143,10 +142,9 @@ pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodS
         let event = tokio::select! {
             event = events.next() => event,
             _ = turn.tick() => {
-                if feed.is_orphan() {
+                if !feed.recheck() {
                     return;
                 }
-                feed.recheck();
                 let last_answer = *feed.answers.last.lock();
                 feed.check_silence(last_answer, Instant::now(), MAX_SILENCE);
                 continue;
@@ -154,17 +152,16 @@ pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodS
         };
         match event {
             Some(Ok(event)) => {
-                if let Some(found) = pods.take(event) {
-                    if found.named == 0 {
-                        tracing::error!(
-                            role = %wanted.role,
-                            selector = wanted.selector,
-                            place,
-                            "no pod has these labels; compare them with kubectl get pods --show-labels"
-                        );
-                    }
-                    feed.apply(found);
+                let Some(found) = pods.take(event) else { continue };
+                if found.named == 0 {
+                    tracing::error!(
+                        role = %wanted.role,
+                        selector = wanted.selector,
+                        place,
+                        "no pod has these labels; compare them with kubectl get pods --show-labels"
+                    );
                 }
+                feed.apply(found);
             }
             Some(Err(err)) => feed.failed(explained(&err, &place)),
             None => return feed.failed("the watch ended for good; restart the router".to_owned()),
@@ -236,8 +233,7 @@ fn address(pod: &Pod, wanted: &PodSelectors) -> Option<WorkerUrl> {
 
 fn is_ready(pod: &Pod) -> bool {
     let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_ref());
-    let mut conditions = conditions.into_iter().flatten();
-    conditions.any(|c| c.type_ == "Ready" && c.status == "True")
+    conditions.into_iter().flatten().any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
 fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
@@ -248,10 +244,7 @@ fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
     if !is_ready(pod) {
         return Seen::Nothing;
     }
-    let port = match wanted.role {
-        Role::Prefill => bootstrap_port(pod),
-        Role::Regular | Role::Decode => None,
-    };
+    let port = if wanted.role == Role::Prefill { bootstrap_port(pod) } else { None };
     match WorkerSpec::new(&url.to_string(), wanted.role, port) {
         Ok(spec) => Seen::Serving(spec.in_topology(topology(pod))),
         Err(why) => {
@@ -270,8 +263,7 @@ fn topology(pod: &Pod) -> Option<String> {
 
 fn bootstrap_port(pod: &Pod) -> Option<&str> {
     let annotations = pod.metadata.annotations.as_ref()?;
-    let given = BOOTSTRAP_PORT.iter().find_map(|name| annotations.get(*name));
-    given.map(|port| port.trim())
+    BOOTSTRAP_PORT.iter().find_map(|name| annotations.get(*name)).map(|port| port.trim())
 }
 
 fn explained(err: &watcher::Error, place: &str) -> String {

@@ -25,15 +25,16 @@ mod kubernetes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use prometheus::GaugeVec;
 use router_core::Role;
 
+use crate::clock::unix_time;
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::workers::fleet::WorkerFleet;
-use crate::workers::registration::register;
+use crate::workers::health::register;
 use crate::workers::worker::{Worker, WorkerState};
 
 /// How often it is looked whether workers that were kept for want of others can go, and whether the
@@ -62,8 +63,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
         };
         let feed = DiscoveryFeed::new(fleet, source);
         // A client per source, so that the answers to each are seen apart.
-        let answers = feed.answers.clone();
-        let client = kubernetes::client(flags.kubeconfig.as_deref(), answers).await?;
+        let client = kubernetes::client(flags.kubeconfig.as_deref(), feed.answers.clone()).await?;
         tokio::spawn(kubernetes::follow(feed, client, wanted));
     }
     Ok(())
@@ -86,9 +86,7 @@ impl AnswerTime {
     }
 
     fn set_to_now(&self) {
-        // Before 1970 only on a host without a clock.
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.gauges.with_label_values(&[self.source]).set(now.as_secs_f64());
+        self.gauges.with_label_values(&[self.source]).set(unix_time().as_secs_f64());
         *self.last.lock() = Instant::now();
     }
 }
@@ -144,29 +142,28 @@ impl DiscoveryFeed {
         }
     }
 
-    /// The router is gone: the source can end.
-    fn is_orphan(&self) -> bool {
-        self.fleet.strong_count() == 0
-    }
-
     /// The source was read: bring the registry in line.
     fn apply(&mut self, found: DiscoveredWorkers) {
         let Some(fleet) = self.fleet.upgrade() else { return };
         if found.named > 0 {
             fleet.discovered.lock().insert(self.source);
         }
-        self.count(&fleet, "applied");
+        fleet.metrics.discovery_updates.with_label_values(&[self.source, "applied"]).inc();
         self.clear_failure(&fleet);
         let named: BTreeMap<WorkerUrl, WorkerSpec> =
             found.workers.into_iter().map(|spec| (spec.url.clone(), spec)).collect();
         for (url, spec) in &named {
-            match self.own.get(url) {
-                Some(worker) if worker.spec == *spec => {}
-                Some(worker) => {
-                    fleet.drain(worker);
-                    self.register(&fleet, spec);
+            if self.own.get(url).is_some_and(|worker| worker.spec == *spec) {
+                continue;
+            }
+            self.drop_own(&fleet, url);
+            match register(&fleet, spec.clone()) {
+                Ok(worker) => {
+                    self.own.insert(url.clone(), worker);
                 }
-                None => self.register(&fleet, spec),
+                Err(err) => {
+                    tracing::warn!(source = self.source, %err, "cannot register a worker that was found");
+                }
             }
         }
         let gone = self.own.keys().filter(|url| !named.contains_key(*url));
@@ -185,8 +182,8 @@ impl DiscoveryFeed {
     /// The source could not be read: what was found before stays.
     fn failed(&mut self, why: String) {
         if let Some(fleet) = self.fleet.upgrade() {
-            self.count(&fleet, "failed");
-            self.show_stale(&fleet, true);
+            fleet.metrics.discovery_updates.with_label_values(&[self.source, "failed"]).inc();
+            fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(1.0);
             if self.failure.as_ref().is_none_or(|known| known.why != why) {
                 tracing::error!(
                     source = self.source,
@@ -195,8 +192,7 @@ impl DiscoveryFeed {
                     "discovery failed, the workers found before stay"
                 );
             }
-            let at = Instant::now();
-            self.failure = Some(Failure { why, at });
+            self.failure = Some(Failure { why, at: Instant::now() });
         }
     }
 
@@ -217,44 +213,21 @@ impl DiscoveryFeed {
         }
     }
 
-    /// See whether kept workers can go now.
-    fn recheck(&mut self) {
+    /// See whether kept workers can go now. False: the router is gone, and the source can end.
+    fn recheck(&mut self) -> bool {
+        let Some(fleet) = self.fleet.upgrade() else { return false };
         self.fresh.clear();
-        if !self.kept.is_empty()
-            && let Some(fleet) = self.fleet.upgrade()
-        {
+        if !self.kept.is_empty() {
             self.let_go(&fleet);
             self.show(&fleet);
         }
-    }
-
-    fn count(&self, fleet: &WorkerFleet, result: &str) {
-        let updates = &fleet.metrics.discovery_updates;
-        updates.with_label_values(&[self.source, result]).inc();
-    }
-
-    fn show_stale(&self, fleet: &WorkerFleet, is_stale: bool) {
-        let gauge = &fleet.metrics.discovery_stale;
-        let gauge = gauge.with_label_values(&[self.source]);
-        gauge.set(f64::from(u8::from(is_stale)));
+        true
     }
 
     fn clear_failure(&mut self, fleet: &WorkerFleet) {
-        self.show_stale(fleet, false);
+        fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(0.0);
         if self.failure.take().is_some() {
             tracing::info!(source = self.source, "discovery works again");
-        }
-    }
-
-    fn register(&mut self, fleet: &Arc<WorkerFleet>, spec: &WorkerSpec) {
-        self.own.remove(&spec.url);
-        match register(fleet, spec.clone()) {
-            Ok(worker) => {
-                self.own.insert(spec.url.clone(), worker);
-            }
-            Err(err) => {
-                tracing::warn!(source = self.source, %err, "cannot register a worker that was found");
-            }
         }
     }
 
@@ -287,8 +260,7 @@ impl DiscoveryFeed {
     }
 
     fn show(&self, fleet: &WorkerFleet) {
-        let of_kept = self.kept.difference(&self.fresh);
-        let of_kept = of_kept.filter_map(|url| self.own.get(url));
+        let of_kept = self.kept.difference(&self.fresh).filter_map(|url| self.own.get(url));
         let kept = of_kept.filter(|worker| worker.is_ready()).count();
         let gauge = |state| fleet.metrics.discovered.with_label_values(&[self.source, state]);
         let (was, shown) = (gauge("kept").get(), kept as f64);

@@ -10,7 +10,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use router_core::kv::{EngineHash, KvEvent, StoredBlocks};
 use router_core::namespace;
 use serde::Deserialize;
-use serde::de::value::MapAccessDeserializer;
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// A message's payload.
@@ -24,7 +24,7 @@ pub struct EventBatch {
 impl<'de> Deserialize<'de> for EventBatch {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        struct Map {
+        struct Known {
             ts: f64,
             #[serde(deserialize_with = "events")]
             events: Vec<KvEvent>,
@@ -36,16 +36,14 @@ impl<'de> Deserialize<'de> for EventBatch {
                 f.write_str("a batch of KV events")
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<EventBatch, A::Error> {
-                let Map { ts, events } = Map::deserialize(MapAccessDeserializer::new(map))?;
+                let Known { ts, events } = Known::deserialize(MapAccessDeserializer::new(map))?;
                 Ok(EventBatch { ts, events })
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<EventBatch, A::Error> {
-                let short = |len| A::Error::invalid_length(len, &self);
-                let ts = seq.next_element()?.ok_or_else(|| short(0))?;
-                let events: Vec<Written> = seq.next_element()?.ok_or_else(|| short(1))?;
+                let known = SeqAccessDeserializer::new(&mut seq);
+                let Known { ts, events } = Known::deserialize(known)?;
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
-                let events = events.into_iter().filter_map(|written| written.0);
-                Ok(EventBatch { ts, events: events.collect() })
+                Ok(EventBatch { ts, events })
             }
         }
         from.deserialize_any(Either)
@@ -91,8 +89,7 @@ pub fn of_json(line: &[u8]) -> Result<StreamLine, String> {
 /// Events about the cache that prompts are matched with: those of other tiers and of further layer
 /// groups are left out.
 fn events<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<KvEvent>, D::Error> {
-    let all = Vec::<Written>::deserialize(from)?;
-    Ok(all.into_iter().filter_map(|written| written.0).collect())
+    Ok(Vec::<Written>::deserialize(from)?.into_iter().filter_map(|written| written.0).collect())
 }
 
 struct Written(Option<KvEvent>);
@@ -221,15 +218,16 @@ fn hash_of<T: Hash>(value: &T) -> u64 {
 }
 
 /// A block's name: an integer of either sign, or bytes.
-#[derive(Default)]
+#[derive(Default, Deserialize)]
+#[serde(from = "Part")]
 struct Name(EngineHash);
 
-impl<'de> Deserialize<'de> for Name {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        Ok(match Part::deserialize(from)? {
+impl From<Part> for Name {
+    fn from(part: Part) -> Self {
+        match part {
             Part::Number(number) => Name(number),
             other => Name(hash_of(&other)),
-        })
+        }
     }
 }
 

@@ -34,15 +34,11 @@ pub async fn follow(
     headers: &HeaderMap,
     rank: u32,
 ) -> Result<Infallible, SubscriptionEnd> {
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"))
-            .map_err(|err| SubscriptionEnd::Connect(err.to_string()))?,
-        headers: headers.clone(),
-    };
+    let uri = Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"));
+    let uri = uri.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
+    let head = RequestHead { method: Method::GET, uri, headers: headers.clone() };
     let silent = || SubscriptionEnd::Silent { secs: SILENCE.as_secs() };
-    let sent = timeout(SILENCE, pool.send_alone(&head)).await;
-    let response = sent.map_err(|_| silent())?;
+    let response = timeout(SILENCE, pool.send_alone(&head)).await.map_err(|_| silent())?;
     let response = response.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
     let status = response.status();
     if !status.is_success() {
@@ -94,15 +90,12 @@ async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), Subscripti
     if line.is_empty() {
         return Ok(());
     }
-    let _place = match line.len() {
-        0..=LONG_LINE => None,
-        _ => LONG_LINES.acquire().await.ok(),
-    };
-    let parsed = match line.len() {
-        0..=LONG_LINE => codec::of_json(&line),
+    let (parsed, _place) = match line.len() {
+        0..=LONG_LINE => (codec::of_json(&line), None),
         _ => {
+            let place = LONG_LINES.acquire().await.ok();
             let parsing = tokio::task::spawn_blocking(move || codec::of_json(&line)).await;
-            parsing.unwrap_or_else(|err| Err(err.to_string()))
+            (parsing.unwrap_or_else(|err| Err(err.to_string())), place)
         }
     };
     let line = parsed.map_err(SubscriptionEnd::Malformed)?;
@@ -115,9 +108,9 @@ async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), Subscripti
                 line.seq
             ))),
         },
-        EventKind::Error => Err(SubscriptionEnd::Connect(
-            line.error.map_or_else(String::new, |error| error.message),
-        )),
+        EventKind::Error => {
+            Err(SubscriptionEnd::Connect(line.error.map(|error| error.message).unwrap_or_default()))
+        }
     }
 }
 

@@ -31,6 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::HeaderMap;
+use router_core::Role;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
@@ -41,7 +42,6 @@ use crate::config::KvEventsMode;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::ROLES;
 use crate::workers::worker::Worker;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -53,7 +53,8 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 
 /// Say once what will not happen.
 pub fn announce(fleet: &WorkerFleet) {
-    let uses = ROLES.iter().any(|role| fleet.registry.policy(*role).as_cost().is_some());
+    let policy = |role| fleet.registry.deciders.policy(role);
+    let uses = Role::ALL.into_iter().any(|role| policy(role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
         tracing::info!(
@@ -64,10 +65,7 @@ pub fn announce(fleet: &WorkerFleet) {
 
 /// Start the feeds of a worker that has described itself. Those that run go on.
 pub fn start(fleet: &WorkerFleet, worker: &Worker) {
-    for candidate in fleet.registry.candidates() {
-        if candidate.worker.id != worker.id {
-            continue;
-        }
+    for candidate in fleet.registry.candidates_at(worker) {
         let mut task = candidate.feed.task.lock();
         if task.is_some() {
             continue;
@@ -83,7 +81,7 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
 }
 
 fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, String> {
-    let policy = fleet.registry.policy(candidate.worker.role());
+    let policy = fleet.registry.deciders.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
     }

@@ -30,13 +30,8 @@ impl fmt::Display for EventSource {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 struct SglangConfig {
     publisher: Option<String>,
-    #[serde(default = "sglang_endpoint")]
-    endpoint: String,
+    endpoint: Option<String>,
     replay_endpoint: Option<String>,
-}
-
-fn sglang_endpoint() -> String {
-    "tcp://*:5557".to_owned()
 }
 
 /// The candidate's source, or why it has none.
@@ -60,26 +55,17 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
         };
     }
     let host = worker.url().host.as_str();
-    let address = |endpoint: &KvEventEndpoint| {
-        let beyond =
-            || format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535");
-        endpoint.address(host, rank).ok_or_else(beyond)
+    let address = |endpoint: KvEventEndpoint| {
+        endpoint.address(host, rank).ok_or_else(|| {
+            format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535")
+        })
     };
-    let (events, replay) = match sglang(&description)? {
-        Some(endpoints) => endpoints,
-        None => match &flags.kv_events_endpoint {
-            Some(events) => (events.clone(), flags.kv_events_replay_endpoint.clone()),
-            None => {
-                return Err(
-                    "it does not say where it publishes; see --kv-events-endpoint".to_owned()
-                );
-            }
-        },
-    };
-    Ok(EventSource::Zmq {
-        events: address(&events)?,
-        replay: replay.as_ref().map(address).transpose()?,
-    })
+    let of_flags =
+        || Some((flags.kv_events_endpoint.clone()?, flags.kv_events_replay_endpoint.clone()));
+    let (events, replay) = sglang(&description)?
+        .or_else(of_flags)
+        .ok_or("it does not say where it publishes; see --kv-events-endpoint")?;
+    Ok(EventSource::Zmq { events: address(events)?, replay: replay.map(address).transpose()? })
 }
 
 /// Endpoints of SGLang's flag, if the worker shows it.
@@ -95,5 +81,6 @@ fn sglang(
         return Err("its --kv-events-config has no \"publisher\": \"zmq\"".to_owned());
     }
     let replay = config.replay_endpoint.map(|text| text.parse()).transpose()?;
-    Ok(Some((config.endpoint.parse()?, replay)))
+    let endpoint = config.endpoint.as_deref().unwrap_or("tcp://*:5557"); // SGLang's default
+    Ok(Some((endpoint.parse()?, replay)))
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 use tokio::task::AbortHandle;
 
@@ -70,11 +71,8 @@ pub struct AnnouncedEvents {
 }
 
 /// Keys that other engines may use for something else: a value of another shape counts as none.
-pub fn lenient<'de, D, T>(from: D) -> Result<T, D::Error>
-where
-    D: Deserializer<'de>,
-    T: Default + for<'a> Deserialize<'a>,
-{
-    let value = serde_json::Value::deserialize(from)?;
-    Ok(serde_json::from_value(value).unwrap_or_default())
+pub fn lenient<'de, D: Deserializer<'de>, T: Default + DeserializeOwned>(
+    from: D,
+) -> Result<T, D::Error> {
+    Ok(serde_json::from_value(serde_json::Value::deserialize(from)?).unwrap_or_default())
 }

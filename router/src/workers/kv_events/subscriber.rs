@@ -1,7 +1,6 @@
 //! Reader of one rank: its replica, the policy it tells, and what is counted on the way.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use router_core::kv::{
@@ -11,6 +10,7 @@ use router_core::{PolicySet, Role, WorkerId};
 
 use super::status::{SubscriptionStatus, SyncState};
 use super::zmtp::ZmtpError;
+use crate::clock::unix_time;
 use crate::observability::metrics::RouterMetrics;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
@@ -71,7 +71,7 @@ impl EventReader {
             name: candidate.name.clone(),
             role: candidate.worker.role(),
             id: candidate.id,
-            deciders: fleet.registry.deciders(),
+            deciders: fleet.registry.deciders.clone(),
             metrics: fleet.metrics.clone(),
             status: candidate.feed.status.clone(),
             replica: CacheReplica::new(fleet.config.tokens.block_size),
@@ -109,32 +109,31 @@ impl EventReader {
             ApplyResult::Old => "known",
             ApplyResult::Gap { .. } => "ahead",
         };
-        self.metrics.kv_batch(self.role, result);
+        self.metrics.kv_batches.with_label_values(&[self.role.into_str(), result]).inc();
         if let (Some(ts), ApplyResult::Applied) = (ts, took) {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            self.metrics.kv_lag(self.role, (now.unwrap_or_default().as_secs_f64() - ts).max(0.0));
+            let lag = self.metrics.kv_lag.with_label_values(&[self.role.into_str()]);
+            lag.observe((unix_time().as_secs_f64() - ts).max(0.0));
         }
         if let ApplyResult::Gap { first } = took
             && was_exact
         {
-            self.status.lock().gaps += 1;
+            self.show(|status| status.gaps += 1);
             self.doubt(&format!("batches {first} to {} are missing", number - 1))?;
         }
         if self.replica.is_exact() && !was_exact {
             self.resynced("cleared");
         }
-        self.show();
+        self.show(|_| {});
         Ok(took)
     }
 
     /// Skip the batches before `number`, which cannot be had.
     pub fn skip_to(&mut self, number: u64) -> Result<(), SubscriptionEnd> {
         self.with(|replica, tell| replica.skip_to(number, tell))?;
-        self.metrics.kv_resync(self.role, "skipped");
-        self.status.lock().reason = Some(format!(
-            "batches before {number} were missed; exact again when the cache is cleared"
-        ));
-        self.show();
+        self.metrics.kv_resyncs.with_label_values(&[self.role.into_str(), "skipped"]).inc();
+        let reason =
+            format!("batches before {number} were missed; exact again when the cache is cleared");
+        self.show(|status| status.reason = Some(reason));
         Ok(())
     }
 
@@ -152,13 +151,12 @@ impl EventReader {
     }
 
     fn resynced(&mut self, how: &str) {
-        self.metrics.kv_resync(self.role, how);
-        let mut status = self.status.lock();
-        status.resyncs += 1;
-        status.reason = None;
-        drop(status);
+        self.metrics.kv_resyncs.with_label_values(&[self.role.into_str(), how]).inc();
         tracing::info!(worker = %self.name, how, blocks = self.replica.blocks(), "its cache is known exactly");
-        self.show();
+        self.show(|status| {
+            status.resyncs += 1;
+            status.reason = None;
+        });
     }
 
     fn doubt(&mut self, why: &str) -> Result<(), SubscriptionEnd> {
@@ -166,14 +164,13 @@ impl EventReader {
             tracing::warn!(worker = %self.name, why, "its cache is guessed");
         }
         self.with(CacheReplica::doubt)?;
-        self.status.lock().reason = Some(why.to_owned());
-        self.show();
+        self.show(|status| status.reason = Some(why.to_owned()));
         Ok(())
     }
 
     /// The stream ended. What was known is a guess now; or nothing, if it cannot be true or kept.
     pub fn ended(&mut self, end: &SubscriptionEnd) {
-        self.metrics.kv_failure(self.role, end.label());
+        self.metrics.kv_failures.with_label_values(&[self.role.into_str(), end.label()]).inc();
         let outcome = match end {
             SubscriptionEnd::Replica(_) => {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
@@ -183,12 +180,12 @@ impl EventReader {
         };
         // The policy has no entry for this rank any more: nothing is left to be doubted.
         let _: Result<(), SubscriptionEnd> = outcome;
-        self.status.lock().reason = Some(end.to_string());
-        self.show();
+        self.show(|status| status.reason = Some(end.to_string()));
     }
 
-    fn show(&self) {
+    fn show(&self, change: impl FnOnce(&mut SubscriptionStatus)) {
         let mut status = self.status.lock();
+        change(&mut status);
         status.state = match (self.replica.next(), self.replica.is_exact()) {
             (_, true) => SyncState::Exact,
             (None, false) => SyncState::Connecting,

@@ -63,8 +63,7 @@ pub async fn follow(
             took = reader.batch(number, &batch.events, None)?;
         }
         if took == ApplyResult::Applied {
-            let ts = batch.ts;
-            *last = Some(LastBatch { number, ts });
+            *last = Some(LastBatch { number, ts: batch.ts });
         }
     }
 }

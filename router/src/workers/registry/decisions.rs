@@ -5,16 +5,16 @@ use std::sync::atomic::Ordering;
 
 use router_core::{
     ExplainedChoice, RequestOutcome, Role, RoutingRequest, SendTicket, TtftEstimate,
-    WorkerFingerprint, WorkerId, WorkerObjection, WorkerView,
+    WorkerFingerprint, WorkerId, WorkerObjection, WorkerView, least_objection,
 };
 
 use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::observability::explain::DryRun;
-use crate::workers::load_guard::{Candidate, LoadGuard, SentRequest};
+use crate::workers::load_guard::{Candidate, LoadGuard};
 use crate::workers::registry::WorkerRegistry;
 use crate::workers::registry::explanation::{name_of, named};
-use crate::workers::registry::selection::{ExcludedWorkers, Selection, SelectionRequest, views};
+use crate::workers::registry::selection::{Selection, SelectionRequest};
 
 /// Candidates of a role that serve a request's model, and what its policy sees of those it may
 /// choose.
@@ -31,12 +31,12 @@ impl WorkerRegistry {
         &self,
         role: Role,
         wanted: &SelectionRequest<'_>,
-        avoid: &ExcludedWorkers,
+        avoid: &[WorkerId],
     ) -> Result<Selection, RouteError> {
         let chosen = {
             let _turn = self.table(role).turn.lock();
             let sending = wanted.sending(now_ms());
-            let side = self.side(role, wanted, avoid.of(role), sending.request.now_ms);
+            let side = self.side(role, wanted, avoid, sending.request.now_ms);
             let ticket = self.ticket();
             let decided = self.deciders.decide(role, &sending, &side.views, ticket);
             decided.and_then(|decided| self.take(&side.list, decided, ticket, wanted, &sending))
@@ -50,14 +50,14 @@ impl WorkerRegistry {
     pub fn choose_pair(
         &self,
         wanted: &SelectionRequest<'_>,
-        avoid: &ExcludedWorkers,
+        avoid: &[WorkerId],
     ) -> Result<(Selection, Selection), RouteError> {
         let roles = [Role::Prefill, Role::Decode];
         let (pair, ready) = {
             let _turns = roles.map(|role| self.table(role).turn.lock());
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
-            let [p, d] = &roles.map(|role| self.side(role, wanted, avoid.of(role), now_ms));
+            let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
             let tickets = [self.ticket(), self.ticket()];
             let makes = self.makes([p, d]);
             let makes = makes.as_ref().map(|makes| makes.each_ref().map(Vec::as_slice));
@@ -118,7 +118,8 @@ impl WorkerRegistry {
         Ok(runs.collect())
     }
 
-    /// Candidates of a role for this request, those in `avoid` last.
+    /// Candidates of a role for this request: those that could resume its answer, and of these the
+    /// ones with the fewest objections, being in `avoid` among them.
     fn side(
         &self,
         role: Role,
@@ -127,7 +128,11 @@ impl WorkerRegistry {
         now_ms: u64,
     ) -> Side {
         let list = self.table(role).list_for(wanted.model);
-        let views = views(&list, wanted.resumes_on, avoid, now_ms);
+        let judged = list.iter().filter(|c| c.can_resume(wanted.resumes_on)).map(|c| {
+            let view = WorkerView { id: c.id, load: c.load(), host: c.host };
+            (view, c.objection(avoid, now_ms))
+        });
+        let views = least_objection(judged.collect::<Vec<_>>().into_iter());
         Side { list, views }
     }
 
@@ -136,8 +141,7 @@ impl WorkerRegistry {
         (!self.all_fit.load(Ordering::Relaxed)).then(|| {
             sides.map(|side| {
                 let make = |view: &WorkerView| {
-                    let found = side.list.iter().find(|c| c.id == view.id);
-                    found.map(|c| c.make).unwrap_or_default()
+                    side.list.iter().find(|c| c.id == view.id).map(|c| c.make).unwrap_or_default()
                 };
                 side.views.iter().map(make).collect()
             })
@@ -176,51 +180,39 @@ impl WorkerRegistry {
         wanted: &SelectionRequest<'_>,
         sending: &RoutingRequest<'_>,
     ) -> Option<Selection> {
-        let found = candidates.iter().find(|c| c.id == choice.worker);
-        let candidate = found?.clone();
+        let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
         let role = candidate.worker.role();
         let sent_ms = sending.request.now_ms;
         candidate.load.fetch_add(1, Ordering::Relaxed);
         if let Some(breaker) = &candidate.breaker {
             breaker.lock().on_sent(sent_ms);
         }
-        let policy = self.deciders.policy(role).name();
-        let labels = [role.into_str(), policy, choice.why.into_str()];
+        let labels = [role.into_str(), self.deciders.policy(role).name(), choice.why.into_str()];
         self.metrics.decisions.with_label_values(&labels).inc();
         let timeline = wanted.timeline.as_ref().map(|timeline| {
             let explanation = explanation.and_then(|full| named(&full, candidates));
             timeline.leg(role, &candidate.name, choice.why, explanation)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
-        Some(Selection {
-            guard: LoadGuard {
-                candidate,
-                deciders: self.deciders.clone(),
-                outcome: RequestOutcome::Unknown,
-                sent: SentRequest {
-                    ticket,
-                    blocks: wanted.blocks.clone().filter(|_| reads_blocks),
-                    forecast: choice.why.forecast(),
-                    at_ms: sent_ms,
-                    is_first_token_known: !sending.tells_first_token(role),
-                },
-                timeline,
-                metrics: self.metrics.clone(),
-            },
-            why: choice.why,
-        })
+        let guard = LoadGuard {
+            candidate,
+            deciders: self.deciders.clone(),
+            outcome: RequestOutcome::Unknown,
+            ticket,
+            blocks: wanted.blocks.clone().filter(|_| reads_blocks),
+            forecast: choice.why.forecast(),
+            sent_ms,
+            is_first_token_known: !sending.tells_first_token(role),
+            timeline: timeline.unwrap_or_default(),
+            metrics: self.metrics.clone(),
+        };
+        Some(Selection { guard, why: choice.why })
     }
 
     /// True if a candidate outside `avoid` could be chosen.
-    pub fn has_other(
-        &self,
-        role: Role,
-        wanted: &SelectionRequest<'_>,
-        avoid: &ExcludedWorkers,
-    ) -> bool {
+    pub fn has_other(&self, role: Role, wanted: &SelectionRequest<'_>, avoid: &[WorkerId]) -> bool {
         let candidates = self.table(role).list_for(wanted.model);
         let now_ms = now_ms();
-        let avoid = avoid.of(role);
         candidates.iter().any(|c| {
             c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })

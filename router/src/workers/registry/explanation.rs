@@ -10,8 +10,7 @@ use crate::workers::load_guard::Candidate;
 
 /// The name of a candidate; it is in the list its decision was made from.
 pub fn name_of(candidates: &[Arc<Candidate>], id: WorkerId) -> &str {
-    let found = candidates.iter().find(|c| c.id == id);
-    found.map_or("unknown", |candidate| &candidate.name)
+    candidates.iter().find(|c| c.id == id).map_or("unknown", |candidate| &candidate.name)
 }
 
 /// As JSON, each candidate with its name.
@@ -33,11 +32,6 @@ pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option
     let weighed =
         weighed.iter().map(|weighed| Named { worker: name_of(candidates, weighed.id), weighed });
     let explanation = NamedExplanation { policy, basis, candidates: weighed.collect() };
-    match to_raw_value(&explanation) {
-        Ok(json) => Some(json),
-        Err(err) => {
-            tracing::error!(%err, "cannot write an explanation");
-            None
-        }
-    }
+    let failed = |err: &serde_json::Error| tracing::error!(%err, "cannot write an explanation");
+    to_raw_value(&explanation).inspect_err(failed).ok()
 }

@@ -1,10 +1,11 @@
 //! Gauges of workers, read from the registry at each scrape.
 
 use prometheus::GaugeVec;
+use router_core::Role;
 
 use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
-use crate::workers::registry::{ROLES, WorkerRegistry};
+use crate::workers::registry::WorkerRegistry;
 
 /// Set the gauges of workers; of those that are gone nothing stays.
 pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
@@ -23,12 +24,9 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         family.reset();
     }
     for worker in registry.workers() {
-        metrics
-            .workers
-            .with_label_values(&[worker.role().into_str(), worker.state().label()])
-            .inc();
+        let role = worker.role().into_str();
+        metrics.workers.with_label_values(&[role, worker.state().label()]).inc();
         if registry.misfit(&worker).is_some() {
-            let role = worker.role().into_str();
             metrics.unpaired.with_label_values(&[role]).inc();
         }
     }
@@ -38,15 +36,14 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         .map(|c| {
             let role = c.worker.role().into_str();
             let labels = [role, c.name.as_str()];
-            let state = c.feed.status().state.into_str();
-            metrics.kv_ranks.with_label_values(&[role, state]).inc();
+            metrics.kv_ranks.with_label_values(&[role, c.feed.status().state.into_str()]).inc();
             metrics.worker_load.with_label_values(&labels).set(c.load() as f64);
             metrics.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
             (c.id, c)
         })
         .collect();
-    for role in ROLES {
-        let stats = registry.policy(role).stats(now_ms());
+    for role in Role::ALL {
+        let stats = registry.deciders.policy(role).stats(now_ms());
         let role = role.into_str();
         for (family, value) in [
             (&metrics.tree_bytes, stats.index_bytes as f64),
@@ -58,8 +55,7 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         }
         let show = |family: &GaugeVec, worker, value| {
             if let Some(candidate) = names.get(&worker) {
-                let labels = [role, candidate.name.as_str()];
-                family.with_label_values(&labels).set(value);
+                family.with_label_values(&[role, candidate.name.as_str()]).set(value);
             }
         };
         for (worker, chars) in stats.chars {

@@ -35,8 +35,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Policy, PolicyEvent, PolicySet, RequestOutcome,
-    Role, WorkerId,
+    BreakerConfig, BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role,
+    WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
@@ -49,7 +49,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::ConnectionPool;
-use crate::workers::kv_events::status::{EventSubscription, SubscriptionStatus};
+use crate::workers::kv_events::status::EventSubscription;
 use crate::workers::load_guard::Candidate;
 use crate::workers::load_report::{self, LoadReport};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
@@ -57,6 +57,7 @@ use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 /// Most workers registered at once: the registry is open to the network.
 const MAX_WORKERS: usize = 4096;
 
+#[derive(Default)]
 struct RoleTable {
     /// Held while deciding.
     turn: Mutex<()>,
@@ -76,14 +77,13 @@ impl RoleTable {
         if list.iter().all(|c| c.worker.description().serves(model)) {
             return list;
         }
-        let serving = list.iter().filter(|c| c.worker.description().serves(model));
-        Arc::new(serving.cloned().collect())
+        Arc::new(list.iter().filter(|c| c.worker.description().serves(model)).cloned().collect())
     }
 }
 
 pub struct WorkerRegistry {
     workers: RwLock<Vec<Arc<Worker>>>,
-    deciders: Arc<PolicySet>,
+    pub deciders: Arc<PolicySet>,
     /// By [`Role::index`].
     tables: [RoleTable; 3],
     /// True if every prefill worker can hand its pages to every decode worker; set under
@@ -108,8 +108,6 @@ pub struct WorkerRegistry {
     cut: watch::Receiver<bool>,
 }
 
-pub const ROLES: [Role; 3] = Role::ALL;
-
 impl WorkerRegistry {
     pub fn new(
         config: &RouterConfig,
@@ -124,8 +122,7 @@ impl WorkerRegistry {
             next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
             deciders: Arc::new(deciders),
-            tables: ROLES
-                .map(|_| RoleTable { turn: Mutex::default(), candidates: RwLock::default() }),
+            tables: Default::default(),
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
@@ -140,34 +137,19 @@ impl WorkerRegistry {
         }
     }
 
-    pub fn deciders(&self) -> Arc<PolicySet> {
-        self.deciders.clone()
-    }
-
-    pub fn policy(&self, role: Role) -> &dyn Policy {
-        self.deciders.policy(role)
-    }
-
     /// Register a worker; the caller starts its health task.
     pub fn add(&self, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
         if spec.url.is_tls && self.tls.is_none() {
-            return Err(RouteError::InvalidValue {
-                param: "url",
-                problem: format!(
-                    "{} asks for TLS; start the router with --ca-cert-paths",
-                    spec.url
-                ),
-            });
+            let url = &spec.url;
+            let problem = format!("{url} asks for TLS; start the router with --ca-cert-paths");
+            return Err(RouteError::InvalidValue { param: "url", problem });
         }
         let mut workers = self.workers.write();
         let is_there =
             |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != WorkerState::Leaving;
         if let Some(known) = workers.iter().find(is_there) {
-            return Err(RouteError::DuplicateWorker {
-                url: spec.url.to_string(),
-                role: known.role(),
-                id: known.id,
-            });
+            let (url, role, id) = (spec.url.to_string(), known.role(), known.id);
+            return Err(RouteError::DuplicateWorker { url, role, id });
         }
         if workers.len() >= MAX_WORKERS {
             return Err(RouteError::TooManyWorkers { limit: MAX_WORKERS });
@@ -185,7 +167,7 @@ impl WorkerRegistry {
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
-        self.note_event("registered", &worker, None);
+        self.events.add("registered", worker.role(), &worker.url().to_string(), None);
         Ok(worker)
     }
 
@@ -205,13 +187,8 @@ impl WorkerRegistry {
         let worker = workers.remove(at);
         worker.stop_probes();
         self.replace_candidates(&worker, Vec::new());
-        self.note_event("removed", &worker, None);
+        self.events.add("removed", worker.role(), &worker.url().to_string(), None);
         Some(worker)
-    }
-
-    fn note_event(&self, kind: &'static str, worker: &Worker, detail: Option<String>) {
-        let url = worker.url().to_string();
-        self.events.add(kind, worker.role(), &url, detail);
     }
 
     pub fn workers(&self) -> Vec<Arc<Worker>> {
@@ -221,9 +198,8 @@ impl WorkerRegistry {
     /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
     pub fn context_tokens(&self) -> Option<u64> {
         let workers = self.workers.read();
-        let versions: Option<Vec<u64>> =
-            workers.iter().map(|worker| worker.description().context_length).collect();
-        versions?.into_iter().max()
+        let lengths = workers.iter().map(|worker| worker.description().context_length);
+        lengths.collect::<Option<Vec<u64>>>()?.into_iter().max()
     }
 
     /// Longest prompt that some worker of each of `roles` takes, among those that serve `model`
@@ -254,11 +230,10 @@ impl WorkerRegistry {
         self.tables.iter().flat_map(|table| table.list().to_vec()).collect()
     }
 
-    /// Status of the cache events of a worker's ranks, in their order.
-    pub fn feeds_of(&self, worker: u64) -> Vec<SubscriptionStatus> {
-        let candidates = self.candidates();
-        let its = candidates.iter().filter(|c| c.worker.id == worker);
-        its.map(|c| c.feed.status()).collect()
+    /// A worker's candidates, by rank.
+    pub fn candidates_at(&self, worker: &Worker) -> Vec<Arc<Candidate>> {
+        let list = self.table(worker.role()).list();
+        list.iter().filter(|c| c.worker.id == worker.id).cloned().collect()
     }
 
     /// Receiver of changes to the candidates from here on.
@@ -318,11 +293,11 @@ impl WorkerRegistry {
             WorkerState::Ready => self.candidates_of(worker),
             _ => Vec::new(),
         };
+        let (role, url) = (worker.role(), worker.url());
         if old_label != state.label() {
             let detail = state.reason().map(str::to_owned);
-            self.note_event(state.label(), worker, detail);
+            self.events.add(state.label(), role, &url.to_string(), detail);
         }
-        let (role, url) = (worker.role(), worker.url());
         match &state {
             WorkerState::Ready => {
                 tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready");
@@ -349,27 +324,23 @@ impl WorkerRegistry {
         let ranks: Vec<Option<u32>> =
             if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
         let make = worker.description().make();
-        ranks
-            .into_iter()
-            .map(|rank| {
-                Arc::new(Candidate {
-                    id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
-                    name: match rank {
-                        Some(rank) => format!("{}@{rank}", worker.url()),
-                        None => worker.url().to_string(),
-                    },
-                    worker: worker.clone(),
-                    rank,
-                    make,
-                    host: worker.host_number(),
-                    load: worker.load_of(rank),
-                    breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
-                    penalty: Mutex::default(),
-                    activity: Mutex::default(),
-                    feed: EventSubscription::default(),
-                })
-            })
-            .collect()
+        let candidate = |rank: Option<u32>| Candidate {
+            id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
+            name: match rank {
+                Some(rank) => format!("{}@{rank}", worker.url()),
+                None => worker.url().to_string(),
+            },
+            worker: worker.clone(),
+            rank,
+            make,
+            host: worker.host_number(),
+            load: worker.load_of(rank),
+            breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
+            penalty: Mutex::default(),
+            activity: Mutex::default(),
+            feed: EventSubscription::default(),
+        };
+        ranks.into_iter().map(|rank| Arc::new(candidate(rank))).collect()
     }
 
     /// Put `new` in the place of all candidates of `worker`.
@@ -386,20 +357,19 @@ impl WorkerRegistry {
     }
 
     fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
-        let table = self.table(worker.role());
+        let role = worker.role();
+        let table = self.table(role);
         let _turn = table.turn.lock();
         let mut shared = table.candidates.write();
         let (gone, mut list): (Vec<_>, Vec<_>) =
             shared.iter().cloned().partition(|c| c.worker.id == worker.id);
         for candidate in gone {
             candidate.feed.stop();
-            let event = PolicyEvent::WorkerGone { worker: candidate.id };
-            self.deciders.observe(worker.role(), &event);
+            self.deciders.observe(role, &PolicyEvent::WorkerGone { worker: candidate.id });
         }
         let facts = worker.facts();
         for candidate in &new {
-            let (role, name) = (worker.role(), &candidate.name);
-            self.deciders.added(role, candidate.id, facts, name);
+            self.deciders.added(role, candidate.id, facts, &candidate.name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -411,9 +381,7 @@ impl WorkerRegistry {
     /// candidates.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
         let mut is_used = false;
-        for candidate in
-            self.table(worker.role()).list().iter().filter(|c| c.worker.id == worker.id)
-        {
+        for candidate in self.candidates_at(worker) {
             let report = match candidate.rank {
                 Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
                 None => load_report::sum(reports),
@@ -426,14 +394,9 @@ impl WorkerRegistry {
         is_used
     }
 
-    /// Bring the policies' memory under its limits; returns the characters or keys dropped.
-    pub fn evict(&self) -> usize {
-        self.deciders.evict(now_ms())
-    }
-
     /// Policies forget all prompts: the workers' caches were flushed.
     pub fn forget_prompts(&self) {
-        for role in ROLES {
+        for role in Role::ALL {
             let table = self.table(role);
             let _turn = table.turn.lock();
             for candidate in table.candidates.read().iter() {
@@ -442,12 +405,6 @@ impl WorkerRegistry {
                 self.deciders.added(role, worker, facts, &candidate.name);
             }
         }
-    }
-
-    /// Answers whether a policy of these roles reads text, and block hashes: unread ones are not
-    /// made.
-    pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
-        self.deciders.needs(roles)
     }
 
     /// Reason why no worker of the other role can be paired with this ready one, though there are
@@ -471,8 +428,7 @@ impl WorkerRegistry {
         }
         let nearest = others.min_by_key(|w| make.differs(&theirs(w)).count())?;
         let there = nearest.description();
-        let there_make = there.make();
-        let differences = make.differs(&there_make).map(|aspect| {
+        let differences = make.differs(&there.make()).map(|aspect| {
             let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
             let (here, there) = (value(&description), value(&there));
             format!("its {aspect} is {here}, there it is {there}")
@@ -528,9 +484,8 @@ impl WorkerRegistry {
     /// The worst circuit of a worker's candidates, and the longest time one of them is still passed
     /// over [ms].
     pub fn objections_to(&self, worker: &Worker) -> (BreakerState, u64) {
-        let candidates = self.table(worker.role()).list();
         let (mut circuit, mut left_ms) = (BreakerState::Closed, 0);
-        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+        for candidate in self.candidates_at(worker) {
             circuit = circuit.max(candidate.circuit());
             left_ms = left_ms.max(candidate.penalty.lock().left_ms(now_ms()));
         }

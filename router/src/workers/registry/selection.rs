@@ -4,13 +4,10 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use rand::RngCore;
-use router_core::{
-    PromptBlocks, RequestView, Role, RoutingRequest, SelectionReason, WorkerFingerprint, WorkerId,
-    WorkerView, least_objection,
-};
+use router_core::{PromptBlocks, RequestView, RoutingRequest, SelectionReason, WorkerFingerprint};
 
 use crate::observability::request_timeline::RequestTimeline;
-use crate::workers::load_guard::{Candidate, LoadGuard};
+use crate::workers::load_guard::LoadGuard;
 
 /// A request as the registry takes it.
 #[derive(Clone, Default)]
@@ -55,38 +52,4 @@ impl SelectionRequest<'_> {
 pub struct Selection {
     pub guard: LoadGuard,
     pub why: SelectionReason,
-}
-
-/// Workers that failed a request before: taken again only when there is no other.
-#[derive(Debug, Clone, Default)]
-pub struct ExcludedWorkers {
-    /// By [`Role::index`].
-    by_role: [Vec<WorkerId>; 3],
-}
-
-impl ExcludedWorkers {
-    pub fn add(&mut self, role: Role, worker: WorkerId) {
-        self.by_role[role.index()].push(worker);
-    }
-
-    pub(super) fn of(&self, role: Role) -> &[WorkerId] {
-        &self.by_role[role.index()]
-    }
-}
-
-/// Candidates that could resume the answer, and of these the ones with the fewest objections.
-pub(super) fn views(
-    candidates: &[Arc<Candidate>],
-    resumes_on: Option<WorkerFingerprint>,
-    avoid: &[WorkerId],
-    now_ms: u64,
-) -> Vec<WorkerView> {
-    let resumable = candidates.iter().filter(|c| c.can_resume(resumes_on));
-    let judged: Vec<_> = resumable
-        .map(|c| {
-            let view = WorkerView { id: c.id, load: c.load(), host: c.host };
-            (view, c.objection(avoid, now_ms))
-        })
-        .collect();
-    least_objection(judged.into_iter())
 }
