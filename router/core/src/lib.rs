@@ -35,7 +35,8 @@ pub use pairing::fingerprint::{ASPECTS, WorkerFingerprint};
 pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
-    Policy, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build, decide_pair,
+    Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,
+    decide_pair,
 };
 pub use policy_set::replay::DecisionReplay;
 pub use policy_set::{PolicySet, SplitMix64};

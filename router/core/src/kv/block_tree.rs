@@ -378,11 +378,8 @@ impl EngineBlockTree {
 }
 
 impl BlockChange {
-    fn new(hash: u64, is_held: bool) -> Self {
-        match is_held {
-            true => BlockChange::Hold(hash),
-            false => BlockChange::Drop(hash),
-        }
+    pub(crate) fn new(hash: u64, is_held: bool) -> Self {
+        if is_held { BlockChange::Hold(hash) } else { BlockChange::Drop(hash) }
     }
 }
 

@@ -7,19 +7,26 @@
 //!                └── skip (what was before is lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
 //! ```
 
+use serde::{Deserialize, Serialize};
+
 use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 
 /// Most changes passed on at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CacheUpdate<'a> {
+pub type CacheUpdate<'a> = CacheNews<&'a [BlockChange]>;
+
+/// News of a replica, with its changes in one form or another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "news", rename_all = "snake_case")]
+pub enum CacheNews<C> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
     Begin,
     /// Changes of the copy that was begun, or else of the one in use.
     Changed {
-        changes: &'a [BlockChange],
+        #[serde(flatten)]
+        changes: C,
         /// The rank's pages, of which it reuses whole ones only.
         page_tokens: u32,
         /// Memory of the mirror.
@@ -31,6 +38,23 @@ pub enum CacheUpdate<'a> {
     Doubt,
     /// There is no copy.
     Forget,
+}
+
+impl<C> CacheNews<C> {
+    /// The same news with its changes in another form.
+    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheNews<D> {
+        match self {
+            Self::Begin => CacheNews::Begin,
+            Self::Changed { changes, page_tokens, bytes } => CacheNews::Changed {
+                changes: form(changes),
+                page_tokens: *page_tokens,
+                bytes: *bytes,
+            },
+            Self::Serve { is_exact } => CacheNews::Serve { is_exact: *is_exact },
+            Self::Doubt => CacheNews::Doubt,
+            Self::Forget => CacheNews::Forget,
+        }
+    }
 }
 
 /// Result of a batch.

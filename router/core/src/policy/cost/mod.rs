@@ -71,8 +71,8 @@ pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
-use super::{ExplainedChoice, Policy, PolicyStats, RankStats};
-use crate::explain::{DecisionRule, Explanation};
+use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
+use crate::explain::DecisionRule;
 use crate::kv::{CacheUpdate, NewsError};
 use crate::types::{
     PolicyEvent, PrefillForecast, RequestView, Role, SelectionReason, TtftEstimate, WorkerChoice,
@@ -188,34 +188,6 @@ impl CostPolicy {
             }
             false => ExposedPull::within(exposed(params.pull_far_ms)),
         }
-    }
-
-    fn decide_one(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-        explains: bool,
-    ) -> Option<ExplainedChoice> {
-        let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(&self.model, req, ready);
-        let size = state.size_of(&req.prompt);
-        if self.model.role == Role::Decode {
-            // Where the pages come from is not known here: as if from another machine, hidden by no
-            // prefill.
-            for option in &mut options {
-                option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
-                option.cost_ms += option.partner_ms;
-            }
-        }
-        let is_stale = self.model.role != Role::Decode
-            && state.is_stale(&self.model.params, req.now_ms as f64);
-        let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let context = ScoringContext::of(&self.model, &state, req, &options, deepest);
-            (picked.choice, explains.then(|| explain(&context, &picked)))
-        });
-        state.scratch.options = options;
-        decided
     }
 
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
@@ -357,23 +329,31 @@ impl Policy for CostPolicy {
         Some(self)
     }
 
-    fn choose(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        self.decide_one(req, ready, rng, false).map(|(choice, _)| choice)
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        self.decide(input).map(|(choice, _)| choice)
     }
 
-    fn explain(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let (choice, why) = self.decide_one(req, ready, rng, true)?;
-        Some((choice, why?))
+    fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
+        let req = input.request;
+        let mut state = self.lock();
+        let (mut options, deepest) = state.estimate(&self.model, req, input.ready);
+        let size = state.size_of(&req.prompt);
+        if self.model.role == Role::Decode {
+            // Where the pages come from is not known here: as if from another machine, hidden by no
+            // prefill.
+            for option in &mut options {
+                option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
+                option.cost_ms += option.partner_ms;
+            }
+        }
+        let is_stale = self.model.role != Role::Decode
+            && state.is_stale(&self.model.params, req.now_ms as f64);
+        let decided = self.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
+            let context = ScoringContext::of(&self.model, &state, req, &options, deepest);
+            (picked.choice, input.explains.then(|| explain(&context, &picked)))
+        });
+        state.scratch.options = options;
+        decided
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {

@@ -106,10 +106,7 @@ impl ObservedPace {
 
     /// The worker's T, given the fleet's.
     pub fn of(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
-        match self.seen == 0.0 {
-            true => fleet,
-            false => fleet.times(self.factor(now_ms)),
-        }
+        if self.seen == 0.0 { fleet } else { fleet.times(self.factor(now_ms)) }
     }
 }
 

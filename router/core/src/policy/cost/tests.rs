@@ -396,7 +396,8 @@ fn text_is_counted_as_reported() {
     for ticket in 0..300 {
         let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-        policy.choose(&request, &views(&[0]), &mut rng);
+        let (ready, rng) = (&views(&[0]), &mut rng);
+        policy.choose(&mut PolicyInput { request: &request, ready, rng, explains: false });
         let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
         policy.observe(&PolicyEvent::Routed {
             ticket,
