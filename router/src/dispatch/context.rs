@@ -91,10 +91,7 @@ pub struct ResumePoint {
 impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
-            text: match self.needs_text {
-                true => self.scan.routing_text(&self.body),
-                false => Cow::default(),
-            },
+            text: if self.needs_text { self.scan.routing_text(&self.body) } else { Cow::default() },
             blocks: self.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),

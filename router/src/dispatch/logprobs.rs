@@ -27,10 +27,7 @@ pub async fn merged(
     prefill: &mut PrefillAttempt,
     limit: Duration,
 ) -> UpstreamResponse {
-    let limit = match opened.is_sse {
-        true => limit.min(STREAM_WAIT),
-        false => limit,
-    };
+    let limit = if opened.is_sse { limit.min(STREAM_WAIT) } else { limit };
     if prefill.words().is_none()
         && !matches!(timeout(limit, prefill.ended()).await, Ok(Some(Ok(()))))
     {

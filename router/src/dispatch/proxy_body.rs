@@ -532,10 +532,7 @@ impl ProxyBody {
     fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<StreamFailure> {
         let guard = self.guard.as_ref()?;
         let can_resume = self.said.as_ref().is_some_and(ResumeBuffer::can_resume);
-        let pause = match can_resume {
-            true => self.limit.min(LOOK_UP),
-            false => self.limit,
-        };
+        let pause = if can_resume { self.limit.min(LOOK_UP) } else { self.limit };
         let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
         let timer = self.silence.get_or_insert_with(|| Box::pin(sleep_until(next)));
         while timer.as_mut().poll(cx).is_ready() {
@@ -556,10 +553,7 @@ impl ProxyBody {
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();
             }
-            let again = match now >= next {
-                true => now + pause,
-                false => next,
-            };
+            let again = if now >= next { now + pause } else { next };
             timer.as_mut().reset(again.min(limit));
         }
         None

@@ -117,10 +117,7 @@ async fn attempt_in_turn(
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
 ) -> Result<CommittedResponse, AttemptFailure> {
-    let _turn = match request.is_paced {
-        true => Some(ResumeTurn::wait(app).await),
-        false => None,
-    };
+    let _turn = if request.is_paced { Some(ResumeTurn::wait(app).await) } else { None };
     if request.record.attempts > 0 || request.has_lost_time() {
         request.prepare_again()?;
     }

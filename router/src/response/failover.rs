@@ -75,10 +75,7 @@ impl MemoryReservation {
     fn grow(&mut self, bytes: usize) -> Result<(), NotResumable> {
         let used = self.memory.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.bytes += bytes;
-        match used <= self.memory.limit {
-            true => Ok(()),
-            false => Err(NotResumable::Memory),
-        }
+        if used <= self.memory.limit { Ok(()) } else { Err(NotResumable::Memory) }
     }
 
     fn free(&mut self) {

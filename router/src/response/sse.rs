@@ -58,10 +58,7 @@ impl EventSplitter {
     /// The worker ended the stream properly: its last event, if only the blank line behind it is
     /// missing.
     pub fn finish(&mut self) -> Option<Bytes> {
-        match self.part.ends_with(b"\n") {
-            true => self.push(Bytes::from_static(b"\n")),
-            false => None,
-        }
+        if self.part.ends_with(b"\n") { self.push(Bytes::from_static(b"\n")) } else { None }
     }
 }
 

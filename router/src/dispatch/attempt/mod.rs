@@ -333,10 +333,7 @@ impl UpstreamAttempt {
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let is_stream = is_sse(&headers);
-            let mut error = match is_stream {
-                true => pieces.iter().find_map(from_error),
-                false => None,
-            };
+            let mut error = if is_stream { pieces.iter().find_map(from_error) } else { None };
             let mut find = |piece: Bytes| match is_stream {
                 true => from_error(&events.push(piece)?),
                 false => None,

@@ -74,10 +74,7 @@ impl PromptEncoder {
             let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
         });
-        let cuts = match config.tokenizer_cache_enable_l1 {
-            true => Cuts::of(&hf)?,
-            false => None,
-        };
+        let cuts = if config.tokenizer_cache_enable_l1 { Cuts::of(&hf)? } else { None };
         let vocabulary = hf.get_vocab(true);
         let longest = vocabulary.keys().map(|token| token.chars().count()).max();
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);

@@ -153,10 +153,7 @@ impl PromptTokenizer {
         context_tokens: impl FnOnce() -> Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
-        let context = match prompt_bytes > UNCHECKED_BYTES {
-            true => context_tokens(),
-            false => None,
-        };
+        let context = if prompt_bytes > UNCHECKED_BYTES { context_tokens() } else { None };
         let made = self.on_a_thread(api, body, prompt_bytes, context).await;
         match &made {
             Ok(_) => {

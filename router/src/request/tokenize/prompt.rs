@@ -241,9 +241,6 @@ fn with_mark(message: &Value) -> Result<Value, TokenizeFallback> {
 fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {
     let at = text.rfind(MARK).ok_or(TokenizeFallback::Template)?;
     let kept = &text[..at];
-    let kept = match text[at + MARK.len()..].starts_with(' ') {
-        true => kept,
-        false => kept.trim_end(),
-    };
+    let kept = if text[at + MARK.len()..].starts_with(' ') { kept } else { kept.trim_end() };
     Ok(kept.to_owned())
 }

@@ -65,10 +65,7 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
-    match finds_workers || app.fleet.registry.has_served() {
-        true => None,
-        false => cannot_serve_because(app),
-    }
+    if finds_workers || app.fleet.registry.has_served() { None } else { cannot_serve_because(app) }
 }
 
 /// Why a request that comes now would find no worker.
