@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::kv::{BlockChange, CacheNews};
 use crate::pairing::fingerprint::WorkerFingerprint;
-use crate::prompt::{PromptView, SizeUnit, mix};
+use crate::prompt::{HashedPrompt, mix};
 use crate::types::{
     PolicyEvent, RequestView, Role, RoutingRequest, RunningLoad, SendTicket, TokenUsage,
     WorkerChoice, WorkerFacts, WorkerId, WorkerView,
@@ -88,14 +88,8 @@ pub struct DecisionInput {
     pub now_ms: u64,
     pub seed: u64,
     pub streams: bool,
-    pub hashes: HexHashes,
-    pub unit: SizeUnit,
-    pub block_units: usize,
-    pub units: usize,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tokens: Option<u32>,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub has_media: bool,
+    #[serde(flatten)]
+    pub prompt: HashedPrompt<HexHashes>,
     /// Disguised; only if a policy reads text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
@@ -219,7 +213,7 @@ impl LogLine {
             LogEntry::Decided { asked, .. } => {
                 let ready: usize = asked.sides.iter().map(|side| side.ready.len()).sum();
                 let text = asked.text.as_ref().map_or(0, String::len);
-                8 * asked.hashes.0.len() + 24 * ready + text
+                8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
             LogEntry::Cached { news: CacheNews::Changed { changes, .. }, .. } => {
                 9 * changes.signs.len()
@@ -248,12 +242,7 @@ impl DecisionInput {
             now_ms,
             seed: sending.seed,
             streams: sending.streams,
-            hashes: HexHashes(prompt.hashes.to_vec()),
-            unit: prompt.unit,
-            block_units: prompt.block_units,
-            units: prompt.units,
-            has_media: prompt.has_media,
-            tokens: prompt.tokens,
+            prompt: prompt.with_hashes(HexHashes(prompt.hashes.to_vec())),
             text: reads_text.then(|| disguised(text, secret)),
             key: routing_key.map(|key| match key {
                 "" => String::new(), // counts as none
@@ -261,17 +250,6 @@ impl DecisionInput {
             }),
             sides: sides.collect(),
             makes: None,
-        }
-    }
-
-    pub fn prompt(&self) -> PromptView<'_> {
-        PromptView {
-            hashes: &self.hashes.0,
-            unit: self.unit,
-            block_units: self.block_units,
-            units: self.units,
-            has_media: self.has_media,
-            tokens: self.tokens,
         }
     }
 }

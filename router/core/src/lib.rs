@@ -41,7 +41,8 @@ pub use policy::{
 pub use policy_set::replay::DecisionReplay;
 pub use policy_set::{PolicySet, SplitMix64};
 pub use prompt::{
-    PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace, token_blocks,
+    HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
+    token_blocks,
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::{HealthChange, HealthConfig, HealthCounter};

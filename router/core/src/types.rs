@@ -37,11 +37,7 @@ impl Role {
 
     /// Place in [`Role::ALL`].
     pub fn index(self) -> usize {
-        match self {
-            Role::Regular => 0,
-            Role::Prefill => 1,
-            Role::Decode => 2,
-        }
+        self as usize
     }
 }
 

@@ -80,7 +80,7 @@ struct Other {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct EngineBlockTree {
     /// Tokens of a router block.
     block_tokens: usize,
@@ -102,17 +102,7 @@ pub struct EngineBlockTree {
 
 impl EngineBlockTree {
     pub fn new(block_tokens: usize) -> Self {
-        Self {
-            block_tokens: block_tokens.max(1),
-            is_partial: false,
-            by_hash: HashMap::new(),
-            blocks: Vec::new(),
-            free: Vec::new(),
-            shared: HashMap::new(),
-            touched: Vec::new(),
-            rest_bytes: 0,
-            page_tokens: 0,
-        }
+        Self { block_tokens: block_tokens.max(1), ..Self::default() }
     }
 
     /// Blocks known, ghosts included.

@@ -16,7 +16,7 @@
 //! part of it at once. Memory, with what the mirrors behind the sets report, is bounded by
 //! `max_bytes`: news that do not fit are refused.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, hash_map::Entry};
 use std::hash::{BuildHasherDefault, Hasher};
 
 use serde::Serialize;
@@ -59,13 +59,7 @@ enum Holders {
 
 impl Holders {
     fn has(&self, set: u32) -> bool {
-        match self {
-            Holders::One(only) => *only == set,
-            Holders::Many(words) => {
-                let word = words.get(set as usize / WORD);
-                word.is_some_and(|word| word >> (set as usize % WORD) & 1 == 1)
-            }
-        }
+        self.word(set as usize / WORD) >> (set as usize % WORD) & 1 == 1
     }
 
     fn heap_bytes(&self) -> usize {
@@ -80,13 +74,10 @@ impl Holders {
         if self.has(set) {
             return false;
         }
-        let mut words = match std::mem::replace(self, Holders::One(set)) {
-            Holders::One(first) => bits(&[first, set]),
-            Holders::Many(words) => words.into_vec(),
+        let words = match std::mem::replace(self, Holders::One(set)) {
+            Holders::One(first) => with_bit(with_bit(Vec::new(), first.max(set)), first.min(set)),
+            Holders::Many(words) => with_bit(words.into_vec(), set),
         };
-        let len = words.len().max(set as usize / WORD + 1);
-        words.resize(len, 0);
-        words[set as usize / WORD] |= 1 << (set as usize % WORD);
         *self = Holders::Many(words.into());
         true
     }
@@ -118,12 +109,10 @@ impl Holders {
     }
 }
 
-fn bits(sets: &[u32]) -> Vec<u64> {
-    let most = sets.iter().max().map_or(0, |most| *most as usize);
-    let mut words = vec![0; most / WORD + 1];
-    for set in sets {
-        words[*set as usize / WORD] |= 1 << (*set as usize % WORD);
-    }
+fn with_bit(mut words: Vec<u64>, set: u32) -> Vec<u64> {
+    let len = words.len().max(set as usize / WORD + 1);
+    words.resize(len, 0);
+    words[set as usize / WORD] |= 1 << (set as usize % WORD);
     words
 }
 
@@ -186,7 +175,7 @@ pub enum NewsError {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct KvIndex {
     shards: Vec<Shard>,
     sets: Vec<Set>,
@@ -205,19 +194,8 @@ pub struct KvIndex {
 
 impl KvIndex {
     pub fn new(max_bytes: usize) -> Self {
-        Self {
-            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
-            sets: Vec::new(),
-            free: Vec::new(),
-            dead: 0,
-            sweep_at: 0,
-            ranks: BTreeMap::new(),
-            max_bytes,
-            heap_bytes: 0,
-            mirror_bytes: 0,
-            active: Vec::new(),
-            depths: Vec::new(),
-        }
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, max_bytes, ..Self::default() }
     }
 
     /// The rank's entry that answers, if there is one.
@@ -419,11 +397,11 @@ impl KvIndex {
     fn hold(&mut self, set: u32, hash: u64) {
         let shard = &mut self.shards[shard_of(hash)];
         let is_new = match shard.entry(hash) {
-            std::collections::hash_map::Entry::Vacant(place) => {
+            Entry::Vacant(place) => {
                 place.insert(Holders::One(set));
                 true
             }
-            std::collections::hash_map::Entry::Occupied(mut place) => {
+            Entry::Occupied(mut place) => {
                 let holders = place.get_mut();
                 let before = holders.heap_bytes();
                 let is_new = holders.insert(set);

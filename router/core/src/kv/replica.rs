@@ -82,7 +82,7 @@ pub enum ReplicaError {
 pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), NewsError>;
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct CacheReplica {
     mirror: EngineBlockTree,
     /// Number of the next batch; `None`: nothing is known yet.
@@ -96,13 +96,7 @@ pub struct CacheReplica {
 impl CacheReplica {
     /// `block_tokens`: of the router's blocks.
     pub fn new(block_tokens: usize) -> Self {
-        Self {
-            mirror: EngineBlockTree::new(block_tokens),
-            next: None,
-            is_exact: false,
-            is_serving: false,
-            changes: Vec::new(),
-        }
+        Self { mirror: EngineBlockTree::new(block_tokens), ..Self::default() }
     }
 
     /// Number of the next batch to be taken in.

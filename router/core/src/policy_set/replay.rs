@@ -142,7 +142,7 @@ impl DecisionReplay {
         let made_up = (asked.text.is_none()).then(|| text_of(asked));
         let request = RequestView {
             text: asked.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
-            prompt: asked.prompt(),
+            prompt: asked.prompt.with_hashes(&asked.prompt.hashes.0),
             routing_key: asked.key.as_deref(),
             now_ms: asked.now_ms,
         };
@@ -192,8 +192,8 @@ impl DecisionReplay {
         };
         self.policies.observe(role, &event);
         self.judges.observe(role, &event);
-        let in_flight = InFlight { role, hashes: asked.hashes.0.clone(), sent_ms: asked.now_ms };
-        self.in_flight.insert(ticket, in_flight);
+        let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
+        self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
     }
 
     fn observe(&mut self, role: Role, observed: &ObservedEvent) {
@@ -224,7 +224,7 @@ impl DecisionReplay {
 /// the blocks are. The rest behind the last whole block is missing.
 fn text_of(asked: &DecisionInput) -> String {
     let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
-    let hashes = asked.hashes.0.iter();
+    let hashes = asked.prompt.hashes.0.iter();
     let chars = hashes.flat_map(|hash| (0..4).map(|at| char::from_u32(0x1_0000 + part(*hash, at))));
     chars.flatten().collect()
 }

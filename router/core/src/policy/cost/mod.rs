@@ -97,13 +97,6 @@ struct ExposedPull {
     crossing_ms: f64,
 }
 
-impl ExposedPull {
-    fn within(ms: f64) -> Self {
-        let crossing_ms = 0.0;
-        Self { ms, crossing_ms }
-    }
-}
-
 /// See the module.
 #[derive(Debug)]
 pub struct CostPolicy {
@@ -139,24 +132,25 @@ impl CostPolicy {
         for i in &mut p {
             let joint = d.iter().map(|j| {
                 let pull = pull(i, j);
-                (j.cost_ms + pull.ms, pull.crossing_ms)
+                (j.terms.cost_ms + pull.ms, pull.crossing_ms)
             });
             let least = joint.min_by(|a, b| a.0.total_cmp(&b.0));
-            (i.partner_ms, i.crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
-            i.cost_ms += i.partner_ms;
+            let (partner_ms, crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
+            i.add_partner(partner_ms, crossing_ms);
         }
         let is_stale = ours.is_stale(&self.model.params, req.now_ms as f64);
         let first = self.pick(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
                 let pull = pull(&first.best, j);
-                (j.partner_ms, j.crossing_ms) = (pull.ms, pull.crossing_ms);
-                j.cost_ms += j.partner_ms;
+                j.add_partner(pull.ms, pull.crossing_ms);
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
             let why = explains.then(|| {
-                let prefill = ScoringContext::of(&self.model, &ours, req, &p, deepest);
-                let decode = ScoringContext::of(&decode.model, &theirs, req, &d, known);
+                let (policy, state, options) = (&self.model, &ours, &p);
+                let prefill = ScoringContext { policy, state, req, options, deepest };
+                let (policy, state, options) = (&decode.model, &theirs, &d);
+                let decode = ScoringContext { policy, state, req, options, deepest: known };
                 [explain(&prefill, &first), explain(&decode, &second)]
             });
             let [p, d] = why.map_or([None, None], |why| why.map(Some));
@@ -175,19 +169,19 @@ impl CostPolicy {
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
     /// hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
-        let to_pull = (size.tokens - j.cached).max(0.0);
-        let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
+        let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
+        let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
         let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
         let params = &self.model.params;
-        match i.host == j.host {
-            true => ExposedPull::within(exposed(params.pull_near_ms)),
-            false if is_crossing => {
-                let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
-                let crossing_ms = ms - exposed(params.pull_far_ms);
-                ExposedPull { ms, crossing_ms }
-            }
-            false => ExposedPull::within(exposed(params.pull_far_ms)),
+        if i.host == j.host {
+            return ExposedPull { ms: exposed(params.pull_near_ms), crossing_ms: 0.0 };
         }
+        let far_ms = exposed(params.pull_far_ms);
+        if !is_crossing {
+            return ExposedPull { ms: far_ms, crossing_ms: 0.0 };
+        }
+        let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
+        ExposedPull { ms, crossing_ms: ms - far_ms }
     }
 
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
@@ -202,8 +196,8 @@ impl CostPolicy {
         rng: &mut dyn RngCore,
     ) -> Option<ScoredChoice> {
         let ttft_ms =
-            |option: &CandidateCost| (option.backlog_ms + option.prefill_ms).round() as u32;
-        let cached = |option: &CandidateCost| option.cached.round() as u32;
+            |of: &CandidateCost| (of.terms.backlog_ms + of.terms.prefill_ms).round() as u32;
+        let cached = |of: &CandidateCost| of.terms.cached_tokens.round() as u32;
         let picked =
             |(best, equals): (CandidateCost, usize),
              rule,
@@ -231,18 +225,18 @@ impl CostPolicy {
             return Some(picked((best, 1), DecisionRule::Sampled, SelectionReason::Sampled));
         }
         let cheapest = cheapest(options, |_| true, rng)?;
-        let most = options.iter().map(|option| option.held).max().unwrap_or(0);
+        let most = options.iter().map(|option| option.terms.held_blocks).max().unwrap_or(0);
         if most == 0 || deepest == 0 {
             return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::NoPrefix));
         }
-        if cheapest.0.held == most {
+        if cheapest.0.terms.held_blocks == most {
             return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::BestHolder));
         }
-        let holder = self::cheapest(options, |option| option.held == most, rng)?;
-        let margin = (self.model.params.hysteresis_fraction * holder.0.cost_ms)
-            .max(self.model.params.hysteresis_ms);
+        let holder = self::cheapest(options, |option| option.terms.held_blocks == most, rng)?;
+        let (params, holder_ms) = (&self.model.params, holder.0.terms.cost_ms);
+        let margin = (params.hysteresis_fraction * holder_ms).max(params.hysteresis_ms);
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
-        let is_near = hysteresis_ms.is_some_and(|ms| holder.0.cost_ms - cheapest.0.cost_ms < ms);
+        let is_near = hysteresis_ms.is_some_and(|ms| holder_ms - cheapest.0.terms.cost_ms < ms);
         let mut picked = match is_near {
             true => picked(holder, DecisionRule::Hysteresis, SelectionReason::BestHolder),
             false => picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper),
@@ -274,13 +268,13 @@ fn cheapest(
     rng: &mut dyn RngCore,
 ) -> Option<(CandidateCost, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
-    let least = passing().map(|option| option.cost_ms).min_by(f64::total_cmp)?;
+    let least = passing().map(|option| option.terms.cost_ms).min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
     let rank = |a: &CandidateCost, b: &CandidateCost| {
-        let counts = (a.size, a.load).cmp(&(b.size, b.load));
-        counts.then(a.recent_ms.total_cmp(&b.recent_ms))
+        let counts = (a.terms.index_blocks, a.load).cmp(&(b.terms.index_blocks, b.load));
+        counts.then(a.terms.recent_ms.total_cmp(&b.terms.recent_ms))
     };
-    let tied = || passing().filter(|option| option.cost_ms <= limit);
+    let tied = || passing().filter(|option| option.terms.cost_ms <= limit);
     let first = tied().min_by(|a, b| rank(a, b))?;
     // Those that are equal in everything: one of them, each with the same chance.
     let equals = || tied().filter(|option| rank(option, first).is_eq());
@@ -294,11 +288,12 @@ fn cheapest(
 
 /// The cheaper of two drawn from the cheapest few.
 fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<CandidateCost> {
+    let cost_ms = |option: CandidateCost| option.terms.cost_ms;
     let mut top: [Option<CandidateCost>; STALE_TOP] = [None; STALE_TOP];
     for option in options {
         let mut insert = Some(*option);
         for place in &mut top {
-            if place.is_none_or(|held| insert.is_some_and(|new| new.cost_ms < held.cost_ms)) {
+            if place.is_none_or(|held| insert.is_some_and(|new| cost_ms(new) < cost_ms(held))) {
                 std::mem::swap(place, &mut insert);
             }
         }
@@ -311,7 +306,8 @@ fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<Candidate
 
 fn keep_cheapest(options: &mut Vec<CandidateCost>) {
     if options.len() > BEST_OF_SIDE {
-        options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| a.cost_ms.total_cmp(&b.cost_ms));
+        let cost_ms = |option: &CandidateCost| option.terms.cost_ms;
+        options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| cost_ms(a).total_cmp(&cost_ms(b)));
         options.truncate(BEST_OF_SIDE);
     }
 }
@@ -342,14 +338,15 @@ impl Policy for CostPolicy {
             // Where the pages come from is not known here: as if from another machine, hidden by no
             // prefill.
             for option in &mut options {
-                option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
-                option.cost_ms += option.partner_ms;
+                let pull_ms = option.terms.uncached_tokens * self.model.params.pull_far_ms;
+                option.add_partner(pull_ms, 0.0);
             }
         }
         let is_stale = self.model.role != Role::Decode
             && state.is_stale(&self.model.params, req.now_ms as f64);
         let decided = self.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
-            let context = ScoringContext::of(&self.model, &state, req, &options, deepest);
+            let (policy, state, options) = (&self.model, &state, &options);
+            let context = ScoringContext { policy, state, req, options, deepest };
             (picked.choice, input.explains.then(|| explain(&context, &picked)))
         });
         state.scratch.options = options;
@@ -363,8 +360,8 @@ impl Policy for CostPolicy {
         let mut state = self.lock();
         let (options, _) = state.estimate(&self.model, req, ready);
         let ahead = options.iter().map(|option| TtftEstimate {
-            queue_ms: option.backlog_ms,
-            prefill_ms: option.prefill_ms,
+            queue_ms: option.terms.backlog_ms,
+            prefill_ms: option.terms.prefill_ms,
         });
         let soonest = ahead.min_by(|a, b| {
             let sum = |ahead: &TtftEstimate| ahead.queue_ms + ahead.prefill_ms;

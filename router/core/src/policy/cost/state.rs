@@ -9,6 +9,7 @@ use super::popularity::PrefixPopularity;
 use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
 use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
+use crate::explain::{CostTerms, RecomputePrice};
 use crate::kv::{CacheUpdate, NewsError};
 use crate::prompt::{PromptView, SizeUnit};
 use crate::types::{RequestView, Role, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView};
@@ -69,33 +70,17 @@ pub(super) struct CandidateCost {
     pub(super) id: WorkerId,
     pub(super) host: u32,
     pub(super) domain: Option<u32>,
-    /// Blocks of this prompt it holds.
-    pub(super) held: usize,
-    pub(super) cached: f64,
-    pub(super) backlog_ms: f64,
-    pub(super) prefill_ms: f64,
-    /// Requests and KV that run there.
-    pub(super) decode_ms: f64,
-    /// Addition of the other worker of a pair: see [`crate::explain::CostTerms`].
-    pub(super) partner_ms: f64,
-    /// Part of it that is there because the pair is not in one topology domain.
-    pub(super) crossing_ms: f64,
-    /// All of it.
-    pub(super) cost_ms: f64,
-    /// Blocks in its index.
-    pub(super) size: usize,
+    /// Requests in flight.
     pub(super) load: usize,
-    /// Work sent to it recently [ms].
-    pub(super) recent_ms: f64,
+    pub(super) terms: CostTerms,
 }
 
-/// (1 + beta) / (1 + 0.1 heat) and what it is made of; see the module `cost`.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct RecomputePrice {
-    pub(super) utilisation: f64,
-    pub(super) beta: f64,
-    pub(super) heat: f64,
-    pub(super) price: f64,
+impl CandidateCost {
+    /// Add what the other worker of a pair costs.
+    pub(super) fn add_partner(&mut self, partner_ms: f64, crossing_ms: f64) {
+        (self.terms.partner_ms, self.terms.crossing_ms) = (partner_ms, crossing_ms);
+        self.terms.cost_ms += partner_ms;
+    }
 }
 
 /// Sizes of a prompt that do not depend on the candidate.
@@ -159,45 +144,36 @@ impl CostState {
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
-            let held = match rank.facts.is_cacheless {
-                true => HeldPrefix::default(),
-                false => held.unwrap_or_default(),
-            };
-            let mut option = CandidateCost {
-                id: worker.id,
-                host: worker.host,
-                domain: rank.facts.domain,
-                held: held.blocks,
-                cached: held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence),
-                backlog_ms: 0.0,
-                prefill_ms: 0.0,
-                decode_ms: 0.0,
-                partner_ms: 0.0,
-                crossing_ms: 0.0,
-                cost_ms: 0.0,
-                size: self.holdings.size_of(worker.id),
-                load: worker.load + rank.others(now_ms).requests,
+            let held = held.ok().filter(|_| !rank.facts.is_cacheless).unwrap_or_default();
+            let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
+            let load = worker.load + rank.others(now_ms).requests;
+            let mut terms = CostTerms {
+                held_blocks: held.blocks,
+                cached_tokens: cached,
+                uncached_tokens: size.tokens - cached,
+                index_blocks: self.holdings.size_of(worker.id),
                 recent_ms: rank.work.at(now_ms, policy.tau_ms()),
+                ..CostTerms::default()
             };
             if policy.role != Role::Decode {
-                option.prefill_ms = rank
-                    .speed(self.speed, now_ms)
-                    .ms(PrefillWork::of(size.tokens - option.cached, option.cached));
-                option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
+                let speed = rank.speed(self.speed, now_ms);
+                terms.prefill_ms = speed.ms(PrefillWork::of(terms.uncached_tokens, cached));
+                terms.backlog_ms = rank.backlog_ms(terms.prefill_ms, now_ms);
             }
             if policy.role != Role::Prefill {
-                option.decode_ms =
-                    policy.decode_ms(rank, option.load, size.tokens + self.answer_tokens, now_ms);
-                option.cost_ms = option.decode_ms;
+                let kv_tokens = size.tokens + self.answer_tokens;
+                terms.decode_ms = policy.decode_ms(rank, load, kv_tokens, now_ms);
+                terms.cost_ms = terms.decode_ms;
             }
-            options.push(option);
+            let (id, host, domain) = (worker.id, worker.host, rank.facts.domain);
+            options.push(CandidateCost { id, host, domain, load, terms });
         }
         if policy.role != Role::Decode {
             let price = self.price(policy, req, deepest).price;
-            let least = options.iter().map(|option| option.prefill_ms);
+            let least = options.iter().map(|option| option.terms.prefill_ms);
             let least = least.fold(f64::INFINITY, f64::min);
-            for option in &mut options {
-                option.cost_ms += option.backlog_ms + least + price * (option.prefill_ms - least);
+            for CandidateCost { terms, .. } in &mut options {
+                terms.cost_ms += terms.backlog_ms + least + price * (terms.prefill_ms - least);
             }
         }
         (self.scratch.ids, self.scratch.held) = (ids, held);
@@ -214,11 +190,8 @@ impl CostState {
         let now_ms = req.now_ms as f64;
         let utilisation = self.utilisation(policy, now_ms);
         let beta_max = policy.params.beta_max;
-        let beta = if utilisation < beta_max / (1.0 + beta_max) {
-            utilisation / (1.0 - utilisation)
-        } else {
-            beta_max
-        };
+        let is_below_max = utilisation < beta_max / (1.0 + beta_max);
+        let beta = if is_below_max { utilisation / (1.0 - utilisation) } else { beta_max };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
         RecomputePrice { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }

@@ -593,8 +593,8 @@ proptest! {
                 (false, true) => eager.pull_far_ms,
                 (false, false) => eager.pull_crossing_ms,
             };
-            let pull = (blocks.prompt().units as f64 - j.cached) * token_ms;
-            i.cost_ms + j.cost_ms + (pull - i.prefill_ms).max(0.0)
+            let pull = (blocks.prompt().units as f64 - j.terms.cached_tokens) * token_ms;
+            i.terms.cost_ms + j.terms.cost_ms + (pull - i.terms.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {
             let (i, j) = (is.iter().find(|o| o.id == i), ds.iter().find(|o| o.id == j));
@@ -754,7 +754,7 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         let all: Vec<CostTerms> = explanation.candidates.iter().map(terms).collect();
         let least = all.iter().map(|t| t.prefill_ms).fold(f64::INFINITY, f64::min);
         for t in &all {
-            let again = basis.price * (t.prefill_ms - least);
+            let again = basis.price.price * (t.prefill_ms - least);
             let sum = t.backlog_ms + least + again + t.decode_ms + t.partner_ms;
             assert!((sum - t.cost_ms).abs() < 1e-9, "side {side}: {t:?}");
             assert_eq!(t.cached_tokens + t.uncached_tokens, basis.prompt_tokens);
@@ -848,6 +848,6 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     let blocks = blocks(&text);
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let (options, _) = policy.lock().estimate(&policy.model, &request, &views(&[0, 0]));
-    let cached: Vec<f64> = options.iter().map(|option| option.cached).collect();
+    let cached: Vec<f64> = options.iter().map(|option| option.terms.cached_tokens).collect();
     assert_eq!(cached, [10_000.0, 0.0]);
 }
