@@ -33,8 +33,9 @@ mod types;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
@@ -81,12 +82,17 @@ fn answer(
     opened: UpstreamResponse,
     prefill: Option<PrefillAttempt>,
 ) -> Response {
-    let (status, mut headers) = (opened.status, end_to_end(&opened.headers));
+    let (status, mut headers) = (opened.answer.status, end_to_end(&opened.answer.headers));
     if opened.is_sse {
         sse_headers(&mut headers);
     }
     let relay = ProxyBody::new(app, request, opened, prefill);
-    let mut response = Response::new(axum::body::Body::new(relay));
+    response(status, headers, Body::new(relay))
+}
+
+/// A response with these headers and no others.
+pub fn response(status: StatusCode, headers: HeaderMap, body: Body) -> Response {
+    let mut response = Response::new(body);
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response
@@ -103,14 +109,11 @@ fn tell(mut request: RequestContext, failure: AttemptError) -> Response {
         ErrorReply::Error(err) => refuse(request, err),
         ErrorReply::Answer { status, headers, body } => {
             request.record.end(status, failure.reason);
-            let mut response = Response::new(axum::body::Body::from(body));
-            *response.status_mut() = status;
-            *response.headers_mut() = end_to_end(&headers);
+            let mut headers = end_to_end(&headers);
             if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-                let retry_after = response.headers_mut().entry(header::RETRY_AFTER);
-                retry_after.or_insert(HeaderValue::from_static("1"));
+                headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
             }
-            response
+            response(status, headers, body.into())
         }
     }
 }

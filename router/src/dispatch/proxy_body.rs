@@ -28,7 +28,7 @@ use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error};
+use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error, upstream_error};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{commit, has_tries};
@@ -178,7 +178,7 @@ impl ProxyBody {
         let held = request.held_bytes();
         let tells = opened.tells_tokens;
         let mut relay = Self {
-            out: VecDeque::with_capacity(opened.pieces.len().max(2)),
+            out: VecDeque::with_capacity(opened.answer.pieces.len().max(2)),
             tail: opened.is_sse.then(|| StreamTail::new(many)),
             said: tells.then(|| ResumeBuffer::new(app.failover_memory.clone(), held)),
             passed: VecDeque::new(),
@@ -187,7 +187,7 @@ impl ProxyBody {
                 false => RequestState::rest(request),
             },
             resuming: None,
-            status: opened.status,
+            status: opened.answer.status,
             limit: app.config.request_timeout(),
             last_piece: Instant::now(),
             silence: None,
@@ -207,12 +207,12 @@ impl ProxyBody {
     fn follow(&mut self, opened: UpstreamResponse, prefill: Option<PrefillAttempt>) {
         self.last_piece = Instant::now();
         self.silence = None;
-        self.rest = opened.rest;
-        self.events = opened.events;
+        self.rest = opened.answer.rest;
+        self.events = opened.answer.events;
         self.guard = Some(opened.guard);
         self.counts = opened.counts;
         self.prefill = prefill;
-        for piece in opened.pieces {
+        for piece in opened.answer.pieces {
             if let Err(broken) = self.pass(piece) {
                 return self.theirs(broken);
             }
@@ -248,8 +248,7 @@ impl ProxyBody {
             tail.pass(event, &mut self.out);
         }
         if let (Some(lost), RequestState::Whole(_)) = (said.lost(), &self.asker) {
-            let labels = [lost.into_str()];
-            self.app.metrics.unresumable.with_label_values(&labels).inc();
+            self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
             self.asker.slim();
         }
         result
@@ -267,19 +266,17 @@ impl ProxyBody {
         {
             return self.theirs(broken);
         }
-        let ending = self.ending();
-        match ending {
+        match self.ending() {
             Some(StreamEnd::Open) => {
                 self.broke("ended the stream without finishing it".into());
+                return;
             }
-            _ => {
-                if ending == Some(StreamEnd::Finished) {
-                    self.out.push_back(Bytes::from_static(DONE)); // a client may wait for it
-                }
-                let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
-                self.finish(if has_error { "error_event" } else { "ok" });
-            }
+            // A client may wait for it.
+            Some(StreamEnd::Finished) => self.out.push_back(Bytes::from_static(DONE)),
+            Some(StreamEnd::Done) | None => {}
         }
+        let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
+        self.finish(if has_error { "error_event" } else { "ok" });
     }
 
     /// Once, when the answer is complete.
@@ -312,13 +309,7 @@ impl ProxyBody {
 
     /// The worker broke off.
     fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
-        let Some(guard) = &self.guard else { return None };
-        let candidate = &guard.candidate;
-        let err = RouteError::Upstream {
-            role: candidate.worker.role(),
-            worker: candidate.name.clone(),
-            cause,
-        };
+        let err = upstream_error(self.guard.as_ref()?, cause);
         self.fail(StreamFailure::Ours(err), "reset")
     }
 
@@ -431,8 +422,7 @@ impl ProxyBody {
         };
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
-            let labels = [role.into_str(), "refused"];
-            app.metrics.failovers.with_label_values(&labels).inc();
+            app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
         }
         may
     }
@@ -467,16 +457,14 @@ impl ProxyBody {
         let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
         self.resuming = Some(Resuming {
             asking: Box::pin(async move {
+                let started = request.record.started;
                 let rest = match request.ends_at() {
                     None => commit(&app, &mut request).await,
                     Some(end) => {
-                        let waited_ms = request.record.started;
-                        match timeout_at(end, commit(&app, &mut request)).await {
-                            Ok(rest) => rest,
-                            Err(_) => Err(NoResponse::Refused(RouteError::DeadlineOver {
-                                waited_ms: ms_since(waited_ms),
-                            })),
-                        }
+                        timeout_at(end, commit(&app, &mut request)).await.unwrap_or_else(|_| {
+                            let waited_ms = ms_since(started);
+                            Err(NoResponse::Refused(RouteError::DeadlineOver { waited_ms }))
+                        })
                     }
                 };
                 (request, rest)
@@ -544,11 +532,8 @@ impl ProxyBody {
             if now >= next
                 && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
-                return Some(StreamFailure::Ours(RouteError::Upstream {
-                    role: worker.role(),
-                    worker: guard.candidate.name.clone(),
-                    cause: format!("fell silent and fails its health checks: {reason}"),
-                }));
+                let cause = format!("fell silent and fails its health checks: {reason}");
+                return Some(StreamFailure::Ours(upstream_error(guard, cause)));
             }
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();

@@ -13,9 +13,7 @@ use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
-use crate::dispatch::types::{
-    AttemptFailure, CommittedResponse, NoResponse, ids_for, leg, observe_overhead,
-};
+use crate::dispatch::types::{AttemptFailure, CommittedResponse, NoResponse, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 
@@ -175,8 +173,7 @@ pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
     }
     let has_tries = app.retry.allows_another(request.failed);
     if !has_tries {
-        let refused = &app.metrics.retries_refused;
-        refused.with_label_values(&["attempts"]).inc();
+        app.metrics.retries_refused.with_label_values(&["attempts"]).inc();
     }
     has_tries
 }
@@ -191,8 +188,7 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
     let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.lost_worker();
     request.is_paced = may_wait && request.take_place(app);
     if !request.is_paced {
-        let refused = &app.metrics.retries_refused;
-        refused.with_label_values(&["budget"]).inc();
+        app.metrics.retries_refused.with_label_values(&["budget"]).inc();
     }
     request.is_paced
 }
@@ -214,10 +210,7 @@ async fn single(
             request.body_for(&[ManagedField::Rank], ids, &fields)
         }
     };
-    observe_overhead(app, request);
-    let leg = match is_vllm {
-        true => vllm::ranked(app, request, chosen, body),
-        false => leg(app, request, chosen, body),
-    };
+    let leg = if is_vllm { vllm::ranked } else { leg };
+    let leg = leg(app, request, chosen, body);
     Ok((leg.open().await?, None))
 }

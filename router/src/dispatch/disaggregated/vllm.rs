@@ -51,7 +51,6 @@ pub async fn attempt(
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
     let fields = fields.as_deref().unwrap_or_default();
     let body = request.body_for(&[ManagedField::KvParams], None, fields);
-    observe_overhead(app, request);
     let opened = ranked(app, request, decode, body).open().await?;
     Ok((opened, None))
 }
@@ -73,11 +72,11 @@ async fn ask_prefill(
     let mut opened = ranked(app, request, prefill, body).open().await?;
     opened.guard.first_token();
     if opened.counts
-        && let Some(usage) = usage_in(opened.pieces.iter())
+        && let Some(usage) = usage_in(opened.answer.pieces.iter())
     {
         opened.guard.usage(usage);
     }
-    let answer = opened.pieces.concat();
+    let answer = opened.answer.pieces.concat();
     let params = serde_json::from_slice::<Answer<'_>>(&answer)
         .ok()
         .and_then(|answer| answer.kv_transfer_params);

@@ -19,15 +19,15 @@ use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
-    ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label,
+    ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label, upstream_error,
 };
+use crate::dispatch::response;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
 use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};
-use crate::workers::load_guard::LoadGuard;
 use crate::workers::registry::ROLES;
 use crate::workers::registry::selection::{ExcludedWorkers, SelectionRequest};
 use crate::workers::worker::Worker;
@@ -142,7 +142,7 @@ async fn to_one(
         return match failure.reply {
             ErrorReply::Error(err) => Err(err),
             ErrorReply::Answer { status, headers, body } => {
-                Ok(passed_on(status, end_to_end(&headers), body))
+                Ok(response(status, end_to_end(&headers), body.into()))
             }
         };
     }
@@ -150,13 +150,8 @@ async fn to_one(
 
 /// The rest of an opened answer.
 async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
-    let mut body = BytesMut::from(opened.pieces.concat().as_slice());
-    let upstream = |guard: &LoadGuard, cause: String| RouteError::Upstream {
-        role: guard.candidate.worker.role(),
-        worker: guard.candidate.name.clone(),
-        cause,
-    };
-    if let Some(mut rest) = opened.rest.take() {
+    let mut body = BytesMut::from(opened.answer.pieces.concat().as_slice());
+    if let Some(mut rest) = opened.answer.rest.take() {
         loop {
             match timeout(limit, rest.piece()).await {
                 Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
@@ -164,26 +159,19 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
                 Ok(Some(Err(err))) => {
                     opened.guard.settle(RequestOutcome::Failure);
                     let cause = format!("answer broke off: {}", with_source(&err));
-                    return Err(upstream(&opened.guard, cause));
+                    return Err(upstream_error(&opened.guard, cause));
                 }
                 Err(_) => return Err(silent_error(&opened.guard, limit)),
             }
             if body.len() > MAX_PASSED {
                 let cause = format!("its answer is longer than {MAX_PASSED} bytes");
-                return Err(upstream(&opened.guard, cause));
+                return Err(upstream_error(&opened.guard, cause));
             }
         }
     }
     opened.guard.settle(RequestOutcome::Success);
-    let headers = end_to_end(&opened.headers);
-    Ok(passed_on(opened.status, headers, body.freeze()))
-}
-
-fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Response {
-    let mut response = Response::new(body.into());
-    *response.status_mut() = status;
-    *response.headers_mut() = headers;
-    response
+    let headers = end_to_end(&opened.answer.headers);
+    Ok(response(opened.answer.status, headers, body.freeze().into()))
 }
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
@@ -361,7 +349,7 @@ impl Asked {
 
     fn passed_on(self) -> Response {
         match self.status {
-            Some(status) => passed_on(status, self.headers, self.text.into()),
+            Some(status) => response(status, self.headers, self.text.into()),
             None => {
                 let detail = format!("worker {}: {}", self.url, self.text);
                 RouteError::Unasked { detail }.into_response()
