@@ -273,8 +273,7 @@ impl KvIndex {
     pub fn forget(&mut self, worker: WorkerId) {
         if let Some(rank) = self.ranks.remove(&worker) {
             self.mirror_bytes -= rank.mirror_bytes;
-            let sets = [rank.in_use, rank.loading];
-            sets.into_iter().flatten().for_each(|set| self.close(set));
+            [rank.in_use, rank.loading].into_iter().flatten().for_each(|set| self.close(set));
         }
     }
 

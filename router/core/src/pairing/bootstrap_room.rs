@@ -57,13 +57,11 @@ impl LiveRooms {
         for _ in 0..count {
             let free =
                 (0..DRAWS).map(|_| draw_room(rng, prefill_dp)).find(|room| self.live.insert(*room));
-            match free {
-                Some(room) => rooms.push(room),
-                None => {
-                    self.free(&rooms);
-                    return None;
-                }
-            }
+            let Some(room) = free else {
+                self.free(&rooms);
+                return None;
+            };
+            rooms.push(room);
         }
         Some(rooms)
     }

@@ -188,8 +188,7 @@ pub fn decide_pair(
 }
 
 fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
-    let views = views.iter().copied();
-    views.filter(|view| passes(view.id)).collect()
+    views.iter().copied().filter(|view| passes(view.id)).collect()
 }
 
 /// The policies an operator can name.

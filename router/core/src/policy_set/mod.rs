@@ -215,8 +215,7 @@ impl PolicySet {
     }
 
     fn turn(&self) -> Option<MutexGuard<'_, u64>> {
-        let journal = self.journal.as_ref()?;
-        Some(journal.turn.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(self.journal.as_ref()?.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn asked<const N: usize>(

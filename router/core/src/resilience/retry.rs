@@ -225,8 +225,7 @@ impl RetryBudget {
     }
 
     fn seen(&self) -> (u64, u64) {
-        let slices = self.slices.iter();
-        slices.fold((0, 0), |sum, slice| (sum.0 + slice.0, sum.1 + slice.1))
+        self.slices.iter().fold((0, 0), |sum, slice| (sum.0 + slice.0, sum.1 + slice.1))
     }
 
     /// Forget what has left the window; returns the present slice.

@@ -73,8 +73,7 @@ impl CostModel {
     }
 
     pub(super) fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
-        let reported = rank.facts.capacity_tokens;
-        reported.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
+        rank.facts.capacity_tokens.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
     }
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.

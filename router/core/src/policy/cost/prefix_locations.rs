@@ -189,8 +189,7 @@ impl PrefixLocations {
     ) -> InsertionReceipt {
         if self.exact(worker, prompt).is_some() {
             let stamp = self.booked.insert(worker, prompt.hashes);
-            let bookings = self.bookings.entry(worker).or_default();
-            bookings.insert(stamp, now_ms + BOOKED_MS);
+            self.bookings.entry(worker).or_default().insert(stamp, now_ms + BOOKED_MS);
             return InsertionReceipt::Booked(stamp);
         }
         if let Some(most) = most {
@@ -242,8 +241,7 @@ impl PrefixLocations {
                 first.remove();
             }
             if bookings.len() < before || bookings.is_empty() {
-                let lasting = bookings.first_key_value().map(|(stamp, _)| *stamp);
-                booked.expire(*worker, lasting);
+                booked.expire(*worker, bookings.first_key_value().map(|(stamp, _)| *stamp));
             }
             !bookings.is_empty()
         });

@@ -142,8 +142,7 @@ impl RankEstimate {
 
     /// Prompt tokens sent here until then and not yet computed.
     fn tokens_sent_until(&self, then_ms: f64) -> f64 {
-        let sent = self.queue.iter().filter(|p| p.sent_ms <= then_ms);
-        sent.map(|pending| pending.uncached).sum()
+        self.queue.iter().filter(|p| p.sent_ms <= then_ms).map(|pending| pending.uncached).sum()
     }
 
     /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is
@@ -191,8 +190,7 @@ impl RankEstimate {
 
     /// A request of this router will take `kv_tokens` here until it ends.
     pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
-        let booking = Booking { kv_tokens, sent_ms };
-        self.bookings.insert(ticket, booking);
+        self.bookings.insert(ticket, Booking { kv_tokens, sent_ms });
         self.kv_tokens += kv_tokens;
     }
 
@@ -247,8 +245,7 @@ impl RankEstimate {
         let work = PrefillWork::of(pending.uncached, pending.cached);
         match self.facts.order {
             QueueOrder::Arrival if took_ms >= ONE_STEP_MS => {
-                let before = self.together.replace((work, took_ms, 1));
-                before.map(|(work, ms, _)| (work, ms))
+                self.together.replace((work, took_ms, 1)).map(|(work, ms, _)| (work, ms))
             }
             QueueOrder::Arrival => {
                 gather(&mut self.together, work, took_ms);
@@ -257,8 +254,7 @@ impl RankEstimate {
             QueueOrder::ShortestFirst => {
                 let prompts = gather(&mut self.together, work, took_ms);
                 let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
-                let period = self.together.take_if(|_| is_over);
-                period.map(|(work, ms, _)| (work, ms))
+                self.together.take_if(|_| is_over).map(|(work, ms, _)| (work, ms))
             }
         }
     }

@@ -132,9 +132,7 @@ impl CostState {
         ready: &[WorkerView],
     ) -> (Vec<CandidateCost>, usize) {
         let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
-        let mut options = std::mem::take(&mut self.scratch.options);
-        let (mut ids, mut held) =
-            (std::mem::take(&mut self.scratch.ids), std::mem::take(&mut self.scratch.held));
+        let ScratchBuffers { mut ids, mut held, mut options } = std::mem::take(&mut self.scratch);
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
@@ -256,9 +254,8 @@ impl CostState {
             rank.work.add(predicted_ms, now_ms, policy.tau_ms());
             self.work.add(predicted_ms, now_ms, policy.tau_ms());
         }
-        let capacity = rank.facts.capacity_tokens;
-        let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
-        let most = self.blocks_of(capacity, size);
+        let capacity_tokens = policy.capacity_tokens(rank);
+        let most = self.blocks_of(capacity_tokens, size);
         let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
         let sent = SentRequest {
             note: self.holdings.sent(worker, prompt, most, now_ms),
