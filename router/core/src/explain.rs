@@ -64,7 +64,7 @@ pub struct CostBasis {
     pub hysteresis_ms: Option<f64>,
 }
 
-/// What a millisecond of computing again costs, and what that is made of.
+/// Price of a millisecond of computing again, with its factors.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RecomputePrice {
     /// rho.

@@ -95,11 +95,6 @@ impl Holders {
         }
     }
 
-    fn has_all(&self, active: &[u64]) -> bool {
-        let mut words = active.iter().enumerate();
-        words.all(|(at, word)| word & !self.word(at) == 0)
-    }
-
     fn word(&self, at: usize) -> u64 {
         match self {
             Holders::One(only) if *only as usize / WORD == at => 1 << (*only as usize % WORD),
@@ -236,7 +231,6 @@ impl KvIndex {
                 if let Some(before) = rank.loading.replace(set) {
                     self.close(before);
                 }
-                Ok(())
             }
             CacheUpdate::Changed { changes, page_tokens, bytes } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
@@ -244,7 +238,15 @@ impl KvIndex {
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
                 rank.mirror_bytes = bytes;
                 let set = rank.loading.or(rank.in_use).ok_or(NewsError::Forgotten)?;
-                self.changed(set, changes)
+                for change in changes {
+                    match *change {
+                        BlockChange::Hold(hash) => self.hold(set, hash),
+                        BlockChange::Drop(hash) => self.drop_block(set, hash),
+                    }
+                }
+                if self.bytes() > self.max_bytes {
+                    return Err(NewsError::Full { max_bytes: self.max_bytes });
+                }
             }
             CacheUpdate::Serve { is_exact } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
@@ -254,19 +256,15 @@ impl KvIndex {
                 {
                     self.close(before);
                 }
-                Ok(())
             }
             CacheUpdate::Doubt => {
                 if let Some(rank) = self.ranks.get_mut(&worker) {
                     rank.is_exact = false;
                 }
-                Ok(())
             }
-            CacheUpdate::Forget => {
-                self.forget(worker);
-                Ok(())
-            }
+            CacheUpdate::Forget => self.forget(worker),
         }
+        Ok(())
     }
 
     /// The rank is gone. O(1); its memory follows.
@@ -274,19 +272,6 @@ impl KvIndex {
         if let Some(rank) = self.ranks.remove(&worker) {
             self.mirror_bytes -= rank.mirror_bytes;
             [rank.in_use, rank.loading].into_iter().flatten().for_each(|set| self.close(set));
-        }
-    }
-
-    fn changed(&mut self, set: u32, changes: &[BlockChange]) -> Result<(), NewsError> {
-        for change in changes {
-            match *change {
-                BlockChange::Hold(hash) => self.hold(set, hash),
-                BlockChange::Drop(hash) => self.drop_block(set, hash),
-            }
-        }
-        match self.bytes() <= self.max_bytes {
-            true => Ok(()),
-            false => Err(NewsError::Full { max_bytes: self.max_bytes }),
         }
     }
 
@@ -341,8 +326,9 @@ impl KvIndex {
     /// The longest path[..end] that all of `active` hold; they hold path[..at].
     fn common_end(&self, path: &[u64], at: usize, active: &[u64]) -> usize {
         let all_hold = |end: usize| {
+            let mut words = active.iter().enumerate();
             let holders = self.holders(path[end - 1]);
-            holders.is_some_and(|holders| holders.has_all(active))
+            holders.is_some_and(|held| words.all(|(at, word)| word & !held.word(at) == 0))
         };
         let (mut low, mut step) = (at, 1);
         while low + step <= path.len() && all_hold(low + step) {

@@ -78,7 +78,7 @@ pub trait Policy: Send + Sync {
     /// nothing.
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice>;
 
-    /// What was weighed for the choice that was just made of `input`.
+    /// Explanation of the choice that was just made of `input`.
     fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
         let terms = |_: &WorkerView| PolicyTerms::Load {};
         Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms)

@@ -52,7 +52,7 @@ impl Announcing {
         };
         let ready = views(&[0, 0]);
         let mut state = self.policy.lock();
-        let (options, _) = state.estimate(&self.policy.model, &request, &ready);
+        let (options, _) = state.estimate(&request, &ready);
         options[0].terms.cached_tokens as u32
     }
 

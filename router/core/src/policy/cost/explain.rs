@@ -1,7 +1,6 @@
 //! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates
 //! that decided.
 
-use super::params::CostModel;
 use super::state::{CandidateCost, CostState, PromptSize};
 use crate::explain::{
     CostBasis, DecisionRule, Explanation, PolicyBasis, PolicyTerms, WeighedCandidate,
@@ -17,9 +16,8 @@ pub(super) struct ScoredChoice {
     pub(super) hysteresis_ms: Option<f64>,
 }
 
-/// Inputs of `CostPolicy::pick`. Nothing is computed before [`explain`] asks.
+/// Inputs of `CostState::pick`. Nothing is computed before [`explain`] asks.
 pub(super) struct ScoringContext<'a> {
-    pub(super) policy: &'a CostModel,
     pub(super) state: &'a CostState,
     pub(super) req: &'a RequestView<'a>,
     pub(super) options: &'a [CandidateCost],
@@ -27,7 +25,7 @@ pub(super) struct ScoringContext<'a> {
 }
 
 pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> Explanation {
-    let ScoringContext { policy, state, req, options, deepest } = *weighing;
+    let ScoringContext { state, req, options, deepest } = *weighing;
     let PromptSize { tokens, tokens_per_block } = state.size_of(&req.prompt);
     let weighed = options.iter().map(|option| WeighedCandidate {
         id: option.id,
@@ -40,7 +38,7 @@ pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> E
             prompt_tokens: tokens,
             tokens_per_block,
             known_blocks: deepest,
-            price: state.price(policy, req, deepest),
+            price: state.price(req, deepest),
             rule: picked.rule,
             equals: picked.equals,
             hysteresis_ms: picked.hysteresis_ms,

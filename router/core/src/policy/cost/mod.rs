@@ -100,13 +100,12 @@ struct ExposedPull {
 /// See the module.
 #[derive(Debug)]
 pub struct CostPolicy {
-    model: CostModel,
     state: Mutex<CostState>,
 }
 
 impl CostPolicy {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self { state: Mutex::new(CostState::new(&params)), model: CostModel { role, params } }
+        Self { state: Mutex::new(CostState::new(CostModel { role, params })) }
     }
 
     /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is
@@ -120,37 +119,34 @@ impl CostPolicy {
         explains: bool,
     ) -> Option<[ExplainedChoice; 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
-        let (mut p, deepest) = ours.estimate(&self.model, req, prefill_ready);
-        let (mut d, known) = theirs.estimate(&decode.model, req, decode_ready);
+        let (mut p, deepest) = ours.estimate(req, prefill_ready);
+        let (mut d, known) = theirs.estimate(req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
             keep_cheapest(&mut p);
             keep_cheapest(&mut d);
         }
         let size = ours.size_of(&req.prompt);
-        let pull = |i: &CandidateCost, j: &CandidateCost| decode.exposed_pull(i, j, size);
         // What the best decode worker for i adds decides over i; then the best for the chosen one.
         for i in &mut p {
             let joint = d.iter().map(|j| {
-                let pull = pull(i, j);
+                let pull = theirs.exposed_pull(i, j, size);
                 (j.terms.cost_ms + pull.ms, pull.crossing_ms)
             });
             let least = joint.min_by(|a, b| a.0.total_cmp(&b.0));
             let (partner_ms, crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
             i.add_partner(partner_ms, crossing_ms);
         }
-        let is_stale = ours.is_stale(&self.model.params, req.now_ms as f64);
-        let first = self.pick(&p, deepest, size, is_stale, rng);
+        let is_stale = ours.is_stale(req.now_ms as f64);
+        let first = ours.pick(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
-                let pull = pull(&first.best, j);
+                let pull = theirs.exposed_pull(&first.best, j, size);
                 j.add_partner(pull.ms, pull.crossing_ms);
             }
-            let second = decode.pick(&d, usize::MAX, size, false, rng)?;
+            let second = theirs.pick(&d, usize::MAX, size, false, rng)?;
             let why = explains.then(|| {
-                let (policy, state, options) = (&self.model, &ours, &p);
-                let prefill = ScoringContext { policy, state, req, options, deepest };
-                let (policy, state, options) = (&decode.model, &theirs, &d);
-                let decode = ScoringContext { policy, state, req, options, deepest: known };
+                let prefill = ScoringContext { state: &ours, req, options: &p, deepest };
+                let decode = ScoringContext { state: &theirs, req, options: &d, deepest: known };
                 [explain(&prefill, &first), explain(&decode, &second)]
             });
             let [p, d] = why.map_or([None, None], |why| why.map(Some));
@@ -166,6 +162,22 @@ impl CostPolicy {
         self.lock().reconcile(worker, news)
     }
 
+    /// A panic inside may have left the state half changed. It only predicts, so it restarts with
+    /// the same workers rather than taking every later request down.
+    fn lock(&self) -> MutexGuard<'_, CostState> {
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            let workers: Vec<(WorkerId, WorkerFacts)> =
+                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
+            *state = CostState::new(state.model.clone());
+            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
+            self.state.clear_poison();
+            state
+        })
+    }
+}
+
+impl CostState {
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
     /// hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
@@ -244,20 +256,6 @@ impl CostPolicy {
         picked.hysteresis_ms = hysteresis_ms;
         Some(picked)
     }
-
-    /// A panic inside may have left the state half changed. It only predicts, so it restarts with
-    /// the same workers rather than taking every later request down.
-    fn lock(&self) -> MutexGuard<'_, CostState> {
-        self.state.lock().unwrap_or_else(|poisoned| {
-            let mut state = poisoned.into_inner();
-            let workers: Vec<(WorkerId, WorkerFacts)> =
-                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
-            *state = CostState::new(&self.model.params);
-            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
-            self.state.clear_poison();
-            state
-        })
-    }
 }
 
 /// The option with the least cost among those that pass, and of how many equal ones; see the module
@@ -332,21 +330,19 @@ impl Policy for CostPolicy {
     fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
         let req = input.request;
         let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(&self.model, req, input.ready);
+        let (mut options, deepest) = state.estimate(req, input.ready);
         let size = state.size_of(&req.prompt);
-        if self.model.role == Role::Decode {
+        if state.model.role == Role::Decode {
             // Where the pages come from is not known here: as if from another machine, hidden by no
             // prefill.
             for option in &mut options {
-                let pull_ms = option.terms.uncached_tokens * self.model.params.pull_far_ms;
+                let pull_ms = option.terms.uncached_tokens * state.model.params.pull_far_ms;
                 option.add_partner(pull_ms, 0.0);
             }
         }
-        let is_stale = self.model.role != Role::Decode
-            && state.is_stale(&self.model.params, req.now_ms as f64);
-        let decided = self.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
-            let (policy, state, options) = (&self.model, &state, &options);
-            let context = ScoringContext { policy, state, req, options, deepest };
+        let is_stale = state.is_stale(req.now_ms as f64);
+        let decided = state.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
+            let context = ScoringContext { state: &state, req, options: &options, deepest };
             (picked.choice, input.explains.then(|| explain(&context, &picked)))
         });
         state.scratch.options = options;
@@ -354,11 +350,11 @@ impl Policy for CostPolicy {
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
-        if self.model.role == Role::Decode {
+        let mut state = self.lock();
+        if state.model.role == Role::Decode {
             return None; // it computes no prompts
         }
-        let mut state = self.lock();
-        let (options, _) = state.estimate(&self.model, req, ready);
+        let (options, _) = state.estimate(req, ready);
         let ahead = options.iter().map(|option| TtftEstimate {
             queue_ms: option.terms.backlog_ms,
             prefill_ms: option.terms.prefill_ms,
@@ -375,20 +371,18 @@ impl Policy for CostPolicy {
         let mut state = self.lock();
         match *event {
             PolicyEvent::Routed { ticket, worker, request, tells_first_token } => {
-                state.routed(&self.model, ticket, worker, request, tells_first_token)
+                state.routed(ticket, worker, request, tells_first_token)
             }
             PolicyEvent::FirstToken { ticket, worker, now_ms } => {
                 state.first_token(ticket, worker, now_ms as f64)
             }
-            PolicyEvent::Usage { ticket, worker, usage } => {
-                state.usage(self.model.role, ticket, worker, usage)
-            }
+            PolicyEvent::Usage { ticket, worker, usage } => state.usage(ticket, worker, usage),
             PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
                 state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
             }
             PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
                 let report = WorkerReport { queued_tokens, running, age_ms };
-                state.reported(&self.model, worker, report, now_ms as f64);
+                state.reported(worker, report, now_ms as f64);
             }
             PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
             PolicyEvent::WorkerGone { worker } => {
@@ -413,7 +407,7 @@ impl Policy for CostPolicy {
         PolicyStats {
             ranks: ranks.collect(),
             tokens_per_unit: ratio,
-            utilisation: state.utilisation(&self.model, now_ms as f64),
+            utilisation: state.utilisation(now_ms as f64),
             index_bytes: holdings.bytes,
             evicted_total: holdings.evicted_total,
             ..PolicyStats::default()

@@ -125,11 +125,6 @@ impl PrefixLocations {
         self.announced.rank(worker)
     }
 
-    fn exact(&self, worker: WorkerId, prompt: &PromptView<'_>) -> Option<KvRank> {
-        let rank = self.announced.rank(worker)?;
-        (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
-    }
-
     /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many
     /// blocks anybody holds.
     pub fn held_by(
@@ -156,8 +151,8 @@ impl PrefixLocations {
                     *held = HeldPrefix { blocks: announced, source: Source::Announced(rank) };
                 }
                 Some(_) => {
-                    *held =
-                        HeldPrefix { blocks: announced.max(held.blocks), source: Source::Doubtful };
+                    let blocks = announced.max(held.blocks);
+                    *held = HeldPrefix { blocks, source: Source::Doubtful };
                 }
                 None => {}
             }
@@ -187,7 +182,8 @@ impl PrefixLocations {
         most: Option<usize>,
         now_ms: f64,
     ) -> InsertionReceipt {
-        if self.exact(worker, prompt).is_some() {
+        let is_exact = self.announced.rank(worker).is_some_and(|rank| rank.is_exact);
+        if is_exact && prompt.is_of_tokens() {
             let stamp = self.booked.insert(worker, prompt.hashes);
             self.bookings.entry(worker).or_default().insert(stamp, now_ms + BOOKED_MS);
             return InsertionReceipt::Booked(stamp);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::decay::DecayingSum;
-use super::params::{CostModel, CostParams};
+use super::params::CostModel;
 use super::popularity::PrefixPopularity;
 use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
@@ -19,6 +19,7 @@ const CONFIDENCE_STEP: f64 = 0.1;
 
 #[derive(Debug)]
 pub(super) struct CostState {
+    pub(super) model: CostModel,
     pub(super) holdings: PrefixLocations,
     pub(super) ranks: BTreeMap<WorkerId, RankEstimate>,
     pub(super) tickets: HashMap<SendTicket, SentRequest>,
@@ -77,7 +78,7 @@ pub(super) struct CandidateCost {
 
 impl CandidateCost {
     /// Add what the other worker of a pair costs.
-    pub(super) fn add_partner(&mut self, partner_ms: f64, crossing_ms: f64) {
+    pub fn add_partner(&mut self, partner_ms: f64, crossing_ms: f64) {
         (self.terms.partner_ms, self.terms.crossing_ms) = (partner_ms, crossing_ms);
         self.terms.cost_ms += partner_ms;
     }
@@ -91,9 +92,10 @@ pub(super) struct PromptSize {
 }
 
 impl CostState {
-    pub(super) fn new(params: &CostParams) -> Self {
+    pub fn new(model: CostModel) -> Self {
         Self {
-            holdings: PrefixLocations::new(params.max_bytes),
+            holdings: PrefixLocations::new(model.params.max_bytes),
+            model,
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
             heat: PrefixPopularity::default(),
@@ -108,12 +110,12 @@ impl CostState {
         }
     }
 
-    pub(super) fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
+    pub fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
         self.holdings.add(worker);
         self.ranks.insert(worker, RankEstimate::new(facts));
     }
 
-    pub(super) fn size_of(&self, prompt: &PromptView<'_>) -> PromptSize {
+    pub fn size_of(&self, prompt: &PromptView<'_>) -> PromptSize {
         let ratio = self.counted.0 / self.counted.1;
         let tokens = match prompt.tokens {
             Some(tokens) => f64::from(tokens),
@@ -125,9 +127,8 @@ impl CostState {
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt any worker
     /// holds. The list is the scratch's: give it back.
-    pub(super) fn estimate(
+    pub fn estimate(
         &mut self,
-        policy: &CostModel,
         req: &RequestView<'_>,
         ready: &[WorkerView],
     ) -> (Vec<CandidateCost>, usize) {
@@ -150,24 +151,24 @@ impl CostState {
                 cached_tokens: cached,
                 uncached_tokens: size.tokens - cached,
                 index_blocks: self.holdings.size_of(worker.id),
-                recent_ms: rank.work.at(now_ms, policy.tau_ms()),
+                recent_ms: rank.work.at(now_ms, self.model.tau_ms()),
                 ..CostTerms::default()
             };
-            if policy.role != Role::Decode {
+            if self.model.role != Role::Decode {
                 let speed = rank.speed(self.speed, now_ms);
                 terms.prefill_ms = speed.ms(PrefillWork::of(terms.uncached_tokens, cached));
                 terms.backlog_ms = rank.backlog_ms(terms.prefill_ms, now_ms);
             }
-            if policy.role != Role::Prefill {
+            if self.model.role != Role::Prefill {
                 let kv_tokens = size.tokens + self.answer_tokens;
-                terms.decode_ms = policy.decode_ms(rank, load, kv_tokens, now_ms);
+                terms.decode_ms = self.model.decode_ms(rank, load, kv_tokens, now_ms);
                 terms.cost_ms = terms.decode_ms;
             }
             let (id, host, domain) = (worker.id, worker.host, rank.facts.domain);
             options.push(CandidateCost { id, host, domain, load, terms });
         }
-        if policy.role != Role::Decode {
-            let price = self.price(policy, req, deepest).price;
+        if self.model.role != Role::Decode {
+            let price = self.price(req, deepest).price;
             let least = options.iter().map(|option| option.terms.prefill_ms);
             let least = least.fold(f64::INFINITY, f64::min);
             for CandidateCost { terms, .. } in &mut options {
@@ -179,15 +180,10 @@ impl CostState {
     }
 
     /// Price of a millisecond of computing again, with its factors.
-    pub(super) fn price(
-        &self,
-        policy: &CostModel,
-        req: &RequestView<'_>,
-        deepest: usize,
-    ) -> RecomputePrice {
+    pub fn price(&self, req: &RequestView<'_>, deepest: usize) -> RecomputePrice {
         let now_ms = req.now_ms as f64;
-        let utilisation = self.utilisation(policy, now_ms);
-        let beta_max = policy.params.beta_max;
+        let utilisation = self.utilisation(now_ms);
+        let beta_max = self.model.params.beta_max;
         let is_below_max = utilisation < beta_max / (1.0 + beta_max);
         let beta = if is_below_max { utilisation / (1.0 - utilisation) } else { beta_max };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
@@ -196,20 +192,21 @@ impl CostState {
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
-    pub(super) fn utilisation(&self, policy: &CostModel, now_ms: f64) -> f64 {
-        let tau_ms = policy.tau_ms();
+    pub fn utilisation(&self, now_ms: f64) -> f64 {
+        let tau_ms = self.model.tau_ms();
         self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
     }
 
-    pub(super) fn is_stale(&self, params: &CostParams, now_ms: f64) -> bool {
+    /// True if workers report their queues, and the reports are old; never for decode workers.
+    pub fn is_stale(&self, now_ms: f64) -> bool {
         let newest = self.ranks.values().filter_map(|rank| rank.report);
         let newest = newest.map(|report| report.at_ms).max_by(f64::total_cmp);
-        newest.is_some_and(|at_ms| now_ms - at_ms > 2.0 * params.report_interval_ms as f64)
+        let limit_ms = 2.0 * self.model.params.report_interval_ms as f64;
+        self.model.role != Role::Decode && newest.is_some_and(|at_ms| now_ms - at_ms > limit_ms)
     }
 
-    pub(super) fn routed(
+    pub fn routed(
         &mut self,
-        policy: &CostModel,
         ticket: SendTicket,
         worker: WorkerId,
         req: &RequestView<'_>,
@@ -235,10 +232,10 @@ impl CostState {
         let Some(rank) = self.ranks.get_mut(&worker) else { return };
         let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
-        if policy.role != Role::Prefill {
+        if self.model.role != Role::Prefill {
             rank.book(ticket, kv_tokens, now_ms);
         }
-        if policy.role != Role::Decode {
+        if self.model.role != Role::Decode {
             let predicted_ms = rank.speed(speed, now_ms).ms(PrefillWork::of(uncached, cached));
             rank.sent(PendingPrompt {
                 ticket,
@@ -251,10 +248,10 @@ impl CostState {
             if tells {
                 rank.stream_began(now_ms);
             }
-            rank.work.add(predicted_ms, now_ms, policy.tau_ms());
-            self.work.add(predicted_ms, now_ms, policy.tau_ms());
+            rank.work.add(predicted_ms, now_ms, self.model.tau_ms());
+            self.work.add(predicted_ms, now_ms, self.model.tau_ms());
         }
-        let capacity_tokens = policy.capacity_tokens(rank);
+        let capacity_tokens = self.model.capacity_tokens(rank);
         let most = self.blocks_of(capacity_tokens, size);
         let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
         let sent = SentRequest {
@@ -294,7 +291,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
+    pub fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
         if let Some(sent) = self.tickets.get_mut(&ticket) {
             sent.is_first_token_seen = true;
             self.holdings.prefilled(worker, sent.note, now_ms);
@@ -312,13 +309,8 @@ impl CostState {
         }
     }
 
-    pub(super) fn usage(
-        &mut self,
-        role: Role,
-        ticket: SendTicket,
-        worker: WorkerId,
-        usage: TokenUsage,
-    ) {
+    pub fn usage(&mut self, ticket: SendTicket, worker: WorkerId, usage: TokenUsage) {
+        let role = self.model.role;
         let Some(sent) = self.tickets.get_mut(&ticket) else { return };
         if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
             let tokens = f64::from(usage.prompt_tokens);
@@ -348,7 +340,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn finished(
+    pub fn finished(
         &mut self,
         ticket: SendTicket,
         worker: WorkerId,
@@ -373,11 +365,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn reconcile(
-        &mut self,
-        worker: WorkerId,
-        news: &CacheUpdate<'_>,
-    ) -> Result<(), NewsError> {
+    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
         let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
         if *news == (CacheUpdate::Serve { is_exact: true }) {
             rank.confidence = 1.0; // what was learned of guesses does not hold for it
@@ -385,16 +373,10 @@ impl CostState {
         self.holdings.reconcile(worker, news)
     }
 
-    pub(super) fn reported(
-        &mut self,
-        policy: &CostModel,
-        worker: WorkerId,
-        mut report: WorkerReport,
-        now_ms: f64,
-    ) {
+    pub fn reported(&mut self, worker: WorkerId, mut report: WorkerReport, now_ms: f64) {
         let speed = self.speed;
         let Some(rank) = self.ranks.get_mut(&worker) else { return };
-        match policy.role {
+        match self.model.role {
             Role::Prefill => report.running = None,
             Role::Decode if report.running.is_none() => return,
             Role::Decode => report.queued_tokens = 0, // not of prompts to compute
@@ -404,6 +386,6 @@ impl CostState {
         if report.queued_tokens == 0 && report.running.is_none_or(|running| running.requests == 0) {
             report.age_ms = 0;
         }
-        rank.reported(report, policy.capacity_tokens(rank), speed, now_ms);
+        rank.reported(report, self.model.capacity_tokens(rank), speed, now_ms);
     }
 }

@@ -585,8 +585,8 @@ proptest! {
         let blocks = blocks(&text);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
         let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], 1).expect("a pair");
-        let (is, _) = p.lock().estimate(&p.model, &request, &p_ready);
-        let (ds, _) = d.lock().estimate(&d.model, &request, &d_ready);
+        let (is, _) = p.lock().estimate(&request, &p_ready);
+        let (ds, _) = d.lock().estimate(&request, &d_ready);
         let total = |i: &CandidateCost, j: &CandidateCost| {
             let token_ms = match (i.host == j.host, i.domain == j.domain) {
                 (true, _) => eager.pull_near_ms,
@@ -847,7 +847,7 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     }
     let blocks = blocks(&text);
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-    let (options, _) = policy.lock().estimate(&policy.model, &request, &views(&[0, 0]));
+    let (options, _) = policy.lock().estimate(&request, &views(&[0, 0]));
     let cached: Vec<f64> = options.iter().map(|option| option.terms.cached_tokens).collect();
     assert_eq!(cached, [10_000.0, 0.0]);
 }
