@@ -66,8 +66,7 @@ fn merge_first_event(words: &[u8], run: &[u8]) -> Option<Bytes> {
     if event.get("index").is_some() {
         return None;
     }
-    let logprobs = logprobs_of(words)?;
-    merge(&logprobs, &mut event);
+    merge(&logprobs_of(words)?, &mut event);
     let mut merged = run[..start].to_vec();
     merged.extend_from_slice(b"data: ");
     merged.extend_from_slice(event.to_string().as_bytes());

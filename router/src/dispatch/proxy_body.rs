@@ -32,13 +32,13 @@ use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error,
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{commit, has_tries};
-use crate::dispatch::types::{CommittedResponse, NoResponse};
+use crate::dispatch::types::{CommitResult, NoResponse};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{BrokenStream, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
-use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, epilogue};
+use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
 use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
@@ -107,12 +107,11 @@ struct Resuming {
     metrics: Arc<RouterMetrics>,
 }
 
-type Resumed = (Box<RequestContext>, Result<CommittedResponse, NoResponse>);
+type Resumed = (Box<RequestContext>, CommitResult);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
-        let labels = [self.role.into_str(), self.outcome];
-        self.metrics.failovers.with_label_values(&labels).inc();
+        self.metrics.failovers.with_label_values(&[self.role.into_str(), self.outcome]).inc();
     }
 }
 
@@ -180,7 +179,7 @@ impl ProxyBody {
         let mut relay = Self {
             out: VecDeque::with_capacity(opened.answer.pieces.len().max(2)),
             tail: opened.is_sse.then(|| StreamTail::new(many)),
-            said: tells.then(|| ResumeBuffer::new(app.failover_memory.clone(), held)),
+            said: tells.then(|| ResumeBuffer::new(&app.failover_memory, held)),
             passed: VecDeque::new(),
             asker: match tells {
                 true => RequestState::Whole(Box::new(request)),
@@ -279,8 +278,8 @@ impl ProxyBody {
         self.finish(if has_error { "error_event" } else { "ok" });
     }
 
-    /// Once, when the answer is complete.
-    fn count(&mut self) {
+    /// The answer is complete.
+    fn finish(&mut self, outcome: &'static str) {
         if std::mem::take(&mut self.counts) {
             let usage = match &self.tail {
                 Some(tail) => tail.usage(),
@@ -290,10 +289,6 @@ impl ProxyBody {
                 guard.usage(usage);
             }
         }
-    }
-
-    fn finish(&mut self, outcome: &'static str) {
-        self.count();
         self.end(outcome);
         if let Some(prefill) = self.prefill.take() {
             prefill.linger();
@@ -379,7 +374,7 @@ impl ProxyBody {
         }
         match (words, &self.tail) {
             (StreamFailure::Ours(err), None) => return Some(TruncatedResponse(err)),
-            (StreamFailure::Ours(err), Some(_)) => self.out.extend(epilogue(StreamEnd::Open, &err)),
+            (StreamFailure::Ours(err), Some(_)) => self.out.push_back(error_epilogue(&err)),
             (StreamFailure::Theirs(broken), _) => {
                 self.out.extend([broken.words, Bytes::from_static(DONE)]);
             }
@@ -416,10 +411,7 @@ impl ProxyBody {
             resume: said.member(),
         });
         // Who was silent once would be waited for as long again.
-        let has_other = || {
-            let wanted = request.wanted();
-            app.fleet.registry.has_other(role, &wanted, &request.avoid)
-        };
+        let has_other = || app.fleet.registry.has_other(role, &request.wanted(), &request.avoid);
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
             app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
@@ -570,8 +562,7 @@ impl Body for ProxyBody {
                         }
                     }
                     Poll::Pending => {
-                        let comment = ready!(resuming.keepalive.poll(cx));
-                        this.out.push_back(comment);
+                        this.out.push_back(ready!(resuming.keepalive.poll(cx)));
                     }
                 }
                 continue;

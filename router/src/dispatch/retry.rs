@@ -13,7 +13,9 @@ use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
-use crate::dispatch::types::{AttemptFailure, CommittedResponse, NoResponse, ids_for, leg};
+use crate::dispatch::types::{
+    AttemptFailure, AttemptResult, CommitResult, NoResponse, ids_for, leg,
+};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 
@@ -21,19 +23,13 @@ use crate::request::body::ManagedField;
 const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
-pub async fn commit(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, NoResponse> {
+pub async fn commit(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
     let committed = try_until_committed(app, request).await;
     request.place = None;
     committed
 }
 
-async fn try_until_committed(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, NoResponse> {
+async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
@@ -62,8 +58,7 @@ async fn try_until_committed(
             Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
         request.record.timeline.failed(failure.role, failure.reason);
-        let labels = [failure.role.into_str(), failure.reason];
-        app.metrics.upstream_errors.with_label_values(&labels).inc();
+        request.record.upstream_error(failure.role, failure.reason);
         let mut avoid = request.avoid.clone();
         avoid.add(failure.role, failure.worker);
         let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
@@ -114,7 +109,7 @@ async fn attempt_in_turn(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     let _turn = if request.is_paced { Some(ResumeTurn::wait(app).await) } else { None };
     if request.record.attempts > 0 || request.has_lost_time() {
         request.prepare_again()?;
@@ -193,10 +188,7 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
     request.is_paced
 }
 
-async fn single(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, AttemptFailure> {
+async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let registry = &app.fleet.registry;
     let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
     let candidate = &chosen.guard.candidate;
@@ -211,6 +203,5 @@ async fn single(
         }
     };
     let leg = if is_vllm { vllm::ranked } else { leg };
-    let leg = leg(app, request, chosen, body);
-    Ok((leg.open().await?, None))
+    Ok((leg(app, request, chosen, body).open().await?, None))
 }

@@ -45,6 +45,8 @@ pub enum NoResponse {
 }
 
 pub type CommittedResponse = (UpstreamResponse, Option<PrefillAttempt>);
+pub type AttemptResult = Result<CommittedResponse, AttemptFailure>;
+pub type CommitResult = Result<CommittedResponse, NoResponse>;
 
 /// The prompt's token ids as a member of the body, if this worker would have come to the same.
 pub fn ids_for<'a>(

@@ -187,18 +187,9 @@ fn has_finish_reason(tail: &[u8]) -> bool {
     false
 }
 
-/// End of a stream that broke: nothing, the missing `[DONE]`, or the error and `[DONE]`.
-pub fn epilogue(ending: StreamEnd, err: &RouteError) -> Option<Bytes> {
-    match ending {
-        StreamEnd::Done => None,
-        StreamEnd::Finished => Some(Bytes::from_static(b"\ndata: [DONE]\n\n")),
-        StreamEnd::Open => {
-            let mut event = Vec::from(b"\ndata: ");
-            event.extend_from_slice(&err.body());
-            event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
-            Some(Bytes::from(event))
-        }
-    }
+/// End of a stream that broke: the error and `[DONE]`.
+pub fn error_epilogue(err: &RouteError) -> Bytes {
+    Bytes::from([b"\ndata: ", &err.body()[..], b"\n\ndata: [DONE]\n\n"].concat())
 }
 
 /// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
@@ -358,10 +349,8 @@ mod tests {
     }
 
     #[test]
-    fn epilogue_adds_what_is_missing() {
-        let err = RouteError::Draining;
-        assert_eq!(epilogue(StreamEnd::Done, &err), None);
-        let added = epilogue(StreamEnd::Open, &err).unwrap();
+    fn epilogue_is_one_error_event_and_the_end() {
+        let added = error_epilogue(&RouteError::Draining);
         let added = std::str::from_utf8(&added).unwrap();
         assert_eq!(added.matches("data: {\"error\"").count(), 1);
         assert!(added.ends_with("\n\ndata: [DONE]\n\n"));

@@ -84,8 +84,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         return print(&metrics_markdown(), 0);
     }
     if let Err(text) = init_logs(&config) {
-        eprintln!("baton-router: {text}");
-        return 2;
+        return fail(&text, 2);
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -93,10 +92,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         .build()
     {
         Ok(runtime) => runtime,
-        Err(err) => {
-            eprintln!("baton-router: cannot start threads: {err}");
-            return 1;
-        }
+        Err(err) => return fail(&format!("cannot start threads: {err}"), 1),
     };
     let code = runtime.block_on(until_signal(config));
     runtime.shutdown_timeout(Duration::from_millis(100));
@@ -106,6 +102,12 @@ pub fn run(argv: Vec<String>) -> i32 {
 /// Text for standard output; a reader that closed the pipe is not an error.
 fn print(text: &str, code: i32) -> i32 {
     let _ = writeln!(std::io::stdout(), "{}", text.trim_end());
+    code
+}
+
+/// Text for standard error.
+fn fail(text: &str, code: i32) -> i32 {
+    eprintln!("baton-router: {text}");
     code
 }
 
@@ -127,15 +129,11 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 async fn until_signal(config: RouterConfig) -> i32 {
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     let (Ok(mut term), Ok(mut int)) = signals else {
-        eprintln!("baton-router: cannot listen for signals");
-        return 1;
+        return fail("cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => {
-            eprintln!("baton-router: {text}");
-            return 2;
-        }
+        Err(text) => return fail(&text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}
@@ -190,8 +188,7 @@ impl RunningServer {
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
             let service = TraceService { name: "baton-router".to_owned(), attributes: Vec::new() };
-            let counts = metrics.trace_spans.clone();
-            Arc::new(SpanExporter::start(endpoint, service, counts))
+            Arc::new(SpanExporter::start(endpoint, service, metrics.trace_spans.clone()))
         });
         let mut app = AppState::new(config, metrics, deciders, to_workers, cut_seen);
         app.sinks.tracer = tracer;
@@ -297,8 +294,7 @@ pub fn deciders(
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;
-    let secret = rand::rng().next_u64();
-    let deciders = deciders.with_journal(Box::new(queue), secret);
+    let deciders = deciders.with_journal(Box::new(queue), rand::rng().next_u64());
     Ok((deciders, Some(writer)))
 }
 

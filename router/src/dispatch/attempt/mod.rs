@@ -144,8 +144,7 @@ impl AttemptError {
 
     /// The worker, or the connection to it, has gone.
     fn broken(leg: &LoadGuard, reason: &'static str, cause: String) -> Self {
-        let reply = ErrorReply::Error(upstream_error(leg, cause));
-        Self::new(leg, reason, RetryClass::Broken, reply)
+        Self::new(leg, reason, RetryClass::Broken, ErrorReply::Error(upstream_error(leg, cause)))
     }
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
@@ -162,8 +161,7 @@ impl AttemptError {
     }
 
     fn silent(leg: &LoadGuard, limit: Duration) -> Self {
-        let reply = ErrorReply::Error(silent_error(leg, limit));
-        Self::new(leg, SILENT, RetryClass::Refused, reply)
+        Self::new(leg, SILENT, RetryClass::Refused, ErrorReply::Error(silent_error(leg, limit)))
     }
 
     fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
@@ -190,8 +188,7 @@ impl AttemptError {
     /// The worker would not take the request: it lacks the path, the model or the key. So may the
     /// request.
     pub fn is_denial(&self) -> bool {
-        let status = self.status().map(|status| status.as_u16());
-        matches!(status, Some(401 | 403..=405))
+        matches!(self.status().map(|status| status.as_u16()), Some(401 | 403..=405))
     }
 
     /// The time after which the worker asks to be tried again.
@@ -371,8 +368,7 @@ impl UpstreamAttempt {
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        let opening = worker.unless_hung(self.try_open(), self.probe_after);
-        opening.await.unwrap_or_else(|cause| {
+        worker.unless_hung(self.try_open(), self.probe_after).await.unwrap_or_else(|cause| {
             let cause = format!("no answer, and it fails its health checks: {cause}");
             Err(AttemptError::broken(&self.guard, "hung", cause))
         })

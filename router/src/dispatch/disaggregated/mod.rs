@@ -36,7 +36,7 @@ use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
-use crate::dispatch::types::{AttemptFailure, CommittedResponse, ids_for, leg};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
@@ -61,7 +61,7 @@ pub async fn attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     match try_attempt(app, request, kept).await {
         Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
             if failure.reason == "duplicate_room" =>
@@ -84,7 +84,7 @@ async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     let mut reader = None;
     if let Some(prefilled) = kept.take() {
         let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
@@ -235,7 +235,7 @@ async fn local(
     request: &mut RequestContext,
     decode: Selection,
     why: LocalWhy,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
     let candidate = &decode.guard.candidate;
     request.record.prefill = None;
@@ -250,8 +250,7 @@ async fn local(
     };
     let ids = ids_for(app, request, candidate);
     let body = request.body_for(replaced, ids, &fields);
-    let opened = leg(app, request, decode, body).open().await?;
-    Ok((opened, None))
+    Ok((leg(app, request, decode, body).open().await?, None))
 }
 
 fn start_prefill(

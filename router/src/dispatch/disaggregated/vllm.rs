@@ -19,7 +19,7 @@ use serde_json::value::RawValue;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::types::{AttemptFailure, CommittedResponse, leg, observe_overhead};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhead};
 use crate::request::body::ManagedField;
 use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
@@ -36,7 +36,7 @@ pub async fn attempt(
     request: &mut RequestContext,
     prefill: Selection,
     decode: Selection,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     request.record.room = None;
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
     let params = if request.scan.batch.is_some() {
@@ -51,8 +51,7 @@ pub async fn attempt(
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
     let fields = fields.as_deref().unwrap_or_default();
     let body = request.body_for(&[ManagedField::KvParams], None, fields);
-    let opened = ranked(app, request, decode, body).open().await?;
-    Ok((opened, None))
+    Ok((ranked(app, request, decode, body).open().await?, None))
 }
 
 /// P's `kv_transfer_params`; `None`: it named none, so D computes the prompt.

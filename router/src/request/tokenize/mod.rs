@@ -216,8 +216,7 @@ impl PromptTokenizer {
         };
         let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
         for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
-            let gauge = self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]);
-            gauge.set(bytes as f64);
+            self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]).set(bytes as f64);
         }
         Ok(PromptIds { prompts, is_list: given.is_list })
     }

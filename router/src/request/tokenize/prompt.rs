@@ -103,13 +103,11 @@ pub fn texts_of(
         }
         ApiKind::Completions => {
             let completion: Completion = read(body)?;
-            let special = completion.add_special_tokens.unwrap_or(true);
-            Ok(completion.prompt.into_texts(special))
+            Ok(completion.prompt.into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
         ApiKind::Generate => {
             let generate: Generate = read(body)?;
-            let given = generate.text.or(generate.prompt);
-            Ok(given.ok_or(TokenizeFallback::Unread)?.into_texts(true))
+            Ok(generate.text.or(generate.prompt).ok_or(TokenizeFallback::Unread)?.into_texts(true))
         }
     }
 }
@@ -184,8 +182,7 @@ fn messages(value: &Value) -> Result<Vec<Value>, TokenizeFallback> {
     if !is_list {
         return Err(TokenizeFallback::Unread);
     }
-    let all = value.try_iter().map_err(|_| TokenizeFallback::Unread)?;
-    all.map(|one| message(&one)).collect()
+    value.try_iter().map_err(|_| TokenizeFallback::Unread)?.map(|one| message(&one)).collect()
 }
 
 fn member(of: &Value, name: &str) -> Value {

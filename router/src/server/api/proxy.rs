@@ -1,11 +1,9 @@
 //! Proxied paths that generate no tokens here: to one worker, to all, or to the one that knows a
 //! request.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::future::join_all;
@@ -14,14 +12,14 @@ use router_core::RequestOutcome;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, refused, text_header};
-use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
+use super::generate::{forwarded, read_at_most, text_header};
+use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
     ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label, upstream_error,
 };
-use crate::dispatch::response;
+use crate::dispatch::{refuse, response};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
@@ -59,16 +57,13 @@ pub const PASSED: [&str; 12] = [
 ];
 
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
-pub async fn forward(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
     to_one(&app, head, body, ASK_TIMEOUT, None).await
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
-pub async fn forward_work(State(app): State<Arc<AppState>>, request: Request) -> Response {
+pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
     let path = request.uri().path();
     let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
@@ -77,26 +72,20 @@ pub async fn forward_work(State(app): State<Arc<AppState>>, request: Request) ->
         Ok(response) => {
             let status = response.status();
             record.first_byte(status);
-            let is_ok = status.is_success();
-            record.end(status, if is_ok { "ok" } else { status_label(status) });
+            record.end(status, if status.is_success() { "ok" } else { status_label(status) });
             response
         }
-        Err(err) => refused(record, err),
+        Err(err) => refuse(record, err),
     }
 }
 
-async fn work(
-    app: &AppState,
-    request: Request,
-    record: &mut AccessLogEntry,
-) -> Result<Response, RouteError> {
+async fn work(app: &AppState, request: Request, record: &mut AccessLogEntry) -> HandlerResult {
     app.admission.check_queue()?;
     let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
-    let limit = app.config.request_timeout();
-    to_one(app, head, body, limit, Some(record)).await
+    to_one(app, head, body, app.config.request_timeout(), Some(record)).await
 }
 
 /// The first role that has a worker ready.
@@ -111,11 +100,9 @@ async fn to_one(
     let (mut avoid, mut is_second) = (ExcludedWorkers::default(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
-        let roles = app.fleet.serving_roles().iter().rev();
-        let role = *roles
-            .clone()
-            .find(|role| app.fleet.registry.count(**role).1 > 0)
-            .unwrap_or(&app.fleet.serving_roles()[0]);
+        let roles = app.fleet.serving_roles();
+        let ready = roles.iter().rev().find(|role| app.fleet.registry.count(**role).1 > 0);
+        let role = *ready.unwrap_or(&roles[0]);
         let chosen = app.fleet.registry.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
@@ -170,15 +157,11 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
         }
     }
     opened.guard.settle(RequestOutcome::Success);
-    let headers = end_to_end(&opened.answer.headers);
-    Ok(response(opened.answer.status, headers, body.freeze().into()))
+    Ok(response(opened.answer.status, end_to_end(&opened.answer.headers), body.freeze().into()))
 }
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
-pub async fn models(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
@@ -202,12 +185,11 @@ pub async fn models(
     {
         return Ok(asked.passed_on());
     }
-    let body = json!({"object": "list", "data": merged});
-    Ok(answer(StatusCode::OK, &body))
+    Ok(answer(StatusCode::OK, &json!({"object": "list", "data": merged})))
 }
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
-pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
+pub async fn engine_metrics(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::GET, "/metrics");
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let pages = answers.iter().filter(|answer| answer.is_success());
@@ -219,11 +201,10 @@ pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
 /// A verb about one request, which only the workers that run it know: all are asked, since it may
 /// have come through another router. 404 when no worker knows it.
 pub async fn about_request(
-    State(app): State<Arc<AppState>>,
-    rid: Result<Path<String>, PathRejection>,
+    State(app): SharedApp,
+    PathText(rid): PathText,
     request: Request,
-) -> Result<Response, RouteError> {
-    let Path(rid) = rid?;
+) -> HandlerResult {
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
@@ -265,16 +246,13 @@ async fn read_request(
 }
 
 /// The same request to every ready worker.
-pub async fn fan_out(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn fan_out(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     Ok(ask_all(&app, head, body).await)
 }
 
 /// Workers drop their caches, the policies their estimates of them.
-pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
+pub async fn flush_cache(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
     app.fleet.registry.forget_prompts();
@@ -286,8 +264,7 @@ pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
 pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
-        let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
-        (worker.url.clone(), answer)
+        (worker.url.clone(), json!({"ok": worker.is_success(), "answer": worker.answer()}))
     });
     let workers: serde_json::Map<String, Value> = answers.collect();
     let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
@@ -305,8 +282,7 @@ pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response
             (err.status(), error_object(&err.body()).unwrap_or_default())
         }
     };
-    let body = json!({"error": error, "ok": false, "workers": workers});
-    answer(status, &body)
+    answer(status, &json!({"error": error, "ok": false, "workers": workers}))
 }
 
 /// Member `error` of a JSON body.
@@ -382,15 +358,13 @@ async fn ask(
     head: &RequestHead,
     body: BodySegments,
 ) -> Result<(StatusCode, HeaderMap, String), String> {
-    let sent = worker.pool.send(head, body, &|| ()).await;
-    let response = sent.map_err(|err| err.to_string())?;
+    let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
     let status = response.status();
     let headers = end_to_end(response.headers());
     let mut from = response.into_body();
     let mut text = Vec::new();
     while let Some(piece) = from.piece().await {
-        let piece = piece.map_err(|err| err.to_string())?;
-        text.extend_from_slice(&piece);
+        text.extend_from_slice(&piece.map_err(|err| err.to_string())?);
         if text.len() > MAX_ASKED {
             return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
         }
