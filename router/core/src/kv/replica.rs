@@ -196,8 +196,7 @@ impl CacheReplica {
 
     /// The rank is another process now: numbers restart, and it holds nothing of what this knew.
     pub fn forget(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
-        self.mirror.clear();
-        (self.next, self.is_exact) = (None, false);
+        self.restart();
         if std::mem::replace(&mut self.is_serving, false) {
             tell(CacheUpdate::Forget)?;
         }

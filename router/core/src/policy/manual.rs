@@ -180,13 +180,15 @@ impl Policy for ManualPolicy {
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
         let is_ready = |id: &&WorkerId| input.ready.iter().any(|worker| worker.id == **id);
         let known = |key: u128| self.lock().keys.get(&key)?.workers.iter().find(is_ready).copied();
-        let (worker, why) = match (input.ready, key_of(input.request)) {
-            ([only], _) => (only.id, SelectionReason::Only),
-            (ready, None) => (random(ready, input.rng)?, SelectionReason::NoKey),
-            (ready, Some(key)) => match known(key) {
+        let (worker, why) = if let [only] = input.ready {
+            (only.id, SelectionReason::Only)
+        } else if let Some(key) = key_of(input.request) {
+            match known(key) {
                 Some(worker) => (worker, SelectionReason::Sticky),
-                None => (self.assign(ready, input.rng)?, SelectionReason::NewKey),
-            },
+                None => (self.assign(input.ready, input.rng)?, SelectionReason::NewKey),
+            }
+        } else {
+            (random(input.ready, input.rng)?, SelectionReason::NoKey)
         };
         Some(WorkerChoice { worker, why })
     }

@@ -394,8 +394,6 @@ impl Policy for CostPolicy {
 
     fn stats(&self, now_ms: u64) -> PolicyStats {
         let state = self.lock();
-        let holdings = state.holdings.stats();
-        let ratio = state.counted.0 / state.counted.1;
         let ranks = state.ranks.iter().map(|(&worker, rank)| RankStats {
             worker,
             index_blocks: state.holdings.size_of(worker),
@@ -406,10 +404,10 @@ impl Policy for CostPolicy {
         });
         PolicyStats {
             ranks: ranks.collect(),
-            tokens_per_unit: ratio,
+            tokens_per_unit: state.counted.0 / state.counted.1,
             utilisation: state.utilisation(now_ms as f64),
-            index_bytes: holdings.bytes,
-            evicted_total: holdings.evicted_total,
+            index_bytes: state.holdings.bytes(),
+            evicted_total: state.holdings.evicted_total(),
             ..PolicyStats::default()
         }
     }

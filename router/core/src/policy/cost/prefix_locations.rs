@@ -78,13 +78,6 @@ pub(super) struct PrefixLocations {
     found: Vec<usize>,
 }
 
-/// Sizes, for metrics.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct HoldingsStats {
-    pub bytes: usize,
-    pub evicted_total: u64,
-}
-
 impl PrefixLocations {
     pub fn new(max_bytes: usize) -> Self {
         Self {
@@ -243,12 +236,13 @@ impl PrefixLocations {
         });
     }
 
-    pub fn stats(&self) -> HoldingsStats {
-        let trees = [&self.remembered, &self.booked];
-        let tree_bytes: usize = trees.iter().map(|tree| tree.bytes()).sum();
-        HoldingsStats {
-            bytes: tree_bytes + self.announced.bytes(),
-            evicted_total: self.remembered.evicted_units_total(),
-        }
+    /// Estimated memory.
+    pub fn bytes(&self) -> usize {
+        self.remembered.bytes() + self.booked.bytes() + self.announced.bytes()
+    }
+
+    /// Blocks dropped for a limit since the start.
+    pub fn evicted_total(&self) -> u64 {
+        self.remembered.evicted_units_total()
     }
 }

@@ -199,10 +199,10 @@ impl CostState {
 
     /// True if workers report their queues, and the reports are old; never for decode workers.
     pub fn is_stale(&self, now_ms: f64) -> bool {
-        let newest = self.ranks.values().filter_map(|rank| rank.report);
-        let newest = newest.map(|report| report.at_ms).max_by(f64::total_cmp);
+        let reports = self.ranks.values().filter_map(|rank| rank.report);
+        let newest = || reports.map(|report| report.at_ms).max_by(f64::total_cmp);
         let limit_ms = 2.0 * self.model.params.report_interval_ms as f64;
-        self.model.role != Role::Decode && newest.is_some_and(|at_ms| now_ms - at_ms > limit_ms)
+        self.model.role != Role::Decode && newest().is_some_and(|at_ms| now_ms - at_ms > limit_ms)
     }
 
     pub fn routed(
