@@ -452,12 +452,13 @@ impl ProxyBody {
                 let started = request.record.started;
                 let rest = match request.ends_at() {
                     None => commit(&app, &mut request).await,
-                    Some(end) => {
-                        timeout_at(end, commit(&app, &mut request)).await.unwrap_or_else(|_| {
+                    Some(end) => match timeout_at(end, commit(&app, &mut request)).await {
+                        Ok(rest) => rest,
+                        Err(_) => {
                             let waited_ms = ms_since(started);
                             Err(NoResponse::Refused(RouteError::DeadlineOver { waited_ms }))
-                        })
-                    }
+                        }
+                    },
                 };
                 (request, rest)
             }),

@@ -15,7 +15,6 @@ use http::{HeaderMap, header};
 use memchr::{memchr, memrchr_iter};
 use router_core::TokenUsage;
 use serde::Deserialize;
-use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::response::usage::usage_in;
@@ -195,17 +194,14 @@ pub fn error_epilogue(err: &RouteError) -> Bytes {
 /// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
 pub fn code_of(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
-    struct Envelope<'a> {
-        #[serde(borrow)]
-        error: &'a RawValue,
+    struct Envelope {
+        error: Inner,
     }
     #[derive(Deserialize)]
     struct Inner {
         code: Option<String>,
     }
-    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
-    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
-    inner.code
+    serde_json::from_slice::<Envelope>(body).ok()?.error.code
 }
 
 /// The JSON of an SSE error event, if `piece` begins with one.

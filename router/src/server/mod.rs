@@ -167,8 +167,7 @@ impl RunningServer {
         share_descriptors(&mut config);
         let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
         let (host, port) = (config.listen.host.clone(), config.listen.port);
-        let listener = bind(&host, port, "--port").await?;
-        let addr = listener.local_addr().map_err(|err| err.to_string())?;
+        let (listener, addr) = bind(&host, port, "--port").await?;
         let metrics_listener = match config.observe.prometheus_port {
             None => None,
             Some(port) => {
@@ -206,16 +205,12 @@ impl RunningServer {
         kv_events::announce(&app.fleet);
         evict_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
-        let metrics = match metrics_listener {
-            None => None,
-            Some(listener) => {
-                let addr = listener.local_addr().map_err(|err| err.to_string())?;
-                let (open, closed) = oneshot::channel();
-                let terms = terms(&app, metrics_router(app.clone()), None);
-                tokio::spawn(accept(listener, terms, closed));
-                Some((addr, open))
-            }
-        };
+        let metrics = metrics_listener.map(|(listener, addr)| {
+            let (open, closed) = oneshot::channel();
+            let terms = terms(&app, metrics_router(app.clone()), None);
+            tokio::spawn(accept(listener, terms, closed));
+            (addr, open)
+        });
         let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
         let terms = terms(&app, router(app.clone()), tls);
@@ -320,9 +315,13 @@ fn exposure_warning(listen: &ListenFlags, addr: SocketAddr) -> Option<String> {
     }
 }
 
-async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
+async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketAddr), String> {
     let bound = TcpListener::bind((host, port)).await;
-    let bound = bound.and_then(|listener| tune_listener(&listener).map(|()| listener));
+    let bound = bound.and_then(|listener| {
+        tune_listener(&listener)?;
+        let addr = listener.local_addr()?;
+        Ok((listener, addr))
+    });
     bound.map_err(|err| match err.kind() {
         std::io::ErrorKind::AddrInUse => {
             format!(

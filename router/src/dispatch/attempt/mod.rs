@@ -368,10 +368,13 @@ impl UpstreamAttempt {
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        worker.unless_hung(self.try_open(), self.probe_after).await.unwrap_or_else(|cause| {
-            let cause = format!("no answer, and it fails its health checks: {cause}");
-            Err(AttemptError::broken(&self.guard, "hung", cause))
-        })
+        match worker.unless_hung(self.try_open(), self.probe_after).await {
+            Ok(opened) => opened,
+            Err(cause) => {
+                let cause = format!("no answer, and it fails its health checks: {cause}");
+                Err(AttemptError::broken(&self.guard, "hung", cause))
+            }
+        }
     }
 
     async fn try_open(&self) -> Result<PartialAnswer, AttemptError> {

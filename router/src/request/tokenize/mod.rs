@@ -160,10 +160,7 @@ impl PromptTokenizer {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
                 took.observe(begun.elapsed().as_secs_f64());
             }
-            Err(why) => {
-                let fallbacks = &self.metrics.tokenize_fallbacks;
-                fallbacks.with_label_values(&[why.into_str()]).inc();
-            }
+            Err(why) => self.metrics.tokenize_fallbacks.with_label_values(&[why.into_str()]).inc(),
         }
         made
     }

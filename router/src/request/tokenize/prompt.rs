@@ -74,15 +74,11 @@ enum OneOrMany {
 
 impl OneOrMany {
     fn into_texts(self, add_special_tokens: bool) -> PromptTexts {
-        let is_list = matches!(self, OneOrMany::Many(_));
-        PromptTexts {
-            texts: match self {
-                OneOrMany::One(text) => vec![text],
-                OneOrMany::Many(texts) => texts,
-            },
-            add_special_tokens,
-            is_list,
-        }
+        let (texts, is_list) = match self {
+            OneOrMany::One(text) => (vec![text], false),
+            OneOrMany::Many(texts) => (texts, true),
+        };
+        PromptTexts { texts, add_special_tokens, is_list }
     }
 }
 

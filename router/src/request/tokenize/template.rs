@@ -187,15 +187,12 @@ impl JsonWriter {
             return;
         }
         for c in quoted.chars() {
-            // DEL is ASCII to Python.
-            match c.is_ascii() {
-                true => self.out.push(c),
-                false => {
-                    let mut units = [0; 2];
-                    for unit in c.encode_utf16(&mut units) {
-                        self.out += &format!("\\u{unit:04x}");
-                    }
-                }
+            if c.is_ascii() {
+                self.out.push(c); // DEL is ASCII to Python
+                continue;
+            }
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                self.out += &format!("\\u{unit:04x}");
             }
         }
     }

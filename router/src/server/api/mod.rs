@@ -194,14 +194,8 @@ fn check_host(request: &Request) -> Result<(), RouteError> {
 
 /// Metric label of a method: a closed set.
 fn label(method: &Method) -> &'static str {
-    match *method {
-        Method::GET => "GET",
-        Method::POST => "POST",
-        Method::PUT => "PUT",
-        Method::DELETE => "DELETE",
-        Method::OPTIONS => "OPTIONS",
-        _ => "other",
-    }
+    let known = ["GET", "POST", "PUT", "DELETE", "OPTIONS"];
+    known.into_iter().find(|name| method == name).unwrap_or("other")
 }
 
 fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
@@ -222,10 +216,8 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let given = names
         .filter_map(|name| request.headers().get(name))
         .find(|value| !value.is_empty() && value.len() <= 256);
-    if let Some(given) = given {
-        return given.clone();
-    }
-    new_request_id(ApiKind::of_path(request.uri().path()).map_or("req-", ApiKind::id_prefix))
+    let api = || ApiKind::of_path(request.uri().path());
+    given.cloned().unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {

@@ -162,9 +162,7 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
 pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
-    if let Some(err) = no_worker(&app) {
-        return Err(err);
-    }
+    require_worker(&app)?;
     let head = RequestHead {
         method: Method::GET,
         uri: Uri::from_static("/v1/models"),
@@ -205,9 +203,7 @@ pub async fn about_request(
     PathText(rid): PathText,
     request: Request,
 ) -> HandlerResult {
-    if let Some(err) = no_worker(&app) {
-        return Err(err);
-    }
+    require_worker(&app)?;
     let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     let mut answers = ask_each(&app, &head, &body).await;
     answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
@@ -224,12 +220,13 @@ pub async fn about_request(
     Ok(answers.swap_remove(0).passed_on())
 }
 
-fn no_worker(app: &AppState) -> Option<RouteError> {
+/// Refuse what needs a worker when none is ready.
+fn require_worker(app: &AppState) -> Result<(), RouteError> {
     let counts = ROLES.map(|role| app.fleet.registry.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
-    let none = counts.iter().all(|count| count.1 == 0);
-    none.then_some(RouteError::NoWorker { role, known, ready: 0 })
+    let is_ready = counts.iter().any(|count| count.1 > 0);
+    is_ready.then_some(()).ok_or(RouteError::NoWorker { role, known, ready: 0 })
 }
 
 /// A client's request as workers get it: the path without what belongs to the client's connection,
