@@ -5,6 +5,8 @@
 //! as they arrive and not as announced: a client that announces a long body and sends nothing takes
 //! no memory from others. Bodies that grow past the limit together are refused one by one, and each
 //! refusal frees what the others need, so some of them always complete.
+//!
+//! Resume buffers (`response::failover`) take their bytes from a budget of their own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

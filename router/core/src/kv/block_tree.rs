@@ -106,12 +106,8 @@ impl EngineBlockTree {
     }
 
     /// Blocks known, ghosts included.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.by_hash.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.by_hash.is_empty()
     }
 
     /// Tokens of the engine's blocks; 0 before the first one.
@@ -121,10 +117,6 @@ impl EngineBlockTree {
 
     /// Estimated memory.
     pub fn bytes(&self) -> usize {
-        /// A bucket of a hash map has a control byte, and an eighth of them is empty.
-        const fn map_bytes(capacity: usize, entry: usize) -> usize {
-            capacity * (entry + 1) * 8 / 7
-        }
         map_bytes(self.by_hash.capacity(), size_of::<(EngineHash, Slot)>())
             + map_bytes(self.shared.capacity(), size_of::<(u64, u32)>())
             + self.blocks.capacity() * size_of::<Block>()
@@ -365,6 +357,11 @@ impl EngineBlockTree {
             at = parent;
         }
     }
+}
+
+/// Memory of a hash map: a bucket has a control byte, and an eighth of them is empty.
+pub(super) const fn map_bytes(capacity: usize, entry: usize) -> usize {
+    capacity * (entry + 1) * 8 / 7
 }
 
 impl BlockChange {

@@ -21,6 +21,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use serde::Serialize;
 
+use super::block_tree::map_bytes;
 use super::{BlockChange, CacheUpdate};
 use crate::types::WorkerId;
 
@@ -211,7 +212,9 @@ impl KvIndex {
 
     /// Estimated memory, the mirrors' included.
     pub fn bytes(&self) -> usize {
-        let shards = self.shards.iter().map(shard_bytes).sum::<usize>();
+        let entry = size_of::<(u64, Holders)>();
+        let shards: usize =
+            self.shards.iter().map(|shard| map_bytes(shard.capacity(), entry)).sum();
         shards + self.heap_bytes + self.mirror_bytes + self.sets.capacity() * size_of::<Set>()
     }
 
@@ -452,8 +455,4 @@ impl KvIndex {
 
 fn shard_of(hash: u64) -> usize {
     (hash >> 58) as usize
-}
-
-fn shard_bytes(shard: &Shard) -> usize {
-    shard.capacity() * (size_of::<(u64, Holders)>() + 1) * 8 / 7
 }

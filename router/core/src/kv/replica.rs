@@ -110,7 +110,7 @@ impl CacheReplica {
 
     /// Blocks of the engine that are known.
     pub fn blocks(&self) -> usize {
-        self.mirror.len()
+        self.mirror.count()
     }
 
     /// Everything cached, which stands for the batches before `next`.

@@ -295,7 +295,8 @@ impl BootstrapParams {
     fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
-        let port = worker.bootstrap_port().map_or("null".to_owned(), |port| port.to_string());
+        let port = worker.bootstrap_port();
+        let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         let list = |item: &dyn Fn(&u64) -> String| match rooms {
             [room] if !is_batch => item(room),
             _ => format!("[{}]", rooms.iter().map(item).collect::<Vec<_>>().join(",")),

@@ -36,7 +36,7 @@ impl RoomLease {
         let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
-        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
+        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.count() })?;
         Ok(Self { rooms, live: app.rooms.clone() })
     }
 }
