@@ -4,7 +4,6 @@
 //! engine's where both sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists
 //! them.
 
-use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
@@ -147,24 +146,12 @@ pub enum RouteError {
     Internal { detail: String },
 }
 
-/// axum's refusal of a path or query it cannot read.
-macro_rules! from_rejection {
-    ($($rejection:ty: $param:literal;)*) => {
-        $(impl From<$rejection> for RouteError {
-            fn from(rejection: $rejection) -> Self {
-                let problem = format!("cannot be read: {}", rejection.body_text());
-                RouteError::InvalidValue { param: $param, problem }
-            }
-        })*
-    };
-}
-
-from_rejection! {
-    PathRejection: "path";
-    QueryRejection: "query";
-}
-
 impl RouteError {
+    /// axum cannot read the path or the query.
+    pub fn unreadable(param: &'static str, why: String) -> Self {
+        RouteError::InvalidValue { param, problem: format!("cannot be read: {why}") }
+    }
+
     /// Stable code and HTTP status.
     fn code_and_status(&self) -> (&'static str, u16) {
         use RouteError::*;
@@ -272,8 +259,7 @@ impl IntoResponse for RouteError {
         let mut response =
             (status, [(header::CONTENT_TYPE, "application/json")], self.body()).into_response();
         if let Some(secs) = self.retry_after_secs() {
-            let headers = response.headers_mut();
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(secs));
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(secs));
         }
         response.extensions_mut().insert(ErrorCode(self.code()));
         response

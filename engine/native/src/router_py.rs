@@ -24,8 +24,7 @@ fn oversized_body(
     let Some(limit) = PromptLimit::of(Some(max_tokens), Some(max_chars)) else { return Ok(None) };
     let found = py.detach(|| baton_router::oversized_body(path, body, limit));
     let found = found.map_err(|err| PyValueError::new_err(err.to_string()))?;
-    let refusal = found.map(|part| part.refusal(limit));
-    Ok(refusal.map(|err| (err.code(), err.to_string(), err.param())))
+    Ok(found.map(|err| (err.code(), err.to_string(), err.param())))
 }
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {

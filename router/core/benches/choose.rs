@@ -16,8 +16,8 @@ use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_ma
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use router_core::{
-    Policy, PolicyEvent, PolicyKind, PolicyParams, PromptBlocks, RequestView, Role, SendTicket,
-    WorkerFacts, WorkerId, WorkerView, build, decide_pair,
+    Policy, PolicyEvent, PolicyInput, PolicyKind, PolicyParams, PromptBlocks, RequestView, Role,
+    SendTicket, WorkerFacts, WorkerId, WorkerView, build, decide_pair,
 };
 
 const SYSTEM_PROMPTS: u32 = 16;
@@ -128,7 +128,10 @@ impl Setting {
         };
         let (request, rng) = (self.view(text, &blocks), &mut self.rng);
         let choice = match &self.decode {
-            None => self.policy.choose(&request, &self.ready, rng)?,
+            None => {
+                let (request, ready) = (&request, &*self.ready);
+                self.policy.choose(&mut PolicyInput { request, ready, rng, explains: false })?
+            }
             Some(decode) => {
                 let ready = [&*self.ready, &self.ready];
                 decide_pair(&*self.policy, &**decode, &request, ready, None, rng, false)?[0].0

@@ -15,12 +15,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::kv::{BlockChange, CacheUpdate};
+use crate::kv::{BlockChange, CacheNews};
 use crate::pairing::fingerprint::WorkerFingerprint;
-use crate::prompt::{PromptView, SizeUnit, mix};
+use crate::prompt::{HashedPrompt, mix};
 use crate::types::{
-    PolicyEvent, QueueOrder, RequestView, Role, RoutingRequest, RunningLoad, SendTicket,
-    TokenUsage, WorkerChoice, WorkerFacts, WorkerId, WorkerView,
+    PolicyEvent, RequestView, Role, RoutingRequest, RunningLoad, SendTicket, TokenUsage,
+    WorkerChoice, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Where lines go. Called with the order held: it must not wait.
@@ -72,7 +72,7 @@ pub enum LogEntry {
         role: Role,
         worker: WorkerId,
         #[serde(flatten)]
-        news: CacheUpdateRecord,
+        news: CacheNews<ChangeRecord>,
     },
     Evict {
         role: Role,
@@ -88,14 +88,8 @@ pub struct DecisionInput {
     pub now_ms: u64,
     pub seed: u64,
     pub streams: bool,
-    pub hashes: HexHashes,
-    pub unit: SizeUnit,
-    pub block_units: usize,
-    pub units: usize,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tokens: Option<u32>,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub has_media: bool,
+    #[serde(flatten)]
+    pub prompt: HashedPrompt<HexHashes>,
     /// Disguised; only if a policy reads text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
@@ -112,7 +106,7 @@ pub struct DecisionInput {
 /// The candidates of one role.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecisionSide {
-    pub ticket: u64,
+    pub ticket: SendTicket,
     /// (id, load, host)
     pub ready: Vec<(u64, usize, u32)>,
 }
@@ -122,19 +116,18 @@ pub struct DecisionSide {
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ObservedEvent {
     FirstToken {
-        ticket: u64,
+        ticket: SendTicket,
         worker: WorkerId,
         now_ms: u64,
     },
     Usage {
-        ticket: u64,
+        ticket: SendTicket,
         worker: WorkerId,
-        prompt_tokens: u32,
-        cached_tokens: Option<u32>,
-        completion_tokens: Option<u32>,
+        #[serde(flatten)]
+        usage: TokenUsage,
     },
     Finished {
-        ticket: u64,
+        ticket: SendTicket,
         worker: WorkerId,
         is_kept: bool,
         /// True if the policy was given the prompt's hashes.
@@ -152,71 +145,35 @@ pub enum ObservedEvent {
     Added {
         worker: WorkerId,
         name: String,
-        capacity_tokens: Option<u64>,
-        order: QueueOrder,
-        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-        is_cacheless: bool,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        domain: Option<u32>,
+        #[serde(flatten)]
+        facts: WorkerFacts,
     },
     Gone {
         worker: WorkerId,
     },
 }
 
-/// [`CacheUpdate`] with what it borrowed.
+/// Changes of a [`CacheUpdate`](crate::kv::CacheUpdate).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "news", rename_all = "snake_case")]
-pub enum CacheUpdateRecord {
-    Begin,
-    Changed {
-        hashes: HexHashes,
-        /// A character each: + it holds, - it dropped.
-        signs: String,
-        page_tokens: u32,
-        bytes: usize,
-    },
-    Serve {
-        is_exact: bool,
-    },
-    Doubt,
-    Forget,
+pub struct ChangeRecord {
+    hashes: HexHashes,
+    /// A character each: + it holds, - it dropped.
+    signs: String,
 }
 
-impl CacheUpdateRecord {
-    pub(crate) fn of(news: &CacheUpdate<'_>) -> Self {
-        match *news {
-            CacheUpdate::Begin => CacheUpdateRecord::Begin,
-            CacheUpdate::Changed { changes, page_tokens, bytes } => {
-                let parts = changes.iter().map(|change| match change {
-                    BlockChange::Hold(hash) => (*hash, '+'),
-                    BlockChange::Drop(hash) => (*hash, '-'),
-                });
-                let (hashes, signs) = parts.unzip();
-                CacheUpdateRecord::Changed { hashes: HexHashes(hashes), signs, page_tokens, bytes }
-            }
-            CacheUpdate::Serve { is_exact } => CacheUpdateRecord::Serve { is_exact },
-            CacheUpdate::Doubt => CacheUpdateRecord::Doubt,
-            CacheUpdate::Forget => CacheUpdateRecord::Forget,
-        }
+impl ChangeRecord {
+    pub(crate) fn of(changes: &[BlockChange]) -> Self {
+        let parts = changes.iter().map(|change| match change {
+            BlockChange::Hold(hash) => (*hash, '+'),
+            BlockChange::Drop(hash) => (*hash, '-'),
+        });
+        let (hashes, signs) = parts.unzip();
+        Self { hashes: HexHashes(hashes), signs }
     }
 
-    /// The news again; `room` holds its changes.
-    pub fn news<'a>(&self, room: &'a mut Vec<BlockChange>) -> CacheUpdate<'a> {
-        match self {
-            CacheUpdateRecord::Begin => CacheUpdate::Begin,
-            CacheUpdateRecord::Changed { hashes, signs, page_tokens, bytes } => {
-                let parts = hashes.0.iter().zip(signs.bytes());
-                room.extend(parts.map(|(hash, sign)| match sign {
-                    b'+' => BlockChange::Hold(*hash),
-                    _ => BlockChange::Drop(*hash),
-                }));
-                CacheUpdate::Changed { changes: room, page_tokens: *page_tokens, bytes: *bytes }
-            }
-            CacheUpdateRecord::Serve { is_exact } => CacheUpdate::Serve { is_exact: *is_exact },
-            CacheUpdateRecord::Doubt => CacheUpdate::Doubt,
-            CacheUpdateRecord::Forget => CacheUpdate::Forget,
-        }
+    pub fn changes(&self) -> Vec<BlockChange> {
+        let parts = self.hashes.0.iter().zip(self.signs.bytes());
+        parts.map(|(hash, sign)| BlockChange::new(*hash, sign == b'+')).collect()
     }
 }
 
@@ -256,10 +213,10 @@ impl LogLine {
             LogEntry::Decided { asked, .. } => {
                 let ready: usize = asked.sides.iter().map(|side| side.ready.len()).sum();
                 let text = asked.text.as_ref().map_or(0, String::len);
-                8 * asked.hashes.0.len() + 24 * ready + text
+                8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
-            LogEntry::Cached { news: CacheUpdateRecord::Changed { hashes, .. }, .. } => {
-                9 * hashes.0.len()
+            LogEntry::Cached { news: CacheNews::Changed { changes, .. }, .. } => {
+                9 * changes.signs.len()
             }
             LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
         };
@@ -277,7 +234,7 @@ impl DecisionInput {
     ) -> Self {
         let RequestView { text, prompt, routing_key, now_ms } = sending.request;
         let sides = sides.iter().map(|(ready, ticket)| DecisionSide {
-            ticket: ticket.0,
+            ticket: *ticket,
             ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
         });
         Self {
@@ -285,12 +242,7 @@ impl DecisionInput {
             now_ms,
             seed: sending.seed,
             streams: sending.streams,
-            hashes: HexHashes(prompt.hashes.to_vec()),
-            unit: prompt.unit,
-            block_units: prompt.block_units,
-            units: prompt.units,
-            has_media: prompt.has_media,
-            tokens: prompt.tokens,
+            prompt: prompt.with_hashes(HexHashes(prompt.hashes.to_vec())),
             text: reads_text.then(|| disguised(text, secret)),
             key: routing_key.map(|key| match key {
                 "" => String::new(), // counts as none
@@ -298,17 +250,6 @@ impl DecisionInput {
             }),
             sides: sides.collect(),
             makes: None,
-        }
-    }
-
-    pub fn prompt(&self) -> PromptView<'_> {
-        PromptView {
-            hashes: &self.hashes.0,
-            unit: self.unit,
-            block_units: self.block_units,
-            units: self.units,
-            has_media: self.has_media,
-            tokens: self.tokens,
         }
     }
 }
@@ -327,35 +268,21 @@ impl ObservedEvent {
         Some(match *event {
             PolicyEvent::Routed { .. } => return None,
             PolicyEvent::FirstToken { ticket, worker, now_ms } => {
-                ObservedEvent::FirstToken { ticket: ticket.0, worker, now_ms }
+                ObservedEvent::FirstToken { ticket, worker, now_ms }
             }
-            PolicyEvent::Usage { ticket, worker, usage } => ObservedEvent::Usage {
-                ticket: ticket.0,
-                worker,
-                prompt_tokens: usage.prompt_tokens,
-                cached_tokens: usage.cached_tokens,
-                completion_tokens: usage.completion_tokens,
-            },
+            PolicyEvent::Usage { ticket, worker, usage } => {
+                ObservedEvent::Usage { ticket, worker, usage }
+            }
             PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
-                ObservedEvent::Finished {
-                    ticket: ticket.0,
-                    worker,
-                    is_kept,
-                    has_hashes: !hashes.is_empty(),
-                    now_ms,
-                }
+                let has_hashes = !hashes.is_empty();
+                ObservedEvent::Finished { ticket, worker, is_kept, has_hashes, now_ms }
             }
             PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
                 ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
             }
-            PolicyEvent::WorkerAdded { worker, facts } => ObservedEvent::Added {
-                worker,
-                name: name.unwrap_or_default().to_owned(),
-                capacity_tokens: facts.capacity_tokens,
-                order: facts.order,
-                is_cacheless: facts.is_cacheless,
-                domain: facts.domain,
-            },
+            PolicyEvent::WorkerAdded { worker, facts } => {
+                ObservedEvent::Added { worker, name: name.unwrap_or_default().to_owned(), facts }
+            }
             PolicyEvent::WorkerGone { worker } => ObservedEvent::Gone { worker },
         })
     }
@@ -364,37 +291,21 @@ impl ObservedEvent {
     pub fn event<'a>(&self, hashes: &'a [u64]) -> PolicyEvent<'a> {
         match *self {
             ObservedEvent::FirstToken { ticket, worker, now_ms } => {
-                PolicyEvent::FirstToken { ticket: SendTicket(ticket), worker, now_ms }
+                PolicyEvent::FirstToken { ticket, worker, now_ms }
             }
-            ObservedEvent::Usage {
-                ticket,
-                worker,
-                prompt_tokens,
-                cached_tokens,
-                completion_tokens,
-            } => PolicyEvent::Usage {
-                ticket: SendTicket(ticket),
-                worker,
-                usage: TokenUsage { prompt_tokens, cached_tokens, completion_tokens },
-            },
+            ObservedEvent::Usage { ticket, worker, usage } => {
+                PolicyEvent::Usage { ticket, worker, usage }
+            }
             ObservedEvent::Finished { ticket, worker, is_kept, has_hashes, now_ms } => {
-                PolicyEvent::Finished {
-                    ticket: SendTicket(ticket),
-                    worker,
-                    is_kept,
-                    hashes: if has_hashes { hashes } else { &[] },
-                    now_ms,
-                }
+                let hashes = if has_hashes { hashes } else { &[] };
+                PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms }
             }
             ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
                 PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
             }
-            ObservedEvent::Added {
-                worker, capacity_tokens, order, is_cacheless, domain, ..
-            } => PolicyEvent::WorkerAdded {
-                worker,
-                facts: WorkerFacts { capacity_tokens, order, is_cacheless, domain },
-            },
+            ObservedEvent::Added { worker, facts, .. } => {
+                PolicyEvent::WorkerAdded { worker, facts }
+            }
             ObservedEvent::Gone { worker } => PolicyEvent::WorkerGone { worker },
         }
     }

@@ -54,19 +54,26 @@ pub struct CostBasis {
     pub tokens_per_block: f64,
     /// Blocks of the prompt that any worker holds, candidate or not.
     pub known_blocks: usize,
-    /// rho.
-    pub utilisation: f64,
-    pub beta: f64,
-    /// Recent arrivals on the deepest known block.
-    pub heat: f64,
-    /// (1 + beta) / (1 + 0.1 heat): what a millisecond of computing again costs.
-    pub price: f64,
+    #[serde(flatten)]
+    pub price: RecomputePrice,
     pub rule: DecisionRule,
     /// Candidates equal in cost, index, load and recent work, of which chance took one.
     pub equals: usize,
     /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that
     /// [ms].
     pub hysteresis_ms: Option<f64>,
+}
+
+/// Price of a millisecond of computing again, with its factors.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RecomputePrice {
+    /// rho.
+    pub utilisation: f64,
+    pub beta: f64,
+    /// Recent arrivals on the deepest known block.
+    pub heat: f64,
+    /// (1 + beta) / (1 + 0.1 heat).
+    pub price: f64,
 }
 
 /// Which rule of `cost` took the winner.
@@ -104,7 +111,7 @@ pub enum PolicyTerms {
 
 /// `cost_ms` is the sum: backlog_ms + least prefill + price × (prefill_ms - least) + decode_ms +
 /// partner_ms.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CostTerms {
     pub cost_ms: f64,
     pub held_blocks: usize,

@@ -35,12 +35,14 @@ pub use pairing::fingerprint::{ASPECTS, WorkerFingerprint};
 pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
-    Policy, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build, decide_pair,
+    Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,
+    decide_pair,
 };
 pub use policy_set::replay::DecisionReplay;
 pub use policy_set::{PolicySet, SplitMix64};
 pub use prompt::{
-    PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace, token_blocks,
+    HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
+    token_blocks,
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::{HealthChange, HealthConfig, HealthCounter};

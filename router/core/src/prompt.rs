@@ -34,28 +34,31 @@ pub enum SizeUnit {
 }
 
 /// A prompt's hashes and size.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PromptBlocks {
-    hashes: Box<[u64]>,
-    unit: SizeUnit,
-    block_units: usize,
-    units: usize,
-    tokens: Option<u32>,
-    has_media: bool,
-}
-
-/// The same, borrowed; small and `Copy`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct PromptView<'a> {
-    pub hashes: &'a [u64],
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HashedPrompt<H> {
+    pub hashes: H,
     pub unit: SizeUnit,
     pub block_units: usize,
     /// Size of the whole prompt, the rest behind the last block included.
     pub units: usize,
     /// `None`: not known before a worker reports it; then policies estimate from `units`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<u32>,
     /// Some of its units stand for images or the like: it says nothing about the tokens in a text.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_media: bool,
+}
+
+pub type PromptBlocks = HashedPrompt<Box<[u64]>>;
+
+/// The same, borrowed; small and `Copy`.
+pub type PromptView<'a> = HashedPrompt<&'a [u64]>;
+
+impl<H> HashedPrompt<H> {
+    pub(crate) fn with_hashes<G>(&self, hashes: G) -> HashedPrompt<G> {
+        let Self { unit, block_units, units, tokens, has_media, .. } = *self;
+        HashedPrompt { hashes, unit, block_units, units, tokens, has_media }
+    }
 }
 
 impl PromptView<'_> {
@@ -109,17 +112,10 @@ impl PromptBlocks {
     }
 
     pub fn prompt(&self) -> PromptView<'_> {
-        PromptView {
-            hashes: &self.hashes,
-            unit: self.unit,
-            block_units: self.block_units,
-            units: self.units,
-            tokens: self.tokens,
-            has_media: self.has_media,
-        }
+        self.with_hashes(&self.hashes)
     }
 
-    /// See [`PromptView::has_media`].
+    /// See [`HashedPrompt::has_media`].
     pub fn with_media(self) -> Self {
         Self { has_media: true, ..self }
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr};
 
 use crate::prompt::PromptView;
 
@@ -20,16 +21,7 @@ impl fmt::Display for WorkerId {
 
 /// Part of a request that a worker computes.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Hash,
-    Serialize,
-    Deserialize,
-    strum::Display,
-    strum::IntoStaticStr,
+    Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr,
 )]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
@@ -45,11 +37,7 @@ impl Role {
 
     /// Place in [`Role::ALL`].
     pub fn index(self) -> usize {
-        match self {
-            Role::Regular => 0,
-            Role::Prefill => 1,
-            Role::Decode => 2,
-        }
+        self as usize
     }
 }
 
@@ -77,19 +65,22 @@ pub enum QueueOrder {
 }
 
 /// Facts that a worker reported about itself; the default is what one that reports nothing gets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct WorkerFacts {
     /// Tokens its KV cache holds, of one rank.
     pub capacity_tokens: Option<u64>,
     pub order: QueueOrder,
     /// The worker keeps no prefixes: prompts sent there are not found again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_cacheless: bool,
     /// Topology domain (zone, rack); workers with the same number are in one. `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<u32>,
 }
 
 /// Id of one sending of one request to one worker. Given out by the shell, never reused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct SendTicket(pub u64);
 
 /// Request as a policy sees it.
@@ -144,7 +135,7 @@ impl TtftEstimate {
 }
 
 /// Why a worker was chosen. The name is a metric label, so dashboards explain decisions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum SelectionReason {
@@ -285,7 +276,7 @@ pub struct RunningLoad {
 }
 
 /// `usage` of an answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TokenUsage {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,

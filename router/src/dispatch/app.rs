@@ -14,10 +14,9 @@ use crate::observability::metrics::RouterMetrics;
 use crate::observability::pair_traffic::PairTraffic;
 use crate::observability::request_timeline::RequestHistory;
 use crate::request::admission::AdmissionController;
-use crate::request::body_memory::BodyMemory;
+use crate::request::body_memory::MemoryBudget;
 use crate::request::body_threads::BodyThreads;
 use crate::request::tokenize::PromptTokenizer;
-use crate::response::failover;
 use crate::transport::tls_reload::WorkerTls;
 use crate::workers::fleet::WorkerFleet;
 
@@ -33,7 +32,7 @@ pub struct AppState {
     pub fleet: Arc<WorkerFleet>,
     pub metrics: Arc<RouterMetrics>,
     pub admission: AdmissionController,
-    pub body_memory: Arc<BodyMemory>,
+    pub body_memory: Arc<MemoryBudget>,
     pub body_threads: BodyThreads,
     pub retry: RetryConfig,
     pub retry_budget: Mutex<RetryBudget>,
@@ -47,7 +46,7 @@ pub struct AppState {
     /// Timelines of requests, and where records go.
     pub sinks: EntrySinks,
     /// Memory held for failovers.
-    pub failover_memory: Arc<failover::MemoryBudget>,
+    pub failover_memory: Arc<MemoryBudget>,
     /// Places for the releases that are sent now.
     pub releases: Arc<Semaphore>,
     /// KV traffic by pair, for the web page.
@@ -73,7 +72,7 @@ impl AppState {
         let body_bytes = metrics.body_bytes.clone();
         Self {
             fleet: Arc::new(fleet),
-            failover_memory: Arc::new(failover::MemoryBudget::new(config.retry.failover_max_bytes)),
+            failover_memory: MemoryBudget::new(config.retry.failover_max_bytes, None),
             releases: Arc::new(Semaphore::new(MAX_RELEASES)),
             pair_traffic: PairTraffic::default(),
             feed: Arc::new(feed),
@@ -83,7 +82,7 @@ impl AppState {
                 requests: Arc::new(RequestHistory::new(config.observe.request_history)),
                 tracer: None,
             },
-            body_memory: BodyMemory::new(config.limits.max_total_body_bytes, body_bytes),
+            body_memory: MemoryBudget::new(config.limits.max_total_body_bytes, Some(body_bytes)),
             body_threads: BodyThreads::default(),
             metrics,
             admission: AdmissionController::new(&config.limits),

@@ -91,10 +91,7 @@ pub struct ResumePoint {
 impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
-            text: match self.needs_text {
-                true => self.scan.routing_text(&self.body),
-                false => Cow::default(),
-            },
+            text: if self.needs_text { self.scan.routing_text(&self.body) } else { Cow::default() },
             blocks: self.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
@@ -150,16 +147,13 @@ impl RequestContext {
     /// again.
     pub fn add_break(&mut self, app: &AppState, worker: WorkerId, is_alone: bool) -> bool {
         let is_over = self.breaks.add(is_alone);
-        match (is_alone, is_over) {
-            (true, _) => {
-                let hash = body_hash(&self.body);
-                app.poison.lock().add_break(hash, worker, now_ms());
+        if is_alone || is_over {
+            let hash = body_hash(&self.body);
+            let mut poison = app.poison.lock();
+            match is_alone {
+                true => poison.add_break(hash, worker, now_ms()),
+                false => poison.refuse(hash, now_ms()),
             }
-            (false, true) => {
-                let hash = body_hash(&self.body);
-                app.poison.lock().refuse(hash, now_ms());
-            }
-            (false, false) => {}
         }
         is_over
     }
@@ -176,8 +170,7 @@ impl RequestContext {
             return Ok(false);
         }
         let body = self.body.clone();
-        let hashing = app.body_threads.run(body.len(), move || body_hash(&body));
-        let hash = hashing.await?;
+        let hash = app.body_threads.run(body.len(), move || body_hash(&body)).await?;
         Ok(app.poison.lock().is_refused(hash, now_ms()))
     }
 

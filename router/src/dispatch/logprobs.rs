@@ -27,25 +27,21 @@ pub async fn merged(
     prefill: &mut PrefillAttempt,
     limit: Duration,
 ) -> UpstreamResponse {
-    let limit = match opened.is_sse {
-        true => limit.min(STREAM_WAIT),
-        false => limit,
-    };
-    if prefill.words().is_none()
-        && !matches!(timeout(limit, prefill.ended()).await, Ok(Some(Ok(()))))
-    {
+    let limit = if opened.is_sse { limit.min(STREAM_WAIT) } else { limit };
+    if prefill.words.is_none() {
+        let _ = timeout(limit, prefill.ended()).await; // `words` are there if it ended well
+    }
+    let Some(words) = prefill.words.as_ref().map(|words| words.concat()) else {
         tracing::debug!("the prefill leg did not tell its input logprobs");
         return opened;
-    }
-    let Some(words) = prefill.words().map(<[Bytes]>::concat) else { return opened };
+    };
+    let pieces = &mut opened.answer.pieces;
     if !opened.is_sse {
-        if let Some(whole) = merge_whole(&words, &opened.pieces.concat()) {
-            opened.pieces = vec![whole];
+        if let Some(whole) = merge_whole(&words, &pieces.concat()) {
+            *pieces = vec![whole];
         }
-        return opened;
-    }
-    if let Some(merged) = opened.pieces.first().and_then(|run| merge_first_event(&words, run)) {
-        opened.pieces[0] = merged;
+    } else if let Some(merged) = pieces.first().and_then(|run| merge_first_event(&words, run)) {
+        pieces[0] = merged;
     }
     opened
 }
@@ -70,8 +66,7 @@ fn merge_first_event(words: &[u8], run: &[u8]) -> Option<Bytes> {
     if event.get("index").is_some() {
         return None;
     }
-    let logprobs = logprobs_of(words)?;
-    merge(&logprobs, &mut event);
+    merge(&logprobs_of(words)?, &mut event);
     let mut merged = run[..start].to_vec();
     merged.extend_from_slice(b"data: ");
     merged.extend_from_slice(event.to_string().as_bytes());

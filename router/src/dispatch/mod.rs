@@ -33,8 +33,9 @@ mod types;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
@@ -45,6 +46,7 @@ use crate::dispatch::proxy_body::ProxyBody;
 use crate::dispatch::retry::commit;
 use crate::dispatch::types::NoResponse;
 use crate::error::RouteError;
+use crate::observability::access_log::AccessLogEntry;
 use crate::response::keepalive::{sse_headers, with_keepalive};
 use crate::transport::headers::end_to_end;
 
@@ -61,16 +63,16 @@ pub async fn generate(app: Arc<AppState>, request: RequestContext) -> Response {
 async fn attempts(app: Arc<AppState>, mut request: RequestContext) -> Response {
     match request.is_poison(&app).await {
         Ok(false) => {}
-        Ok(true) => return refuse(request, RouteError::PoisonRequest),
-        Err(err) => return refuse(request, err),
+        Ok(true) => return refuse(request.record, RouteError::PoisonRequest),
+        Err(err) => return refuse(request.record, err),
     }
     app.retry_budget.lock().on_request(now_ms());
     app.fleet.registry.introductions(app.fleet.serving_roles()).await;
     match commit(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
-        Err(_) if app.is_cut() => refuse(request, RouteError::Draining),
-        Err(NoResponse::Refused(err)) => refuse(request, err),
+        Err(_) if app.is_cut() => refuse(request.record, RouteError::Draining),
+        Err(NoResponse::Refused(err)) => refuse(request.record, err),
         Err(NoResponse::Failed(failure)) => tell(request, failure),
     }
 }
@@ -81,36 +83,37 @@ fn answer(
     opened: UpstreamResponse,
     prefill: Option<PrefillAttempt>,
 ) -> Response {
-    let (status, mut headers) = (opened.status, end_to_end(&opened.headers));
+    let (status, mut headers) = (opened.answer.status, end_to_end(&opened.answer.headers));
     if opened.is_sse {
         sse_headers(&mut headers);
     }
-    let relay = ProxyBody::new(app, request, opened, prefill);
-    let mut response = Response::new(axum::body::Body::new(relay));
+    response(status, headers, Body::new(ProxyBody::new(app, request, opened, prefill)))
+}
+
+/// A response with these headers and no others.
+pub fn response(status: StatusCode, headers: HeaderMap, body: Body) -> Response {
+    let mut response = Response::new(body);
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response
 }
 
-pub fn refuse(mut request: RequestContext, err: RouteError) -> Response {
-    request.record.end(err.status(), err.code());
+pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
+    record.end(err.status(), err.code());
     err.into_response()
 }
 
 /// The last attempt failed: the worker's own words if it had any.
 fn tell(mut request: RequestContext, failure: AttemptError) -> Response {
     match failure.reply {
-        ErrorReply::Error(err) => refuse(request, err),
+        ErrorReply::Error(err) => refuse(request.record, err),
         ErrorReply::Answer { status, headers, body } => {
             request.record.end(status, failure.reason);
-            let mut response = Response::new(axum::body::Body::from(body));
-            *response.status_mut() = status;
-            *response.headers_mut() = end_to_end(&headers);
+            let mut headers = end_to_end(&headers);
             if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-                let retry_after = response.headers_mut().entry(header::RETRY_AFTER);
-                retry_after.or_insert(HeaderValue::from_static("1"));
+                headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
             }
-            response
+            response(status, headers, body.into())
         }
     }
 }

@@ -28,17 +28,17 @@ use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error};
+use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error, upstream_error};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{commit, has_tries};
-use crate::dispatch::types::{CommittedResponse, NoResponse};
+use crate::dispatch::types::{CommitResult, NoResponse};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{BrokenStream, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
-use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, epilogue};
+use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
 use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
@@ -106,12 +106,11 @@ struct Resuming {
     metrics: Arc<RouterMetrics>,
 }
 
-type Resumed = (Box<RequestContext>, Result<CommittedResponse, NoResponse>);
+type Resumed = (Box<RequestContext>, CommitResult);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
-        let labels = [self.role.into_str(), self.outcome];
-        self.metrics.failovers.with_label_values(&labels).inc();
+        self.metrics.failovers.with_label_values(&[self.role.into_str(), self.outcome]).inc();
     }
 }
 
@@ -177,16 +176,16 @@ impl ProxyBody {
         let held = request.held_bytes();
         let tells = opened.tells_tokens;
         let mut relay = Self {
-            out: VecDeque::with_capacity(opened.pieces.len().max(2)),
+            out: VecDeque::with_capacity(opened.answer.pieces.len().max(2)),
             tail: opened.is_sse.then(|| StreamTail::new(many)),
-            said: tells.then(|| ResumeBuffer::new(app.failover_memory.clone(), held)),
+            said: tells.then(|| ResumeBuffer::new(&app.failover_memory, held)),
             passed: VecDeque::new(),
             asker: match tells {
                 true => RequestState::Whole(Box::new(request)),
                 false => RequestState::rest(request),
             },
             resuming: None,
-            status: opened.status,
+            status: opened.answer.status,
             limit: app.config.request_timeout(),
             last_piece: Instant::now(),
             silence: None,
@@ -206,12 +205,12 @@ impl ProxyBody {
     fn follow(&mut self, opened: UpstreamResponse, prefill: Option<PrefillAttempt>) {
         self.last_piece = Instant::now();
         self.silence = None;
-        self.rest = opened.rest;
-        self.events = opened.events;
+        self.rest = opened.answer.rest;
+        self.events = opened.answer.events;
         self.guard = Some(opened.guard);
         self.counts = opened.counts;
         self.prefill = prefill;
-        for piece in opened.pieces {
+        for piece in opened.answer.pieces {
             if let Err(broken) = self.pass(piece) {
                 return self.theirs(broken);
             }
@@ -247,8 +246,7 @@ impl ProxyBody {
             tail.pass(event, &mut self.out);
         }
         if let (Some(lost), RequestState::Whole(_)) = (said.lost(), &self.asker) {
-            let labels = [lost.into_str()];
-            self.app.metrics.unresumable.with_label_values(&labels).inc();
+            self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
             self.asker.slim();
         }
         result
@@ -266,23 +264,21 @@ impl ProxyBody {
         {
             return self.theirs(broken);
         }
-        let ending = self.ending();
-        match ending {
+        match self.ending() {
             Some(StreamEnd::Open) => {
                 self.broke("ended the stream without finishing it".into());
+                return;
             }
-            _ => {
-                if ending == Some(StreamEnd::Finished) {
-                    self.out.push_back(Bytes::from_static(DONE)); // a client may wait for it
-                }
-                let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
-                self.finish(if has_error { "error_event" } else { "ok" });
-            }
+            // A client may wait for it.
+            Some(StreamEnd::Finished) => self.out.push_back(Bytes::from_static(DONE)),
+            Some(StreamEnd::Done) | None => {}
         }
+        let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
+        self.finish(if has_error { "error_event" } else { "ok" });
     }
 
-    /// Once, when the answer is complete.
-    fn count(&mut self) {
+    /// The answer is complete.
+    fn finish(&mut self, outcome: &'static str) {
         if std::mem::take(&mut self.counts) {
             let usage = match &self.tail {
                 Some(tail) => tail.usage(),
@@ -292,10 +288,6 @@ impl ProxyBody {
                 guard.usage(usage);
             }
         }
-    }
-
-    fn finish(&mut self, outcome: &'static str) {
-        self.count();
         self.end(outcome);
         if let Some(prefill) = self.prefill.take() {
             prefill.linger();
@@ -311,13 +303,7 @@ impl ProxyBody {
 
     /// The worker broke off.
     fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
-        let Some(guard) = &self.guard else { return None };
-        let candidate = &guard.candidate;
-        let err = RouteError::Upstream {
-            role: candidate.worker.role(),
-            worker: candidate.name.clone(),
-            cause,
-        };
+        let err = upstream_error(self.guard.as_ref()?, cause);
         self.fail(StreamFailure::Ours(err), "reset")
     }
 
@@ -387,7 +373,7 @@ impl ProxyBody {
         }
         match (words, &self.tail) {
             (StreamFailure::Ours(err), None) => return Some(TruncatedResponse(err)),
-            (StreamFailure::Ours(err), Some(_)) => self.out.extend(epilogue(StreamEnd::Open, &err)),
+            (StreamFailure::Ours(err), Some(_)) => self.out.push_back(error_epilogue(&err)),
             (StreamFailure::Theirs(broken), _) => {
                 self.out.extend([broken.words, Bytes::from_static(DONE)]);
             }
@@ -424,14 +410,10 @@ impl ProxyBody {
             resume: said.member(),
         });
         // Who was silent once would be waited for as long again.
-        let has_other = || {
-            let wanted = request.wanted();
-            app.fleet.registry.has_other(role, &wanted, &request.avoid)
-        };
+        let has_other = || app.fleet.registry.has_other(role, &request.wanted(), &request.avoid);
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
-            let labels = [role.into_str(), "refused"];
-            app.metrics.failovers.with_label_values(&labels).inc();
+            app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
         }
         may
     }
@@ -466,17 +448,16 @@ impl ProxyBody {
         let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
         self.resuming = Some(Resuming {
             asking: Box::pin(async move {
+                let started = request.record.started;
                 let rest = match request.ends_at() {
                     None => commit(&app, &mut request).await,
-                    Some(end) => {
-                        let waited_ms = request.record.started;
-                        match timeout_at(end, commit(&app, &mut request)).await {
-                            Ok(rest) => rest,
-                            Err(_) => Err(NoResponse::Refused(RouteError::DeadlineOver {
-                                waited_ms: ms_since(waited_ms),
-                            })),
+                    Some(end) => match timeout_at(end, commit(&app, &mut request)).await {
+                        Ok(rest) => rest,
+                        Err(_) => {
+                            let waited_ms = ms_since(started);
+                            Err(NoResponse::Refused(RouteError::DeadlineOver { waited_ms }))
                         }
-                    }
+                    },
                 };
                 (request, rest)
             }),
@@ -531,10 +512,7 @@ impl ProxyBody {
     fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<StreamFailure> {
         let guard = self.guard.as_ref()?;
         let can_resume = self.said.as_ref().is_some_and(ResumeBuffer::can_resume);
-        let pause = match can_resume {
-            true => self.limit.min(LOOK_UP),
-            false => self.limit,
-        };
+        let pause = if can_resume { self.limit.min(LOOK_UP) } else { self.limit };
         let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
         let timer = self.silence.get_or_insert_with(|| Box::pin(sleep_until(next)));
         while timer.as_mut().poll(cx).is_ready() {
@@ -546,19 +524,13 @@ impl ProxyBody {
             if now >= next
                 && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
-                return Some(StreamFailure::Ours(RouteError::Upstream {
-                    role: worker.role(),
-                    worker: guard.candidate.name.clone(),
-                    cause: format!("fell silent and fails its health checks: {reason}"),
-                }));
+                let cause = format!("fell silent and fails its health checks: {reason}");
+                return Some(StreamFailure::Ours(upstream_error(guard, cause)));
             }
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();
             }
-            let again = match now >= next {
-                true => now + pause,
-                false => next,
-            };
+            let again = if now >= next { now + pause } else { next };
             timer.as_mut().reset(again.min(limit));
         }
         None
@@ -590,8 +562,7 @@ impl Body for ProxyBody {
                         }
                     }
                     Poll::Pending => {
-                        let comment = ready!(resuming.keepalive.poll(cx));
-                        this.out.push_back(comment);
+                        this.out.push_back(ready!(resuming.keepalive.poll(cx)));
                     }
                 }
                 continue;

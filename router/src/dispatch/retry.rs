@@ -14,7 +14,7 @@ use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
 use crate::dispatch::types::{
-    AttemptFailure, CommittedResponse, NoResponse, ids_for, leg, observe_overhead,
+    AttemptFailure, AttemptResult, CommitResult, NoResponse, ids_for, leg,
 };
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
@@ -23,19 +23,13 @@ use crate::request::body::ManagedField;
 const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
-pub async fn commit(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, NoResponse> {
+pub async fn commit(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
     let committed = try_until_committed(app, request).await;
     request.place = None;
     committed
 }
 
-async fn try_until_committed(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, NoResponse> {
+async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
@@ -64,8 +58,7 @@ async fn try_until_committed(
             Err(AttemptFailure::Stale(failure)) => (failure, true),
         };
         request.record.timeline.failed(failure.role, failure.reason, None);
-        let labels = [failure.role.into_str(), failure.reason];
-        app.metrics.upstream_errors.with_label_values(&labels).inc();
+        request.record.upstream_error(failure.role, failure.reason);
         let mut avoid = request.avoid.clone();
         avoid.push(failure.worker);
         let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
@@ -116,11 +109,8 @@ async fn attempt_in_turn(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
-    let _turn = match request.is_paced {
-        true => Some(ResumeTurn::wait(app).await),
-        false => None,
-    };
+) -> AttemptResult {
+    let _turn = if request.is_paced { Some(ResumeTurn::wait(app).await) } else { None };
     if request.record.attempts > 0 || request.has_lost_time() {
         request.prepare_again()?;
     }
@@ -178,8 +168,7 @@ pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
     }
     let has_tries = app.retry.allows_another(request.failed);
     if !has_tries {
-        let refused = &app.metrics.retries_refused;
-        refused.with_label_values(&["attempts"]).inc();
+        app.metrics.retries_refused.with_label_values(&["attempts"]).inc();
     }
     has_tries
 }
@@ -194,16 +183,12 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
     let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.lost_worker();
     request.is_paced = may_wait && request.take_place(app);
     if !request.is_paced {
-        let refused = &app.metrics.retries_refused;
-        refused.with_label_values(&["budget"]).inc();
+        app.metrics.retries_refused.with_label_values(&["budget"]).inc();
     }
     request.is_paced
 }
 
-async fn single(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-) -> Result<CommittedResponse, AttemptFailure> {
+async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let registry = &app.fleet.registry;
     let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
     let candidate = &chosen.guard.candidate;
@@ -217,10 +202,6 @@ async fn single(
             request.body_for(&[ManagedField::Rank], ids, &fields)
         }
     };
-    observe_overhead(app, request);
-    let leg = match is_vllm {
-        true => vllm::ranked(app, request, chosen, body),
-        false => leg(app, request, chosen, body),
-    };
-    Ok((leg.open().await?, None))
+    let leg = if is_vllm { vllm::ranked } else { leg };
+    Ok((leg(app, request, chosen, body).open().await?, None))
 }

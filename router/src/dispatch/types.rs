@@ -45,6 +45,8 @@ pub enum NoResponse {
 }
 
 pub type CommittedResponse = (UpstreamResponse, Option<PrefillAttempt>);
+pub type AttemptResult = Result<CommittedResponse, AttemptFailure>;
+pub type CommitResult = Result<CommittedResponse, NoResponse>;
 
 /// The prompt's token ids as a member of the body, if this worker would have come to the same.
 pub fn ids_for<'a>(
@@ -57,11 +59,11 @@ pub fn ids_for<'a>(
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
         return None;
     }
-    let labels = [worker.role().into_str()];
-    app.metrics.ids_forwarded.with_label_values(&labels).inc();
+    app.metrics.ids_forwarded.with_label_values(&[worker.role().into_str()]).inc();
     Some(ids)
 }
 
+/// A leg that sends `body` to the chosen worker.
 pub fn leg(
     app: &AppState,
     request: &RequestContext,
@@ -73,11 +75,13 @@ pub fn leg(
         head.headers.insert(TRACEPARENT, traceparent);
     }
     let candidate = &chosen.guard.candidate;
-    let tells_tokens =
-        candidate.worker.role() != Role::Prefill && request.is_resumable(app, candidate);
+    let is_prefill = candidate.worker.role() == Role::Prefill;
+    if !is_prefill {
+        observe_overhead(app, request);
+    }
+    let tells_tokens = !is_prefill && request.is_resumable(app, candidate);
     if tells_tokens {
-        let yes = HeaderValue::from_static("1");
-        head.headers.insert(failover::HEADER, yes);
+        head.headers.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
     UpstreamAttempt {
         guard: chosen.guard,
@@ -92,8 +96,7 @@ pub fn leg(
 
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {
     if request.record.attempts == 1 {
-        let labels = [request.record.route];
-        let overhead = app.metrics.overhead.with_label_values(&labels);
+        let overhead = app.metrics.overhead.with_label_values(&[request.record.route]);
         overhead.observe(request.ready_at.elapsed().as_secs_f64());
     }
 }

@@ -68,16 +68,14 @@ impl AdmissionController {
     /// taken.
     pub fn queue_place(&self, metrics: &RouterMetrics) -> Option<QueuePlace> {
         let place = self.queue.clone().try_acquire_owned().ok()?;
-        Some(QueuePlace { _place: place, _shown: Shown::new(&metrics.queued) })
+        Some(QueuePlace { _place: place, _shown: GaugeGuard::new(&metrics.queued) })
     }
 
     /// Refuse a request that would find the queue full, before its body is read.
     pub fn check_queue(&self) -> Result<(), RouteError> {
         let Some(places) = &self.places else { return Ok(()) };
-        match places.available_permits() > 0 || self.queue.available_permits() > 0 {
-            true => Ok(()),
-            false => Err(self.queue_full()),
-        }
+        let has_room = places.available_permits() > 0 || self.queue.available_permits() > 0;
+        has_room.then_some(()).ok_or_else(|| self.queue_full())
     }
 
     fn queue_full(&self) -> RouteError {
@@ -94,7 +92,7 @@ impl AdmissionController {
             return Ok(Some(place));
         }
         let _in_queue = self.queue.try_acquire().map_err(|_| self.queue_full())?;
-        let _shown = Shown::new(&metrics.queued);
+        let _shown = GaugeGuard::new(&metrics.queued);
         let since = Instant::now();
         let place = timeout(self.queue_timeout, places.clone().acquire_owned()).await;
         metrics.queue.observe(since.elapsed().as_secs_f64());
@@ -121,20 +119,20 @@ fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
 /// A place of --queue-size; free when dropped.
 pub struct QueuePlace {
     _place: OwnedSemaphorePermit,
-    _shown: Shown,
+    _shown: GaugeGuard,
 }
 
-/// Counts a waiting request in the gauge while it waits.
-struct Shown(prometheus::Gauge);
+/// Counts in a gauge while it lives.
+pub struct GaugeGuard(prometheus::Gauge);
 
-impl Shown {
-    fn new(gauge: &prometheus::Gauge) -> Self {
+impl GaugeGuard {
+    pub fn new(gauge: &prometheus::Gauge) -> Self {
         gauge.inc();
         Self(gauge.clone())
     }
 }
 
-impl Drop for Shown {
+impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
     }

@@ -5,6 +5,8 @@
 //! as they arrive and not as announced: a client that announces a long body and sends nothing takes
 //! no memory from others. Bodies that grow past the limit together are refused one by one, and each
 //! refusal frees what the others need, so some of them always complete.
+//!
+//! Resume buffers (`response::failover`) take their bytes from a budget of their own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,15 +16,18 @@ use prometheus::Gauge;
 
 use crate::error::RouteError;
 
-pub struct BodyMemory {
+/// Memory of one kind, shared by all requests.
+#[derive(Debug)]
+pub struct MemoryBudget {
     held: AtomicUsize,
     limit: usize,
-    shown: Gauge,
+    /// Shows what is held.
+    gauge: Option<Gauge>,
 }
 
-impl BodyMemory {
-    pub fn new(limit: usize, shown: Gauge) -> Arc<Self> {
-        Arc::new(Self { held: AtomicUsize::new(0), limit, shown })
+impl MemoryBudget {
+    pub fn new(limit: usize, gauge: Option<Gauge>) -> Arc<Self> {
+        Arc::new(Self { held: AtomicUsize::new(0), limit, gauge })
     }
 
     /// True if a body of this length could be held now.
@@ -35,27 +40,34 @@ impl BodyMemory {
     }
 
     /// A share without bytes yet.
-    pub fn share(self: &Arc<Self>) -> BodyShare {
-        BodyShare { memory: self.clone(), bytes: 0 }
+    pub fn share(self: &Arc<Self>) -> MemoryShare {
+        MemoryShare { memory: self.clone(), bytes: 0 }
     }
 }
 
-/// Memory of one body; given back when dropped.
-pub struct BodyShare {
-    memory: Arc<BodyMemory>,
+/// Memory of one request; given back when dropped.
+#[derive(Debug)]
+pub struct MemoryShare {
+    memory: Arc<MemoryBudget>,
     bytes: usize,
 }
 
-impl BodyShare {
+impl MemoryShare {
     pub fn grow(&mut self, bytes: usize) -> Result<(), RouteError> {
         let (memory, limit_bytes) = (&self.memory, self.memory.limit);
         let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         let order = Ordering::Relaxed;
         let taken = memory.held.fetch_update(order, order, fits);
         taken.map_err(|held_bytes| RouteError::BodyMemoryFull { held_bytes, limit_bytes })?;
-        memory.shown.add(bytes as f64);
+        memory.gauge.iter().for_each(|gauge| gauge.add(bytes as f64));
         self.bytes += bytes;
         Ok(())
+    }
+
+    pub fn free(&mut self) {
+        let bytes = std::mem::take(&mut self.bytes);
+        self.memory.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.memory.gauge.iter().for_each(|gauge| gauge.sub(bytes as f64));
     }
 
     /// The body, which keeps this share as long as any slice of it lives.
@@ -64,16 +76,15 @@ impl BodyShare {
     }
 }
 
-impl Drop for BodyShare {
+impl Drop for MemoryShare {
     fn drop(&mut self) {
-        self.memory.held.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.memory.shown.sub(self.bytes as f64);
+        self.free();
     }
 }
 
 struct HeldBody {
     body: Bytes,
-    _share: BodyShare,
+    _share: MemoryShare,
 }
 
 impl AsRef<[u8]> for HeldBody {
@@ -90,7 +101,7 @@ mod tests {
     #[test]
     fn share_is_given_back_with_the_last_slice_of_its_body() {
         let gauge = Gauge::new("g", "g").unwrap();
-        let memory = BodyMemory::new(10, gauge.clone());
+        let memory = MemoryBudget::new(10, Some(gauge.clone()));
         let mut share = memory.share();
         share.grow(6).unwrap();
         assert_eq!((memory.check(4), gauge.get()), (Ok(()), 6.0));

@@ -50,65 +50,30 @@ impl PromptLimit {
         Self { tokens: self.tokens.min(other.tokens), chars: self.chars.min(other.chars) }
     }
 
-    /// Most JSON of a conversation. Templates may drop text, so its characters are not compared
-    /// with `chars`, which would fill the context several times over [bytes].
-    fn message_bytes(self) -> u64 {
-        self.chars.saturating_mul(JSON_BYTES_PER_CHAR)
-    }
-
     fn rest_bytes(self) -> u64 {
-        let ids = self.tokens.get().saturating_mul(REST_BYTES_PER_TOKEN);
-        ids.saturating_add(REST_BYTES)
+        self.tokens.get().saturating_mul(REST_BYTES_PER_TOKEN).saturating_add(REST_BYTES)
     }
 }
 
-/// Part of a body that exceeds the limit.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum OversizedBody {
-    Prompt {
-        /// Member of the body that holds it.
-        param: &'static str,
-        /// Size in words, to be read after "the prompt".
-        size: String,
-    },
-    /// All members beside the prompt.
-    Rest { bytes: u64, limit_bytes: u64 },
-}
-
-impl OversizedBody {
-    /// The first part of `body` that exceeds `limit`. Cost: one pass over the prompt's JSON where
-    /// that is longer than the limit; else nothing.
-    pub fn find(scan: &BodyIndex, body: &[u8], api: ApiKind, limit: PromptLimit) -> Option<Self> {
-        let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
-        let size = match api {
-            ApiKind::Chat => size_of_messages(prompt, limit),
-            _ => None,
-        };
-        let size = size.or_else(|| match ids {
-            Some(ids) => size_of_ids(ids, limit),
-            None if api != ApiKind::Chat => size_of_text(prompt, limit),
-            None => None,
-        });
-        if let Some(size) = size {
-            let param = scan.prompt_param;
-            return Some(Self::Prompt { param, size });
-        }
-        let beside = ids.filter(|ids| ids.as_ptr() != prompt.as_ptr());
-        let prompt_bytes = prompt.len() + beside.map_or(0, <[u8]>::len);
-        let bytes = body.len().saturating_sub(prompt_bytes) as u64;
-        let limit_bytes = limit.rest_bytes();
-        (bytes > limit_bytes).then_some(Self::Rest { bytes, limit_bytes })
+/// Refusal of a `body` whose prompt, or whose members beside it, exceed `limit`. Cost: one pass over
+/// the prompt's JSON where that is longer than the limit; else nothing.
+pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<RouteError> {
+    let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
+    let is_chat = scan.api == ApiKind::Chat;
+    let size = is_chat.then(|| size_of_messages(prompt, limit)).flatten().or_else(|| match ids {
+        Some(ids) => size_of_ids(ids, limit),
+        None if is_chat => None,
+        None => size_of_text(prompt, limit),
+    });
+    if let Some(size) = size {
+        let (param, limit_tokens) = (scan.prompt_param, limit.tokens.get());
+        return Some(RouteError::PromptTooLong { param, size, limit_tokens });
     }
-
-    /// The answer to such a request.
-    pub fn refusal(self, limit: PromptLimit) -> RouteError {
-        match self {
-            Self::Prompt { param, size } => {
-                RouteError::PromptTooLong { param, size, limit_tokens: limit.tokens.get() }
-            }
-            Self::Rest { bytes, limit_bytes } => RouteError::RestTooLarge { bytes, limit_bytes },
-        }
-    }
+    let beside = ids.filter(|ids| ids.as_ptr() != prompt.as_ptr());
+    let prompt_bytes = prompt.len() + beside.map_or(0, <[u8]>::len);
+    let bytes = body.len().saturating_sub(prompt_bytes) as u64;
+    let limit_bytes = limit.rest_bytes();
+    (bytes > limit_bytes).then_some(RouteError::RestTooLarge { bytes, limit_bytes })
 }
 
 /// The same for a body that was not scanned yet. Errors say why it is no JSON object.
@@ -116,18 +81,19 @@ pub fn oversized_body(
     path: &str,
     body: &[u8],
     limit: PromptLimit,
-) -> Result<Option<OversizedBody>, RouteError> {
-    let apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate];
-    let Some(api) = apis.into_iter().find(|api| api.path() == path) else { return Ok(None) };
+) -> Result<Option<RouteError>, RouteError> {
+    let Some(api) = ApiKind::of_path(path) else { return Ok(None) };
     match BodyIndex::of(body, api) {
-        Ok(scan) => Ok(OversizedBody::find(&scan, body, api, limit)),
+        Ok(scan) => Ok(oversized(&scan, body, limit)),
         Err(err @ RouteError::InvalidJson { .. }) => Err(err),
         Err(_) => Ok(None), // a value that the engine refuses in its own words
     }
 }
 
+/// Size of a conversation's JSON. Templates may drop text, so its characters are not compared with
+/// `limit.chars`, which would fill the context several times over.
 fn size_of_messages(json: &[u8], limit: PromptLimit) -> Option<String> {
-    let (bytes, most) = (json.len() as u64, limit.message_bytes());
+    let (bytes, most) = (json.len() as u64, limit.chars.saturating_mul(JSON_BYTES_PER_CHAR));
     (bytes > most).then(|| format!("has {bytes} bytes of messages, at most {most} are accepted"))
 }
 
@@ -141,8 +107,7 @@ fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
         true => {
             let texts: Vec<&RawValue> = serde_json::from_slice(json).ok()?;
             let texts = texts.iter().map(|text| text.get().as_bytes());
-            let long = texts.filter(|text| text.len() as u64 > limit.chars);
-            long.filter_map(chars_of).max()
+            texts.filter(|text| text.len() as u64 > limit.chars).filter_map(chars_of).max()
         }
     };
     let chars = chars.filter(|chars| *chars > limit.chars)?;
@@ -209,9 +174,12 @@ mod tests {
 
     fn find(api: ApiKind, body: &str) -> Option<(&'static str, String)> {
         let found = oversized_body(api.path(), body.as_bytes(), LIMIT).unwrap();
-        found.map(|part| match part {
-            OversizedBody::Prompt { param, size } => (param, size),
-            OversizedBody::Rest { bytes, limit_bytes } => ("", format!("{bytes} of {limit_bytes}")),
+        found.map(|refusal| match refusal {
+            RouteError::PromptTooLong { param, size, .. } => (param, size),
+            RouteError::RestTooLarge { bytes, limit_bytes } => {
+                ("", format!("{bytes} of {limit_bytes}"))
+            }
+            other => panic!("{other}"),
         })
     }
 

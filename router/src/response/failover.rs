@@ -19,13 +19,13 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use http::HeaderName;
 use router_core::RetryClass;
 use serde::Deserialize;
 
+use crate::request::body_memory::{MemoryBudget, MemoryShare};
 use crate::response::sse::{MAX_EVENT, code_of, error_event, event_len};
 
 /// Asks a worker for the comments.
@@ -49,48 +49,6 @@ pub enum NotResumable {
     Memory,
     /// Not the comments that were asked for.
     Malformed,
-}
-
-/// Memory used by the resume buffers of all streams.
-#[derive(Debug)]
-pub struct MemoryBudget {
-    used: AtomicUsize,
-    limit: usize,
-}
-
-impl MemoryBudget {
-    pub fn new(limit: usize) -> Self {
-        Self { used: AtomicUsize::new(0), limit }
-    }
-}
-
-/// Share of one stream; free when dropped.
-#[derive(Debug)]
-struct MemoryReservation {
-    memory: Arc<MemoryBudget>,
-    bytes: usize,
-}
-
-impl MemoryReservation {
-    fn grow(&mut self, bytes: usize) -> Result<(), NotResumable> {
-        let used = self.memory.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.bytes += bytes;
-        match used <= self.memory.limit {
-            true => Ok(()),
-            false => Err(NotResumable::Memory),
-        }
-    }
-
-    fn free(&mut self) {
-        let bytes = std::mem::take(&mut self.bytes);
-        self.memory.used.fetch_sub(bytes, Ordering::Relaxed);
-    }
-}
-
-impl Drop for MemoryReservation {
-    fn drop(&mut self) {
-        self.free();
-    }
 }
 
 #[derive(Deserialize)]
@@ -122,13 +80,14 @@ pub struct ResumeBuffer {
     /// Whole events whose tokens are not known yet.
     waiting: Vec<Bytes>,
     waiting_len: usize,
-    share: MemoryReservation,
+    share: MemoryShare,
     lost: Option<NotResumable>,
 }
 
 impl ResumeBuffer {
-    /// `held`: bytes of the request that are kept to ask again.
-    pub fn new(memory: Arc<MemoryBudget>, held: usize) -> Self {
+    /// `memory`: of the resume buffers of all streams; `held`: bytes of the request that are kept
+    /// to ask again.
+    pub fn new(memory: &Arc<MemoryBudget>, held: usize) -> Self {
         let mut said = Self {
             ids: Vec::new(),
             passed: 0,
@@ -137,11 +96,11 @@ impl ResumeBuffer {
             created: None,
             waiting: Vec::new(),
             waiting_len: 0,
-            share: MemoryReservation { memory, bytes: 0 },
+            share: memory.share(),
             lost: None,
         };
-        if let Err(lost) = said.share.grow(held) {
-            said.lose(lost);
+        if said.share.grow(held).is_err() {
+            said.lose(NotResumable::Memory);
         }
         said
     }
@@ -251,7 +210,8 @@ impl ResumeBuffer {
                 return Err(NotResumable::TooLong);
             }
             let more = self.ids.len().max(64);
-            self.share.grow(more * size_of::<u32>())?;
+            let grown = self.share.grow(more * size_of::<u32>());
+            grown.map_err(|_| NotResumable::Memory)?;
             self.ids.reserve_exact(more);
         }
         self.ids.push(id);
@@ -330,7 +290,7 @@ mod tests {
         data: {\"c\":1}\n\ndata: {\"usage\":1}\n\ndata: [DONE]\n\n";
 
     fn said() -> ResumeBuffer {
-        ResumeBuffer::new(Arc::new(MemoryBudget::new(1 << 20)), 100)
+        ResumeBuffer::new(&MemoryBudget::new(1 << 20, None), 100)
     }
 
     /// `text`: the next piece of a worker's stream.
@@ -438,16 +398,16 @@ mod tests {
 
     #[test]
     fn memory_is_bounded_over_all_streams_and_given_back() {
-        let memory = Arc::new(MemoryBudget::new(1000));
-        let first = ResumeBuffer::new(memory.clone(), 600);
-        assert_eq!(ResumeBuffer::new(memory.clone(), 600).lost(), Some(NotResumable::Memory));
-        let mut second = ResumeBuffer::new(memory.clone(), 300);
+        let memory = MemoryBudget::new(1000, None);
+        let first = ResumeBuffer::new(&memory, 600);
+        assert_eq!(ResumeBuffer::new(&memory, 600).lost(), Some(NotResumable::Memory));
+        let mut second = ResumeBuffer::new(&memory, 300);
         let comment = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
         assert_eq!(pass(&mut second, comment).unwrap(), "data: {}\n\n");
         assert_eq!(second.lost(), Some(NotResumable::Memory));
         drop((first, second));
-        assert_eq!(memory.used.load(Ordering::Relaxed), 0);
-        let mut alone = ResumeBuffer::new(memory, 300);
+        assert_eq!(memory.check(1000), Ok(()));
+        let mut alone = ResumeBuffer::new(&memory, 300);
         pass(&mut alone, comment).unwrap();
         assert!(alone.can_resume());
     }

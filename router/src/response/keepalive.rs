@@ -64,8 +64,7 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
 
 /// Headers of every stream: proxies must not keep or hold it back.
 pub fn sse_headers(headers: &mut http::HeaderMap) {
-    let kind = HeaderValue::from_static("text/event-stream");
-    headers.entry(header::CONTENT_TYPE).or_insert(kind);
+    headers.entry(header::CONTENT_TYPE).or_insert(HeaderValue::from_static("text/event-stream"));
     let no = HeaderValue::from_static("no");
     headers.insert("x-accel-buffering", no);
     let cache = headers.entry(header::CACHE_CONTROL);

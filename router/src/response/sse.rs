@@ -15,7 +15,6 @@ use http::{HeaderMap, header};
 use memchr::{memchr, memrchr_iter};
 use router_core::TokenUsage;
 use serde::Deserialize;
-use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::response::usage::usage_in;
@@ -58,10 +57,7 @@ impl EventSplitter {
     /// The worker ended the stream properly: its last event, if only the blank line behind it is
     /// missing.
     pub fn finish(&mut self) -> Option<Bytes> {
-        match self.part.ends_with(b"\n") {
-            true => self.push(Bytes::from_static(b"\n")),
-            false => None,
-        }
+        if self.part.ends_with(b"\n") { self.push(Bytes::from_static(b"\n")) } else { None }
     }
 }
 
@@ -190,34 +186,22 @@ fn has_finish_reason(tail: &[u8]) -> bool {
     false
 }
 
-/// End of a stream that broke: nothing, the missing `[DONE]`, or the error and `[DONE]`.
-pub fn epilogue(ending: StreamEnd, err: &RouteError) -> Option<Bytes> {
-    match ending {
-        StreamEnd::Done => None,
-        StreamEnd::Finished => Some(Bytes::from_static(b"\ndata: [DONE]\n\n")),
-        StreamEnd::Open => {
-            let mut event = Vec::from(b"\ndata: ");
-            event.extend_from_slice(&err.body());
-            event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
-            Some(Bytes::from(event))
-        }
-    }
+/// End of a stream that broke: the error and `[DONE]`.
+pub fn error_epilogue(err: &RouteError) -> Bytes {
+    Bytes::from([b"\ndata: ", &err.body()[..], b"\n\ndata: [DONE]\n\n"].concat())
 }
 
 /// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
 pub fn code_of(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
-    struct Envelope<'a> {
-        #[serde(borrow)]
-        error: &'a RawValue,
+    struct Envelope {
+        error: Inner,
     }
     #[derive(Deserialize)]
     struct Inner {
         code: Option<String>,
     }
-    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
-    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
-    inner.code
+    serde_json::from_slice::<Envelope>(body).ok()?.error.code
 }
 
 /// The JSON of an SSE error event, if `piece` begins with one.
@@ -361,10 +345,8 @@ mod tests {
     }
 
     #[test]
-    fn epilogue_adds_what_is_missing() {
-        let err = RouteError::Draining;
-        assert_eq!(epilogue(StreamEnd::Done, &err), None);
-        let added = epilogue(StreamEnd::Open, &err).unwrap();
+    fn epilogue_is_one_error_event_and_the_end() {
+        let added = error_epilogue(&RouteError::Draining);
         let added = std::str::from_utf8(&added).unwrap();
         assert_eq!(added.matches("data: {\"error\"").count(), 1);
         assert!(added.ends_with("\n\ndata: [DONE]\n\n"));

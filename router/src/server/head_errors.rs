@@ -76,8 +76,7 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID.as_str()) {
             return None;
         }
-        let labels = ["unmatched", "other", "4xx", err.code()];
-        self.metrics.requests.with_label_values(&labels).inc();
+        self.metrics.requests.with_label_values(&["unmatched", "other", "4xx", err.code()]).inc();
         let (body, id) = (err.body(), new_request_id("req-"));
         let id = id.to_str().unwrap_or_default();
         let headers = format!(

@@ -39,6 +39,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::clock::now_ms;
 use crate::config::LimitFlags;
 use crate::observability::metrics::RouterMetrics;
+use crate::request::admission::GaugeGuard;
 use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
 use crate::server::header_timeout::HeaderReadTimeout;
 use crate::transport::socket::tune_client;
@@ -82,8 +83,7 @@ pub struct ConnectionConfig {
 impl ConnectionConfig {
     fn cut(&self, reason: &str) {
         tracing::debug!(reason, "a client took too long");
-        let cuts = &self.metrics.client_cuts;
-        cuts.with_label_values(&[reason]).inc();
+        self.metrics.client_cuts.with_label_values(&[reason]).inc();
     }
 }
 
@@ -120,7 +120,7 @@ pub async fn accept(
             continue;
         }
         let (terms, closing, watcher) = (terms.clone(), closing.clone(), connections.watcher());
-        let held = (GaugeGuard::new(&terms.metrics), place);
+        let held = (GaugeGuard::new(&terms.metrics.connections), place);
         tokio::spawn(async move {
             let _held = held;
             run(stream, terms, closing, watcher).await;
@@ -167,22 +167,6 @@ impl ThrottledWarning {
     }
 }
 
-/// Counts an open connection while it lives.
-struct GaugeGuard(Arc<RouterMetrics>);
-
-impl GaugeGuard {
-    fn new(metrics: &Arc<RouterMetrics>) -> Self {
-        metrics.connections.inc();
-        Self(metrics.clone())
-    }
-}
-
-impl Drop for GaugeGuard {
-    fn drop(&mut self) {
-        self.0.connections.dec();
-    }
-}
-
 /// `closing` fails when the router stops.
 async fn run(
     stream: TcpStream,
@@ -224,8 +208,7 @@ async fn run(
 /// silence.
 async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool> {
     let mut first = [0; PREFACE.len()];
-    let idle = terms.limits.idle_timeout();
-    let mut len = timeout(idle, stream.peek(&mut first)).await.ok()?.ok()?;
+    let mut len = timeout(terms.limits.idle_timeout(), stream.peek(&mut first)).await.ok()?.ok()?;
     let until = Instant::now() + terms.limits.header_read_timeout();
     let mut pause = FIRST_LOOK;
     // A peek with some bytes there returns at once, so it cannot wait for more of them.
@@ -284,10 +267,7 @@ async fn serve_h2<S>(
     let routes = TowerToHyperService::new(terms.routes.clone());
     let service = service_fn(|request: Request<Incoming>| {
         let (stream, answering) = (streams.open(), routes.call(request));
-        async move {
-            let response = answering.await?;
-            Ok::<_, Infallible>(response.map(|body| stream.watch(body)))
-        }
+        async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }
     });
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
@@ -407,13 +387,11 @@ impl http_body::Body for Watched {
     }
 
     fn is_end_stream(&self) -> bool {
-        let body = self.0.body.lock();
-        body.as_ref().is_some_and(http_body::Body::is_end_stream)
+        self.0.body.lock().as_ref().is_some_and(http_body::Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        let body = self.0.body.lock();
-        body.as_ref().map(http_body::Body::size_hint).unwrap_or_default()
+        self.0.body.lock().as_ref().map(http_body::Body::size_hint).unwrap_or_default()
     }
 }
 

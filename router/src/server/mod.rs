@@ -85,8 +85,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         return print(&metrics_markdown(), 0);
     }
     if let Err(text) = init_logs(&config) {
-        eprintln!("baton-router: {text}");
-        return 2;
+        return fail(&text, 2);
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -94,10 +93,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         .build()
     {
         Ok(runtime) => runtime,
-        Err(err) => {
-            eprintln!("baton-router: cannot start threads: {err}");
-            return 1;
-        }
+        Err(err) => return fail(&format!("cannot start threads: {err}"), 1),
     };
     let code = runtime.block_on(until_signal(config));
     runtime.shutdown_timeout(Duration::from_millis(100));
@@ -107,6 +103,12 @@ pub fn run(argv: Vec<String>) -> i32 {
 /// Text for standard output; a reader that closed the pipe is not an error.
 fn print(text: &str, code: i32) -> i32 {
     let _ = writeln!(std::io::stdout(), "{}", text.trim_end());
+    code
+}
+
+/// Text for standard error.
+fn fail(text: &str, code: i32) -> i32 {
+    eprintln!("baton-router: {text}");
     code
 }
 
@@ -128,15 +130,11 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 async fn until_signal(config: RouterConfig) -> i32 {
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     let (Ok(mut term), Ok(mut int)) = signals else {
-        eprintln!("baton-router: cannot listen for signals");
-        return 1;
+        return fail("cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => {
-            eprintln!("baton-router: {text}");
-            return 2;
-        }
+        Err(text) => return fail(&text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}
@@ -170,8 +168,7 @@ impl RunningServer {
         share_descriptors(&mut config);
         let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
         let (host, port) = (config.listen.host.clone(), config.listen.port);
-        let listener = bind(&host, port, "--port").await?;
-        let addr = listener.local_addr().map_err(|err| err.to_string())?;
+        let (listener, addr) = bind(&host, port, "--port").await?;
         let metrics_listener = match config.observe.prometheus_port {
             None => None,
             Some(port) => {
@@ -191,8 +188,7 @@ impl RunningServer {
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
             let service = TraceService { name: "baton-router".to_owned(), attributes: Vec::new() };
-            let counts = metrics.trace_spans.clone();
-            Arc::new(SpanExporter::start(endpoint, service, counts))
+            Arc::new(SpanExporter::start(endpoint, service, metrics.trace_spans.clone()))
         });
         let mut app = AppState::new(config, metrics, deciders, to_workers, cut_seen);
         app.sinks.tracer = tracer;
@@ -210,16 +206,12 @@ impl RunningServer {
         kv_events::announce(&app.fleet);
         evict_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
-        let metrics = match metrics_listener {
-            None => None,
-            Some(listener) => {
-                let addr = listener.local_addr().map_err(|err| err.to_string())?;
-                let (open, closed) = oneshot::channel();
-                let terms = terms(&app, metrics_router(app.clone()), None);
-                tokio::spawn(accept(listener, terms, closed));
-                Some((addr, open))
-            }
-        };
+        let metrics = metrics_listener.map(|(listener, addr)| {
+            let (open, closed) = oneshot::channel();
+            let terms = terms(&app, metrics_router(app.clone()), None);
+            tokio::spawn(accept(listener, terms, closed));
+            (addr, open)
+        });
         let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
         let terms = terms(&app, router(app.clone()), tls);
@@ -298,8 +290,7 @@ pub fn deciders(
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;
-    let secret = rand::rng().next_u64();
-    let deciders = deciders.with_journal(Box::new(queue), secret);
+    let deciders = deciders.with_journal(Box::new(queue), rand::rng().next_u64());
     Ok((deciders, Some(writer)))
 }
 
@@ -325,9 +316,13 @@ fn exposure_warning(listen: &ListenFlags, addr: SocketAddr) -> Option<String> {
     }
 }
 
-async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
+async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketAddr), String> {
     let bound = TcpListener::bind((host, port)).await;
-    let bound = bound.and_then(|listener| tune_listener(&listener).map(|()| listener));
+    let bound = bound.and_then(|listener| {
+        tune_listener(&listener)?;
+        let addr = listener.local_addr()?;
+        Ok((listener, addr))
+    });
     bound.map_err(|err| match err.kind() {
         std::io::ErrorKind::AddrInUse => {
             format!(

@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use rand::RngCore;
 
-use router_core::policy::Policy;
+use router_core::policy::{Policy, PolicyInput};
 use router_core::prompt::PromptBlocks;
 use router_core::types::{
     PolicyEvent, QueueOrder, RequestView, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView,
@@ -235,7 +235,8 @@ impl Fleet<'_> {
             .zip(&self.loads)
             .map(|(id, &load)| WorkerView { id, load, host })
             .collect();
-        let Some(choice) = self.policy.choose(&view, &ready, rng) else { return };
+        let mut input = PolicyInput { request: &view, ready: &ready, rng, explains: false };
+        let Some(choice) = self.policy.choose(&mut input) else { return };
         self.policy.observe(&PolicyEvent::Routed {
             ticket: SendTicket(request as u64),
             worker: choice.worker,

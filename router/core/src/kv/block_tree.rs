@@ -80,7 +80,7 @@ struct Other {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct EngineBlockTree {
     /// Tokens of a router block.
     block_tokens: usize,
@@ -102,26 +102,12 @@ pub struct EngineBlockTree {
 
 impl EngineBlockTree {
     pub fn new(block_tokens: usize) -> Self {
-        Self {
-            block_tokens: block_tokens.max(1),
-            is_partial: false,
-            by_hash: HashMap::new(),
-            blocks: Vec::new(),
-            free: Vec::new(),
-            shared: HashMap::new(),
-            touched: Vec::new(),
-            rest_bytes: 0,
-            page_tokens: 0,
-        }
+        Self { block_tokens: block_tokens.max(1), ..Self::default() }
     }
 
     /// Blocks known, ghosts included.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.by_hash.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.by_hash.is_empty()
     }
 
     /// Tokens of the engine's blocks; 0 before the first one.
@@ -131,10 +117,6 @@ impl EngineBlockTree {
 
     /// Estimated memory.
     pub fn bytes(&self) -> usize {
-        /// A bucket of a hash map has a control byte, and an eighth of them is empty.
-        const fn map_bytes(capacity: usize, entry: usize) -> usize {
-            capacity * (entry + 1) * 8 / 7
-        }
         map_bytes(self.by_hash.capacity(), size_of::<(EngineHash, Slot)>())
             + map_bytes(self.shared.capacity(), size_of::<(u64, u32)>())
             + self.blocks.capacity() * size_of::<Block>()
@@ -377,12 +359,14 @@ impl EngineBlockTree {
     }
 }
 
+/// Memory of a hash map: a bucket has a control byte, and an eighth of them is empty.
+pub(super) const fn map_bytes(capacity: usize, entry: usize) -> usize {
+    capacity * (entry + 1) * 8 / 7
+}
+
 impl BlockChange {
-    fn new(hash: u64, is_held: bool) -> Self {
-        match is_held {
-            true => BlockChange::Hold(hash),
-            false => BlockChange::Drop(hash),
-        }
+    pub(crate) fn new(hash: u64, is_held: bool) -> Self {
+        if is_held { BlockChange::Hold(hash) } else { BlockChange::Drop(hash) }
     }
 }
 

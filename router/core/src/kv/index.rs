@@ -16,11 +16,12 @@
 //! part of it at once. Memory, with what the mirrors behind the sets report, is bounded by
 //! `max_bytes`: news that do not fit are refused.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, hash_map::Entry};
 use std::hash::{BuildHasherDefault, Hasher};
 
 use serde::Serialize;
 
+use super::block_tree::map_bytes;
 use super::{BlockChange, CacheUpdate};
 use crate::types::WorkerId;
 
@@ -59,13 +60,7 @@ enum Holders {
 
 impl Holders {
     fn has(&self, set: u32) -> bool {
-        match self {
-            Holders::One(only) => *only == set,
-            Holders::Many(words) => {
-                let word = words.get(set as usize / WORD);
-                word.is_some_and(|word| word >> (set as usize % WORD) & 1 == 1)
-            }
-        }
+        self.word(set as usize / WORD) >> (set as usize % WORD) & 1 == 1
     }
 
     fn heap_bytes(&self) -> usize {
@@ -80,13 +75,10 @@ impl Holders {
         if self.has(set) {
             return false;
         }
-        let mut words = match std::mem::replace(self, Holders::One(set)) {
-            Holders::One(first) => bits(&[first, set]),
-            Holders::Many(words) => words.into_vec(),
+        let words = match std::mem::replace(self, Holders::One(set)) {
+            Holders::One(first) => with_bit(with_bit(Vec::new(), first.max(set)), first.min(set)),
+            Holders::Many(words) => with_bit(words.into_vec(), set),
         };
-        let len = words.len().max(set as usize / WORD + 1);
-        words.resize(len, 0);
-        words[set as usize / WORD] |= 1 << (set as usize % WORD);
         *self = Holders::Many(words.into());
         true
     }
@@ -104,11 +96,6 @@ impl Holders {
         }
     }
 
-    fn has_all(&self, active: &[u64]) -> bool {
-        let mut words = active.iter().enumerate();
-        words.all(|(at, word)| word & !self.word(at) == 0)
-    }
-
     fn word(&self, at: usize) -> u64 {
         match self {
             Holders::One(only) if *only as usize / WORD == at => 1 << (*only as usize % WORD),
@@ -118,12 +105,10 @@ impl Holders {
     }
 }
 
-fn bits(sets: &[u32]) -> Vec<u64> {
-    let most = sets.iter().max().map_or(0, |most| *most as usize);
-    let mut words = vec![0; most / WORD + 1];
-    for set in sets {
-        words[*set as usize / WORD] |= 1 << (*set as usize % WORD);
-    }
+fn with_bit(mut words: Vec<u64>, set: u32) -> Vec<u64> {
+    let len = words.len().max(set as usize / WORD + 1);
+    words.resize(len, 0);
+    words[set as usize / WORD] |= 1 << (set as usize % WORD);
     words
 }
 
@@ -186,7 +171,7 @@ pub enum NewsError {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct KvIndex {
     shards: Vec<Shard>,
     sets: Vec<Set>,
@@ -205,19 +190,8 @@ pub struct KvIndex {
 
 impl KvIndex {
     pub fn new(max_bytes: usize) -> Self {
-        Self {
-            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
-            sets: Vec::new(),
-            free: Vec::new(),
-            dead: 0,
-            sweep_at: 0,
-            ranks: BTreeMap::new(),
-            max_bytes,
-            heap_bytes: 0,
-            mirror_bytes: 0,
-            active: Vec::new(),
-            depths: Vec::new(),
-        }
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, max_bytes, ..Self::default() }
     }
 
     /// The rank's entry that answers, if there is one.
@@ -238,7 +212,9 @@ impl KvIndex {
 
     /// Estimated memory, the mirrors' included.
     pub fn bytes(&self) -> usize {
-        let shards = self.shards.iter().map(shard_bytes).sum::<usize>();
+        let entry = size_of::<(u64, Holders)>();
+        let shards: usize =
+            self.shards.iter().map(|shard| map_bytes(shard.capacity(), entry)).sum();
         shards + self.heap_bytes + self.mirror_bytes + self.sets.capacity() * size_of::<Set>()
     }
 
@@ -258,7 +234,6 @@ impl KvIndex {
                 if let Some(before) = rank.loading.replace(set) {
                     self.close(before);
                 }
-                Ok(())
             }
             CacheUpdate::Changed { changes, page_tokens, bytes } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
@@ -266,7 +241,15 @@ impl KvIndex {
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
                 rank.mirror_bytes = bytes;
                 let set = rank.loading.or(rank.in_use).ok_or(NewsError::Forgotten)?;
-                self.changed(set, changes)
+                for change in changes {
+                    match *change {
+                        BlockChange::Hold(hash) => self.hold(set, hash),
+                        BlockChange::Drop(hash) => self.drop_block(set, hash),
+                    }
+                }
+                if self.bytes() > self.max_bytes {
+                    return Err(NewsError::Full { max_bytes: self.max_bytes });
+                }
             }
             CacheUpdate::Serve { is_exact } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
@@ -276,40 +259,22 @@ impl KvIndex {
                 {
                     self.close(before);
                 }
-                Ok(())
             }
             CacheUpdate::Doubt => {
                 if let Some(rank) = self.ranks.get_mut(&worker) {
                     rank.is_exact = false;
                 }
-                Ok(())
             }
-            CacheUpdate::Forget => {
-                self.forget(worker);
-                Ok(())
-            }
+            CacheUpdate::Forget => self.forget(worker),
         }
+        Ok(())
     }
 
     /// The rank is gone. O(1); its memory follows.
     pub fn forget(&mut self, worker: WorkerId) {
         if let Some(rank) = self.ranks.remove(&worker) {
             self.mirror_bytes -= rank.mirror_bytes;
-            let sets = [rank.in_use, rank.loading];
-            sets.into_iter().flatten().for_each(|set| self.close(set));
-        }
-    }
-
-    fn changed(&mut self, set: u32, changes: &[BlockChange]) -> Result<(), NewsError> {
-        for change in changes {
-            match *change {
-                BlockChange::Hold(hash) => self.hold(set, hash),
-                BlockChange::Drop(hash) => self.drop_block(set, hash),
-            }
-        }
-        match self.bytes() <= self.max_bytes {
-            true => Ok(()),
-            false => Err(NewsError::Full { max_bytes: self.max_bytes }),
+            [rank.in_use, rank.loading].into_iter().flatten().for_each(|set| self.close(set));
         }
     }
 
@@ -364,8 +329,9 @@ impl KvIndex {
     /// The longest path[..end] that all of `active` hold; they hold path[..at].
     fn common_end(&self, path: &[u64], at: usize, active: &[u64]) -> usize {
         let all_hold = |end: usize| {
+            let mut words = active.iter().enumerate();
             let holders = self.holders(path[end - 1]);
-            holders.is_some_and(|holders| holders.has_all(active))
+            holders.is_some_and(|held| words.all(|(at, word)| word & !held.word(at) == 0))
         };
         let (mut low, mut step) = (at, 1);
         while low + step <= path.len() && all_hold(low + step) {
@@ -419,11 +385,11 @@ impl KvIndex {
     fn hold(&mut self, set: u32, hash: u64) {
         let shard = &mut self.shards[shard_of(hash)];
         let is_new = match shard.entry(hash) {
-            std::collections::hash_map::Entry::Vacant(place) => {
+            Entry::Vacant(place) => {
                 place.insert(Holders::One(set));
                 true
             }
-            std::collections::hash_map::Entry::Occupied(mut place) => {
+            Entry::Occupied(mut place) => {
                 let holders = place.get_mut();
                 let before = holders.heap_bytes();
                 let is_new = holders.insert(set);
@@ -489,8 +455,4 @@ impl KvIndex {
 
 fn shard_of(hash: u64) -> usize {
     (hash >> 58) as usize
-}
-
-fn shard_bytes(shard: &Shard) -> usize {
-    shard.capacity() * (size_of::<(u64, Holders)>() + 1) * 8 / 7
 }

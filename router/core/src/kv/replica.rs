@@ -7,19 +7,26 @@
 //!                └── skip (what was before is lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
 //! ```
 
+use serde::{Deserialize, Serialize};
+
 use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 
 /// Most changes passed on at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CacheUpdate<'a> {
+pub type CacheUpdate<'a> = CacheNews<&'a [BlockChange]>;
+
+/// News of a replica, with its changes in one form or another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "news", rename_all = "snake_case")]
+pub enum CacheNews<C> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
     Begin,
     /// Changes of the copy that was begun, or else of the one in use.
     Changed {
-        changes: &'a [BlockChange],
+        #[serde(flatten)]
+        changes: C,
         /// The rank's pages, of which it reuses whole ones only.
         page_tokens: u32,
         /// Memory of the mirror.
@@ -31,6 +38,23 @@ pub enum CacheUpdate<'a> {
     Doubt,
     /// There is no copy.
     Forget,
+}
+
+impl<C> CacheNews<C> {
+    /// The same news with its changes in another form.
+    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheNews<D> {
+        match self {
+            Self::Begin => CacheNews::Begin,
+            Self::Changed { changes, page_tokens, bytes } => CacheNews::Changed {
+                changes: form(changes),
+                page_tokens: *page_tokens,
+                bytes: *bytes,
+            },
+            Self::Serve { is_exact } => CacheNews::Serve { is_exact: *is_exact },
+            Self::Doubt => CacheNews::Doubt,
+            Self::Forget => CacheNews::Forget,
+        }
+    }
 }
 
 /// Result of a batch.
@@ -58,7 +82,7 @@ pub enum ReplicaError {
 pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), NewsError>;
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct CacheReplica {
     mirror: EngineBlockTree,
     /// Number of the next batch; `None`: nothing is known yet.
@@ -72,13 +96,7 @@ pub struct CacheReplica {
 impl CacheReplica {
     /// `block_tokens`: of the router's blocks.
     pub fn new(block_tokens: usize) -> Self {
-        Self {
-            mirror: EngineBlockTree::new(block_tokens),
-            next: None,
-            is_exact: false,
-            is_serving: false,
-            changes: Vec::new(),
-        }
+        Self { mirror: EngineBlockTree::new(block_tokens), ..Self::default() }
     }
 
     /// Number of the next batch to be taken in.
@@ -92,7 +110,7 @@ impl CacheReplica {
 
     /// Blocks of the engine that are known.
     pub fn blocks(&self) -> usize {
-        self.mirror.len()
+        self.mirror.count()
     }
 
     /// Everything cached, which stands for the batches before `next`.
@@ -178,8 +196,7 @@ impl CacheReplica {
 
     /// The rank is another process now: numbers restart, and it holds nothing of what this knew.
     pub fn forget(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
-        self.mirror.clear();
-        (self.next, self.is_exact) = (None, false);
+        self.restart();
         if std::mem::replace(&mut self.is_serving, false) {
             tell(CacheUpdate::Forget)?;
         }

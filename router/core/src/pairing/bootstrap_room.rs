@@ -57,13 +57,11 @@ impl LiveRooms {
         for _ in 0..count {
             let free =
                 (0..DRAWS).map(|_| draw_room(rng, prefill_dp)).find(|room| self.live.insert(*room));
-            match free {
-                Some(room) => rooms.push(room),
-                None => {
-                    self.free(&rooms);
-                    return None;
-                }
-            }
+            let Some(room) = free else {
+                self.free(&rooms);
+                return None;
+            };
+            rooms.push(room);
         }
         Some(rooms)
     }
@@ -74,12 +72,9 @@ impl LiveRooms {
         }
     }
 
-    pub fn len(&self) -> usize {
+    /// Rooms in use.
+    pub fn count(&self) -> usize {
         self.live.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.live.is_empty()
     }
 }
 
@@ -116,20 +111,20 @@ mod tests {
                 }
                 // Eight rooms have this remainder.
                 let dp = Some((ROOMS / 8, 5));
-                let before = rooms.len();
+                let before = rooms.count();
                 match rooms.draw(count, &mut rng, dp) {
                     Some(new) => taken.push(new),
                     None => {
-                        prop_assert_eq!(rooms.len(), before);
+                        prop_assert_eq!(rooms.count(), before);
                         prop_assert!(before + count > 7);
                     }
                 }
                 let mut all: Vec<u64> = taken.concat();
-                prop_assert_eq!(all.len(), rooms.len());
+                prop_assert_eq!(all.len(), rooms.count());
                 prop_assert!(all.len() <= 8);
                 all.sort_unstable();
                 all.dedup();
-                prop_assert_eq!(all.len(), rooms.len());
+                prop_assert_eq!(all.len(), rooms.count());
             }
         }
     }

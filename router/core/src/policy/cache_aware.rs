@@ -23,17 +23,17 @@
 //!
 //! Budget: choose + observe < 100 µs at 128 workers and 64 KB of text (`benches/choose.rs`).
 
-use std::str::FromStr;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
-use super::{Policy, PolicyStats, UnknownName};
+use super::{Policy, PolicyInput, PolicyStats, named_choice};
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::prefix_tree::PrefixTree;
-use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
+use crate::types::{PolicyEvent, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
 /// Nodes of a worker that is gone to forget under one hold of the lock: some tens of µs.
 const RETIRE_BATCH: usize = 256;
@@ -70,16 +70,7 @@ impl Default for CacheAwareParams {
 
 /// Rule for a request whose prefix no worker holds well enough.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::Display,
-    strum::IntoStaticStr,
-    strum::VariantArray,
+    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
 )]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
@@ -90,17 +81,7 @@ pub enum MissPolicy {
     LeastLoad,
 }
 
-impl MissPolicy {
-    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
-}
-
-impl FromStr for MissPolicy {
-    type Err = UnknownName;
-
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("miss rule", name)
-    }
-}
+named_choice!(MissPolicy: "miss rule");
 
 /// See the module.
 #[derive(Debug)]
@@ -123,12 +104,8 @@ impl CacheAware {
             && max as f32 > self.params.balance_rel_threshold * min as f32
     }
 
-    fn choose_by_prefix(
-        &self,
-        text: &str,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
+    fn choose_by_prefix(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        let (text, ready, rng) = (input.request.text, input.ready, &mut *input.rng);
         let tree = self.read();
         let matched = tree.longest_match(text, ready);
         let total_chars = text.chars().count();
@@ -136,27 +113,17 @@ impl CacheAware {
         if matched.units as f32 / total_chars as f32 > self.params.cache_threshold {
             let holders = ready.iter().copied().filter(|worker| matched.is_held_by(worker.id));
             let why = SelectionReason::PrefixHit { matched_chars: matched.units, total_chars };
-            return least_loaded(holders, rng)
-                .map(|worker| WorkerChoice { worker: worker.id, why });
+            let worker = least_loaded(holders, rng)?.id;
+            return Some(WorkerChoice { worker, why });
         }
         match self.params.miss {
             MissPolicy::SmallestTree => {
                 let ids = ready.iter().map(|worker| worker.id);
-                min_by_key_random_tie(ids, |id| tree.units_of(id), rng)
-                    .map(|worker| WorkerChoice { worker, why: SelectionReason::SmallestTree })
+                let worker = min_by_key_random_tie(ids, |id| tree.units_of(id), rng)?;
+                Some(WorkerChoice { worker, why: SelectionReason::SmallestTree })
             }
             MissPolicy::LeastLoad => choose_least_loaded(ready, rng),
         }
-    }
-
-    fn remember(&self, worker: WorkerId, text: &str) {
-        if !self.read().touch(worker, text) {
-            self.write().insert(worker, text);
-        }
-    }
-
-    fn forget(&self, worker: WorkerId) {
-        while self.write().retire(worker, RETIRE_BATCH) {}
     }
 
     fn read(&self) -> RwLockReadGuard<'_, PrefixTree<str>> {
@@ -192,34 +159,24 @@ impl Policy for CacheAware {
         true
     }
 
-    fn choose(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        match ready {
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        match input.ready {
             [] => None,
             [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
-            _ if self.is_unbalanced(ready) => choose_least_loaded(ready, rng),
-            _ => self.choose_by_prefix(req.text, ready, rng),
+            ready if self.is_unbalanced(ready) => choose_least_loaded(ready, input.rng),
+            _ => self.choose_by_prefix(input),
         }
     }
 
-    fn explain(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let choice = self.choose(req, ready, rng)?;
+    fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
+        let (text, ready) = (input.request.text, input.ready);
         let mut ids: Vec<WorkerId> = ready.iter().map(|worker| worker.id).collect();
         ids.sort_unstable();
         let mut held = vec![0; ids.len()];
         let tree = self.read();
-        tree.held_by(req.text, &ids, &mut held);
+        tree.held_by(text, &ids, &mut held);
         let basis = PolicyBasis::Prefix {
-            total_chars: req.text.chars().count(),
+            total_chars: text.chars().count(),
             matched_chars: held.iter().copied().max().unwrap_or(0),
             cache_threshold: self.params.cache_threshold,
             is_unbalanced: self.is_unbalanced(ready),
@@ -228,16 +185,22 @@ impl Policy for CacheAware {
             matched_chars: ids.binary_search(&worker.id).map_or(0, |at| held[at]),
             tree_chars: tree.units_of(worker.id),
         };
-        Some((choice, Explanation::of(self.name(), basis, ready, terms)))
+        Explanation::of(self.name(), basis, ready, terms)
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
-            PolicyEvent::Routed { worker, request, .. } => self.remember(worker, request.text),
+            PolicyEvent::Routed { worker, request, .. } => {
+                if !self.read().touch(worker, request.text) {
+                    self.write().insert(worker, request.text);
+                }
+            }
             PolicyEvent::WorkerAdded { worker, .. } => {
                 self.write().add(worker, self.params.max_tree_size);
             }
-            PolicyEvent::WorkerGone { worker } => self.forget(worker),
+            PolicyEvent::WorkerGone { worker } => {
+                while self.write().retire(worker, RETIRE_BATCH) {}
+            }
             // As in SGLang, a prompt counts as cached from when it is sent, whatever becomes of it.
             PolicyEvent::FirstToken { .. }
             | PolicyEvent::Usage { .. }
@@ -262,8 +225,8 @@ impl Policy for CacheAware {
 }
 
 fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerChoice> {
-    least_loaded(ready.iter().copied(), rng)
-        .map(|worker| WorkerChoice { worker: worker.id, why: SelectionReason::LeastLoaded })
+    let worker = least_loaded(ready.iter().copied(), rng)?.id;
+    Some(WorkerChoice { worker, why: SelectionReason::LeastLoaded })
 }
 
 #[cfg(test)]

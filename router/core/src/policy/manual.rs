@@ -18,14 +18,14 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::str::FromStr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rand::{Rng, RngCore};
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
-use super::{Policy, PolicyStats, UnknownName};
+use super::{Policy, PolicyInput, PolicyStats, named_choice};
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
 
@@ -51,16 +51,7 @@ impl Default for ManualParams {
 
 /// Rule for a key that has no worker.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::Display,
-    strum::IntoStaticStr,
-    strum::VariantArray,
+    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
 )]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
@@ -72,17 +63,7 @@ pub enum AssignmentMode {
     MinGroup,
 }
 
-impl AssignmentMode {
-    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
-}
-
-impl FromStr for AssignmentMode {
-    type Err = UnknownName;
-
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("assignment mode", name)
-    }
-}
+named_choice!(AssignmentMode: "assignment mode");
 
 /// See the module.
 #[derive(Debug)]
@@ -141,13 +122,15 @@ fn random(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerId> {
     Some(ready[at].id)
 }
 
-fn hashed(key: &str) -> u128 {
+/// Hash of the request's key; an empty one counts as none.
+fn key_of(request: &RequestView<'_>) -> Option<u128> {
+    let key = request.routing_key.filter(|key| !key.is_empty())?;
     let half = |salt: u8| {
         let mut hasher = DefaultHasher::new();
         (salt, key).hash(&mut hasher);
         u128::from(hasher.finish())
     };
-    half(0) << 64 | half(1)
+    Some(half(0) << 64 | half(1))
 }
 
 impl State {
@@ -194,59 +177,39 @@ impl Policy for ManualPolicy {
         "manual"
     }
 
-    fn choose(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        if let [only] = ready {
-            let (worker, why) = (only.id, SelectionReason::Only);
-            return Some(WorkerChoice { worker, why });
-        }
-        let Some(key) = req.routing_key.filter(|key| !key.is_empty()) else {
-            let why = SelectionReason::NoKey;
-            return random(ready, rng).map(|worker| WorkerChoice { worker, why });
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        let is_ready = |id: &&WorkerId| input.ready.iter().any(|worker| worker.id == **id);
+        let known = |key: u128| self.lock().keys.get(&key)?.workers.iter().find(is_ready).copied();
+        let (worker, why) = if let [only] = input.ready {
+            (only.id, SelectionReason::Only)
+        } else if let Some(key) = key_of(input.request) {
+            match known(key) {
+                Some(worker) => (worker, SelectionReason::Sticky),
+                None => (self.assign(input.ready, input.rng)?, SelectionReason::NewKey),
+            }
+        } else {
+            (random(input.ready, input.rng)?, SelectionReason::NoKey)
         };
-        let known = {
-            let state = self.lock();
-            let workers = state.keys.get(&hashed(key)).map(|entry| &entry.workers);
-            let is_ready = |id: &&WorkerId| ready.iter().any(|worker| worker.id == **id);
-            workers.and_then(|ids| ids.iter().find(is_ready).copied())
-        };
-        match known {
-            Some(worker) => Some(WorkerChoice { worker, why: SelectionReason::Sticky }),
-            None => self
-                .assign(ready, rng)
-                .map(|worker| WorkerChoice { worker, why: SelectionReason::NewKey }),
-        }
+        Some(WorkerChoice { worker, why })
     }
 
-    fn explain(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let choice = self.choose(req, ready, rng)?;
-        let key = req.routing_key.filter(|key| !key.is_empty()).map(hashed);
+    fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
+        let key = key_of(input.request);
         let state = self.lock();
         let known = key.and_then(|key| state.keys.get(&key));
         let terms = |worker: &WorkerView| PolicyTerms::Key {
             keys: state.groups.get(&worker.id).copied().unwrap_or(0),
             holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
         };
-        let has_key = key.is_some();
-        let explanation = Explanation::of(self.name(), PolicyBasis::Key { has_key }, ready, terms);
-        Some((choice, explanation))
+        let basis = PolicyBasis::Key { has_key: key.is_some() };
+        Explanation::of(self.name(), basis, input.ready, terms)
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
             PolicyEvent::Routed { worker, request, .. } => {
-                if let Some(key) = request.routing_key.filter(|key| !key.is_empty()) {
-                    let max_keys = self.params.max_keys;
-                    self.lock().seen(hashed(key), worker, request.now_ms, max_keys);
+                if let Some(key) = key_of(request) {
+                    self.lock().seen(key, worker, request.now_ms, self.params.max_keys);
                 }
             }
             PolicyEvent::WorkerAdded { worker, .. } => {
@@ -344,8 +307,9 @@ mod tests {
             }
             for key in ["", "unused"].map(|key| (!key.is_empty()).then_some(key)) {
                 let request = RequestView { routing_key: key, ..Default::default() };
-                let why =
-                    policy.choose(&request, &views(&[0, 0]), &mut rng).map(|choice| choice.why);
+                let (ready, rng) = (&views(&[0, 0]), &mut rng);
+                let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+                let why = policy.choose(&mut input).map(|choice| choice.why);
                 assert_eq!(
                     why,
                     Some(if key.is_none() {

@@ -25,10 +25,9 @@ mod tie_break;
 #[cfg(test)]
 pub(crate) mod testing;
 
-use std::str::FromStr;
-
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr, VariantArray};
 
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::kv::KvRank;
@@ -45,6 +44,15 @@ pub use round_robin::RoundRobin;
 
 /// A choice, and what was weighed for it if that was asked for.
 pub type ExplainedChoice = (WorkerChoice, Option<Explanation>);
+
+/// All that a decision depends on, beside what its policy has learned.
+pub struct PolicyInput<'a> {
+    pub request: &'a RequestView<'a>,
+    pub ready: &'a [WorkerView],
+    pub rng: &'a mut dyn RngCore,
+    /// True to tell what is weighed.
+    pub explains: bool,
+}
 
 /// Chooses a worker for a request.
 pub trait Policy: Send + Sync {
@@ -68,45 +76,25 @@ pub trait Policy: Send + Sync {
 
     /// Choose among the `ready` candidates; `None` when there are none. Decides and changes
     /// nothing.
-    fn choose(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice>;
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice>;
+
+    /// Explanation of the choice that was just made of `input`.
+    fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
+        let terms = |_: &WorkerView| PolicyTerms::Load {};
+        Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms)
+    }
+
+    /// [`Policy::choose`], telling what was weighed if that is asked for. With the same input and
+    /// state the choice is the same one: it is made by the same code.
+    fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
+        let choice = self.choose(input)?;
+        Some((choice, input.explains.then(|| self.explain(input))))
+    }
 
     /// The candidate that would begin to answer first; `None` when there is none, or the policy
     /// does not predict.
     fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<TtftEstimate> {
         None
-    }
-
-    /// [`Policy::choose`], telling what it weighed. With the same arguments and state the choice is
-    /// the same one: it is made by the same code.
-    fn explain(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let choice = self.choose(req, ready, rng)?;
-        let explanation =
-            Explanation::of(self.name(), PolicyBasis::Nothing, ready, |_| PolicyTerms::Load {});
-        Some((choice, explanation))
-    }
-
-    /// [`Policy::choose`], or [`Policy::explain`] if `explains`.
-    fn decide(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-        explains: bool,
-    ) -> Option<ExplainedChoice> {
-        match explains {
-            false => self.choose(req, ready, rng).map(|choice| (choice, None)),
-            true => self.explain(req, ready, rng).map(|(choice, why)| (choice, Some(why))),
-        }
     }
 
     /// Learn what happened. Locks inside are held briefly.
@@ -171,67 +159,41 @@ pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 pub fn decide_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
-    req: &RequestView<'_>,
+    request: &RequestView<'_>,
     ready: [&[WorkerView]; 2],
     fits: Option<&Fits<'_>>,
     rng: &mut dyn RngCore,
     explains: bool,
 ) -> Option<[ExplainedChoice; 2]> {
     let costs = prefill.as_cost().zip(decode.as_cost());
+    let decide = |policy: &dyn Policy, ready: &[WorkerView], rng: &mut dyn RngCore| {
+        policy.decide(&mut PolicyInput { request, ready, rng, explains })
+    };
     let Some(fits) = fits else {
         if let Some((p, d)) = costs {
-            return p.decide_pair(d, req, ready, rng, explains);
+            return p.decide_pair(d, request, ready, rng, explains);
         }
-        let p = prefill.decide(req, ready[0], rng, explains)?;
-        return Some([p, decode.decide(req, ready[1], rng, explains)?]);
+        let p = decide(prefill, ready[0], rng)?;
+        return Some([p, decide(decode, ready[1], rng)?]);
     };
-    let with_partner = with_partner(ready[0], ready[1], fits);
-    let p = prefill.decide(req, &with_partner, rng, explains)?;
-    let (alike, partners) = narrowed(p.0.worker, &with_partner, ready[1], fits);
+    let with_partner = passing(ready[0], |p| ready[1].iter().any(|d| fits(p, d.id)));
+    let p = decide(prefill, &with_partner, rng)?;
+    // The decode workers that it fits, and the prefill workers that fit all of these.
+    let partners = passing(ready[1], |d| fits(p.0.worker, d));
+    let alike = passing(&with_partner, |p| partners.iter().all(|d| fits(p, d.id)));
     if let Some((both, other)) = costs {
-        return both.decide_pair(other, req, [&alike, &partners], rng, explains);
+        return both.decide_pair(other, request, [&alike, &partners], rng, explains);
     }
-    Some([p, decode.decide(req, &partners, rng, explains)?])
+    Some([p, decide(decode, &partners, rng)?])
 }
 
 fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
-    let views = views.iter().copied();
-    views.filter(|view| passes(view.id)).collect()
-}
-
-fn with_partner(
-    prefill_ready: &[WorkerView],
-    decode_ready: &[WorkerView],
-    fits: &Fits<'_>,
-) -> Vec<WorkerView> {
-    passing(prefill_ready, |p| decode_ready.iter().any(|d| fits(p, d.id)))
-}
-
-/// Prefill workers that fit whatever `p` fits, and the decode workers that it fits.
-fn narrowed(
-    p: WorkerId,
-    prefill_ready: &[WorkerView],
-    decode_ready: &[WorkerView],
-    fits: &Fits<'_>,
-) -> (Vec<WorkerView>, Vec<WorkerView>) {
-    let partners = passing(decode_ready, |d| fits(p, d));
-    let alike = passing(prefill_ready, |p| partners.iter().all(|d| fits(p, d.id)));
-    (alike, partners)
+    views.iter().copied().filter(|view| passes(view.id)).collect()
 }
 
 /// The policies an operator can name.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Hash,
-    Serialize,
-    Deserialize,
-    strum::Display,
-    strum::IntoStaticStr,
-    strum::VariantArray,
+    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
 )]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
@@ -244,17 +206,25 @@ pub enum PolicyKind {
     Cost,
 }
 
-impl PolicyKind {
-    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
-}
+named_choice!(PolicyKind: "policy");
 
-impl FromStr for PolicyKind {
-    type Err = UnknownName;
+/// `ALL` and `FromStr` of an enum whose variants an operator names; `$what` is it in an error.
+macro_rules! named_choice {
+    ($choice:ident: $what:literal) => {
+        impl $choice {
+            pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
+        }
 
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
-        UnknownName::find("policy", name)
-    }
+        impl std::str::FromStr for $choice {
+            type Err = $crate::policy::UnknownName;
+
+            fn from_str(name: &str) -> Result<Self, Self::Err> {
+                $crate::policy::UnknownName::find($what, name)
+            }
+        }
+    };
 }
+use named_choice;
 
 /// A name that is not in the list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -269,7 +239,7 @@ impl UnknownName {
     /// The variant with this name.
     pub(crate) fn find<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
     where
-        T: Copy + strum::VariantArray + Into<&'static str>,
+        T: Copy + VariantArray + Into<&'static str>,
     {
         let mut found = T::VARIANTS.iter().copied().filter(|item| (*item).into() == name);
         found.next().ok_or_else(|| {
@@ -439,9 +409,11 @@ mod tests {
             let choice = sender.choose(&*policy, &text, &ready, &mut rng(seed));
             let blocks = blocks(&text);
             let request = RequestView { text: &text, prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
-            let explained = policy.explain(&request, &ready, &mut rng(seed));
+            let mut input = PolicyInput { request: &request, ready: &ready, rng: &mut rng(seed), explains: true };
+            let explained = policy.decide(&mut input);
             prop_assert_eq!(explained.as_ref().map(|(same, _)| *same), choice);
-            prop_assert_eq!(explained.map_or(0, |(_, explanation)| explanation.candidates.len()), ready.len());
+            let explanation = explained.map(|(_, explanation)| explanation.expect("it was asked for"));
+            prop_assert_eq!(explanation.map_or(0, |explanation| explanation.candidates.len()), ready.len());
             prop_assert_eq!(choice.is_none(), ready.is_empty());
             if let Some(choice) = choice {
                 prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));

@@ -2,9 +2,9 @@
 
 use rand::{Rng, RngCore};
 
-use super::Policy;
+use super::{ExplainedChoice, Policy, PolicyInput};
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
-use crate::types::{RequestView, SelectionReason, WorkerChoice, WorkerId, WorkerView};
+use crate::types::{SelectionReason, WorkerChoice, WorkerView};
 
 /// Best of two random choices: nearly as even as the global minimum, without every router herding
 /// on one worker.
@@ -16,48 +16,25 @@ impl Policy for PowerOfTwo {
         "power_of_two"
     }
 
-    fn choose(
-        &self,
-        _req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        decide(ready, rng).map(|(choice, _)| choice)
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        self.decide(input).map(|(choice, _)| choice)
     }
 
-    fn explain(
-        &self,
-        _req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let (choice, drawn) = decide(ready, rng)?;
-        let explanation = Explanation::of(self.name(), PolicyBasis::Nothing, ready, |worker| {
-            PolicyTerms::Drawn { is_drawn: drawn.contains(&worker.id) }
-        });
-        Some((choice, explanation))
-    }
-}
-
-/// The choice and the two it was made from.
-fn decide(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<(WorkerChoice, [WorkerId; 2])> {
-    match ready {
-        [] => None,
-        [only] => {
-            let (worker, why) = (only.id, SelectionReason::Only);
-            Some((WorkerChoice { worker, why }, [worker; 2]))
-        }
-        _ => {
-            let (first, second) = two_distinct(ready.len(), rng);
-            let (first, second) = (ready[first], ready[second]);
-            // On equal loads `first` wins; it is as random as `second`.
-            let lower = match second.load < first.load {
-                true => second.id,
-                false => first.id,
-            };
-            let (worker, why) = (lower, SelectionReason::LowerOfTwo);
-            Some((WorkerChoice { worker, why }, [first.id, second.id]))
-        }
+    fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
+        let (first, second, why) = match input.ready {
+            [] => return None,
+            [only] => (only, only, SelectionReason::Only),
+            ready => {
+                let (first, second) = two_distinct(ready.len(), input.rng);
+                (&ready[first], &ready[second], SelectionReason::LowerOfTwo)
+            }
+        };
+        // On equal loads `first` wins; it is as random as `second`.
+        let worker = if second.load < first.load { second.id } else { first.id };
+        let drawn = [first.id, second.id];
+        let terms = |of: &WorkerView| PolicyTerms::Drawn { is_drawn: drawn.contains(&of.id) };
+        let explain = || Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms);
+        Some((WorkerChoice { worker, why }, input.explains.then(explain)))
     }
 }
 

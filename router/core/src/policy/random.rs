@@ -1,9 +1,9 @@
 //! `random`: uniform over the candidates.
 
-use rand::{Rng, RngCore};
+use rand::Rng;
 
-use super::Policy;
-use crate::types::{RequestView, SelectionReason, WorkerChoice, WorkerView};
+use super::{Policy, PolicyInput};
+use crate::types::{SelectionReason, WorkerChoice};
 
 /// Uniform choice; knows and remembers nothing.
 #[derive(Debug, Default)]
@@ -14,20 +14,13 @@ impl Policy for RandomPolicy {
         "random"
     }
 
-    fn choose(
-        &self,
-        _req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        match ready {
-            [] => None,
-            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
-            _ => Some(WorkerChoice {
-                worker: ready[rng.random_range(0..ready.len())].id,
-                why: SelectionReason::Random,
-            }),
-        }
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        let (worker, why) = match input.ready {
+            [] => return None,
+            [only] => (only.id, SelectionReason::Only),
+            ready => (ready[input.rng.random_range(0..ready.len())].id, SelectionReason::Random),
+        };
+        Some(WorkerChoice { worker, why })
     }
 }
 

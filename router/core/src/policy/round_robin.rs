@@ -2,10 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use rand::RngCore;
-
-use super::Policy;
-use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, WorkerView};
+use super::{Policy, PolicyInput};
+use crate::types::{PolicyEvent, SelectionReason, WorkerChoice};
 
 /// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay
 /// the same; when they change the turn goes on from wherever the counter stands.
@@ -23,24 +21,15 @@ impl Policy for RoundRobin {
         "round_robin"
     }
 
-    fn choose(
-        &self,
-        _req: &RequestView<'_>,
-        ready: &[WorkerView],
-        _rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        self.had_choice.store(ready.len() > 1, Ordering::Relaxed);
-        match ready {
-            [] => None,
-            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
-            _ => {
-                let turn = self.turn.load(Ordering::Relaxed);
-                Some(WorkerChoice {
-                    worker: ready[turn % ready.len()].id,
-                    why: SelectionReason::RoundRobin,
-                })
-            }
-        }
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        self.had_choice.store(input.ready.len() > 1, Ordering::Relaxed);
+        let turn = self.turn.load(Ordering::Relaxed);
+        let (worker, why) = match input.ready {
+            [] => return None,
+            [only] => (only.id, SelectionReason::Only),
+            ready => (ready[turn % ready.len()].id, SelectionReason::RoundRobin),
+        };
+        Some(WorkerChoice { worker, why })
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {

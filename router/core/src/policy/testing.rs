@@ -3,7 +3,7 @@
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-use super::Policy;
+use super::{Policy, PolicyInput};
 use crate::prompt::PromptBlocks;
 use crate::types::{PolicyEvent, RequestView, SendTicket, WorkerChoice, WorkerId, WorkerView};
 
@@ -54,7 +54,7 @@ impl TestSender {
             now_ms: self.now_ms,
             ..RequestView::default()
         };
-        policy.choose(&request, ready, rng)
+        policy.choose(&mut PolicyInput { request: &request, ready, rng, explains: false })
     }
 
     pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> SendTicket {
@@ -106,7 +106,8 @@ impl TestSender {
     ) -> WorkerChoice {
         let request =
             RequestView { routing_key: Some(key), now_ms: self.now_ms, ..RequestView::default() };
-        let choice = policy.choose(&request, ready, rng).expect("candidates");
+        let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+        let choice = policy.choose(&mut input).expect("candidates");
         self.tickets += 1;
         policy.observe(&PolicyEvent::Routed {
             ticket: SendTicket(self.tickets),

@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rand::RngCore;
 
-use crate::decision_log::{
-    CacheUpdateRecord, DecisionInput, LogEntry, LogLine, LogSink, ObservedEvent,
-};
+use crate::decision_log::{ChangeRecord, DecisionInput, LogEntry, LogLine, LogSink, ObservedEvent};
 use crate::kv::{CacheUpdate, NewsError};
 use crate::pairing::fingerprint::WorkerFingerprint;
-use crate::policy::{ExplainedChoice, Fits, Policy, PolicyKind, PolicyParams, build, decide_pair};
+use crate::policy::{
+    ExplainedChoice, Fits, Policy, PolicyInput, PolicyKind, PolicyParams, build, decide_pair,
+};
 use crate::types::{
     PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
     WorkerId, WorkerView,
@@ -79,12 +79,16 @@ impl PolicySet {
         let policy = self.policy(role);
         let asked = self.asked(role, sending, [(ready, ticket)]);
         let turn = self.turn();
-        let rng = &mut SplitMix64(sending.seed);
-        let decided = policy.decide(&sending.request, ready, rng, sending.explains);
+        let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
+        let explains = sending.explains;
+        let decided = policy.decide(&mut PolicyInput { request, ready, rng, explains });
         if let Some((choice, _)) = &decided {
             self.sent(role, sending, *choice, ticket);
         }
-        self.write(turn, asked, || vec![decided.as_ref().map(|(c, _)| *c)]);
+        self.write(turn, || {
+            let choices = vec![decided.as_ref().map(|(choice, _)| *choice)];
+            Some(LogEntry::Decided { asked: asked?, choices })
+        });
         decided
     }
 
@@ -110,9 +114,12 @@ impl PolicySet {
             self.sent(Role::Prefill, sending, *p, tickets[0]);
             self.sent(Role::Decode, sending, *d, tickets[1]);
         }
-        self.write(turn, asked, || match &decided {
-            Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
-            None => vec![None, None],
+        self.write(turn, || {
+            let choices = match &decided {
+                Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
+                None => vec![None, None],
+            };
+            Some(LogEntry::Decided { asked: asked?, choices })
         });
         decided
     }
@@ -126,7 +133,8 @@ impl PolicySet {
         ready: &[WorkerView],
         seed: u64,
     ) -> Option<ExplainedChoice> {
-        self.policy(role).decide(request, ready, &mut SplitMix64(seed), true)
+        let rng = &mut SplitMix64(seed);
+        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains: true })
     }
 
     /// The same for a pair.
@@ -164,8 +172,8 @@ impl PolicySet {
         let cost = self.policy(role).as_cost().ok_or(NewsError::Forgotten)?;
         let turn = self.turn();
         let taken = cost.reconcile(worker, news);
-        self.write_with(turn, || {
-            let news = CacheUpdateRecord::of(news);
+        self.write(turn, || {
+            let news = news.map(|changes| ChangeRecord::of(changes));
             Some(LogEntry::Cached { role, worker, news })
         });
         taken
@@ -174,9 +182,10 @@ impl PolicySet {
     fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
         let turn = self.turn();
         self.policy(role).observe(event);
-        let entry =
-            || ObservedEvent::of(event, name).map(|observed| LogEntry::Observed { role, observed });
-        self.write_with(turn, entry);
+        self.write(turn, || {
+            let observed = ObservedEvent::of(event, name)?;
+            Some(LogEntry::Observed { role, observed })
+        });
     }
 
     /// Bring the policies' memory under its limits; returns the characters or keys dropped.
@@ -184,7 +193,7 @@ impl PolicySet {
         let evict = |role: Role| {
             let turn = self.turn();
             let dropped = self.policy(role).evict(now_ms);
-            self.write_with(turn, || Some(LogEntry::Evict { role, now_ms }));
+            self.write(turn, || Some(LogEntry::Evict { role, now_ms }));
             dropped
         };
         Role::ALL.into_iter().map(evict).sum()
@@ -206,8 +215,7 @@ impl PolicySet {
     }
 
     fn turn(&self) -> Option<MutexGuard<'_, u64>> {
-        let journal = self.journal.as_ref()?;
-        Some(journal.turn.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(self.journal.as_ref()?.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn asked<const N: usize>(
@@ -221,23 +229,7 @@ impl PolicySet {
         Some(DecisionInput::of(role, sending, &sides, secret, reads_text))
     }
 
-    fn write(
-        &self,
-        turn: Option<MutexGuard<'_, u64>>,
-        asked: Option<DecisionInput>,
-        choices: impl FnOnce() -> Vec<Option<WorkerChoice>>,
-    ) {
-        self.write_with(turn, || {
-            let (asked, choices) = (asked?, choices());
-            Some(LogEntry::Decided { asked, choices })
-        });
-    }
-
-    fn write_with(
-        &self,
-        turn: Option<MutexGuard<'_, u64>>,
-        entry: impl FnOnce() -> Option<LogEntry>,
-    ) {
+    fn write(&self, turn: Option<MutexGuard<'_, u64>>, entry: impl FnOnce() -> Option<LogEntry>) {
         if let (Some(journal), Some(mut turn)) = (&self.journal, turn)
             && let Some(entry) = entry()
         {

@@ -16,11 +16,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use crate::decision_log::{DecisionInput, DecisionSide, LogEntry, LogLine, ObservedEvent};
+use crate::decision_log::{
+    ChangeRecord, DecisionInput, DecisionSide, LogEntry, LogLine, ObservedEvent,
+};
 use crate::explain::{Explanation, PolicyTerms};
 use crate::kv::NewsError;
-use crate::policy::{Policy, PolicyKind, PolicyParams, build, decide_pair};
-use crate::policy_set::{SplitMix64, fits_by};
+use crate::policy::{PolicyKind, PolicyParams};
+use crate::policy_set::PolicySet;
 use crate::types::{
     PolicyEvent, RequestView, Role, SendTicket, WorkerChoice, WorkerId, WorkerView,
 };
@@ -28,10 +30,10 @@ use crate::types::{
 /// See the module.
 pub struct DecisionReplay {
     recorded: [&'static str; 3],
-    policies: [Box<dyn Policy>; 3],
-    judges: [Box<dyn Policy>; 3],
+    policies: PolicySet,
+    judges: PolicySet,
     /// Prompts and forecasts of requests in flight.
-    in_flight: HashMap<u64, InFlight>,
+    in_flight: HashMap<SendTicket, InFlight>,
     /// Number the next line should have.
     next: u64,
     report: ReplayReport,
@@ -97,8 +99,8 @@ impl DecisionReplay {
     ) -> Self {
         Self {
             recorded: Role::ALL.map(|role| recorded(role).into_str()),
-            policies: Role::ALL.map(|role| build(kind(role), role, params)),
-            judges: Role::ALL.map(|role| build(PolicyKind::Cost, role, params)),
+            policies: PolicySet::new(kind, params),
+            judges: PolicySet::new(|_| PolicyKind::Cost, params),
             in_flight: HashMap::new(),
             next: 0,
             report: ReplayReport::default(),
@@ -118,17 +120,15 @@ impl DecisionReplay {
             LogEntry::Decided { asked, choices } => self.decided(line.n, asked, choices),
             LogEntry::Observed { role, observed } => self.observe(*role, observed),
             LogEntry::Cached { role, worker, news } => {
-                let mut room = Vec::new();
-                let news = news.news(&mut room);
-                for policy in [&self.policies[role.index()], &self.judges[role.index()]] {
-                    if let Some(cost) = policy.as_cost() {
-                        // It was refused or taken when it was written, and is again.
-                        let _: Result<(), NewsError> = cost.reconcile(*worker, &news);
-                    }
+                let news = news.map(ChangeRecord::changes);
+                for policies in [&self.policies, &self.judges] {
+                    // It was refused or taken when it was written, and is again.
+                    let news = news.map(Vec::as_slice);
+                    let _: Result<(), NewsError> = policies.reconcile(*role, *worker, &news);
                 }
             }
             LogEntry::Evict { role, now_ms } => {
-                self.policies[role.index()].evict(*now_ms);
+                self.policies.policy(*role).evict(*now_ms);
             }
         }
         true
@@ -142,57 +142,36 @@ impl DecisionReplay {
         let made_up = (asked.text.is_none()).then(|| text_of(asked));
         let request = RequestView {
             text: asked.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
-            prompt: asked.prompt(),
+            prompt: asked.prompt.with_hashes(&asked.prompt.hashes.0),
             routing_key: asked.key.as_deref(),
             now_ms: asked.now_ms,
         };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
-        let (again, judged) = match views.as_slice() {
-            [ready] => (
-                vec![self.policies[asked.role.index()].choose(
-                    &request,
-                    ready,
-                    &mut SplitMix64(asked.seed),
-                )],
-                self.judges[asked.role.index()]
-                    .explain(&request, ready, &mut SplitMix64(0))
-                    .map(|(_, explanation)| vec![explanation]),
-            ),
-            [p_ready, d_ready] => {
-                let [_, p, d] = &self.policies;
-                let ready = [p_ready.as_slice(), d_ready.as_slice()];
-                let makes = asked.makes.as_ref();
-                let fits = makes.map(|[p, d]| fits_by(ready, [p, d]));
-                let (fits, rng) = (fits.as_deref(), &mut SplitMix64(asked.seed));
-                let pair = decide_pair(&**p, &**d, &request, ready, fits, rng, false);
-                let again = match pair {
-                    Some(pair) => pair.map(|(choice, _)| Some(choice)).into(),
-                    None => vec![None, None],
-                };
-                let (rng, [_, p, d]) = (&mut SplitMix64(0), &self.judges);
-                let judged = decide_pair(&**p, &**d, &request, ready, fits, rng, true);
-                let judged = judged.map(|pair| pair.into_iter().filter_map(|(_, why)| why));
-                (again, judged.map(Iterator::collect))
-            }
-            _ => return, // no decision has no or three sides
+        let makes = asked.makes.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
+        let dry_run = |policies: &PolicySet, seed: u64| match views.as_slice() {
+            [ready] => vec![policies.dry_run(asked.role, &request, ready, seed)],
+            [p, d] => match policies.dry_run_pair(&request, [p, d], makes, seed) {
+                Some(pair) => pair.map(Some).into(),
+                None => vec![None, None],
+            },
+            _ => Vec::new(), // no decision has no or three sides
         };
-        for (at, side) in asked.sides.iter().enumerate() {
-            let role = match at {
-                0 => asked.role,
-                _ => Role::Decode,
-            };
+        let again = dry_run(&self.policies, asked.seed).into_iter();
+        let judged = dry_run(&self.judges, 0);
+        for (at, (again, judged)) in again.zip(judged).enumerate() {
+            let role = if at == 0 { asked.role } else { Role::Decode };
+            let again = again.map(|(choice, _)| choice);
             let recorded = choices.get(at).copied().flatten();
-            let policy = self.policies[role.index()].name();
             let decisions = self.report.roles.entry(role.into_str()).or_default();
             decisions.recorded_policy = self.recorded[role.index()];
-            decisions.policy = policy;
-            decisions.compare(n, recorded, again[at]);
-            if let Some(explanation) = judged.as_ref().and_then(|judged| judged.get(at)) {
-                decisions.recorded.judge(explanation, recorded);
-                decisions.again.judge(explanation, again[at]);
+            decisions.policy = self.policies.policy(role).name();
+            decisions.compare(n, recorded, again);
+            if let Some((_, Some(explanation))) = judged {
+                decisions.recorded.judge(&explanation, recorded);
+                decisions.again.judge(&explanation, again);
             }
             if let Some(choice) = recorded {
-                self.sent(role, side, choice, asked, &request);
+                self.sent(role, asked.sides[at].ticket, choice, asked, &request);
             }
         }
     }
@@ -200,21 +179,21 @@ impl DecisionReplay {
     fn sent(
         &mut self,
         role: Role,
-        side: &DecisionSide,
+        ticket: SendTicket,
         choice: WorkerChoice,
         asked: &DecisionInput,
         request: &RequestView<'_>,
     ) {
         let event = PolicyEvent::Routed {
-            ticket: SendTicket(side.ticket),
+            ticket,
             worker: choice.worker,
             request,
             tells_first_token: asked.streams || role == Role::Prefill,
         };
-        self.policies[role.index()].observe(&event);
-        self.judges[role.index()].observe(&event);
-        let in_flight = InFlight { role, hashes: asked.hashes.0.clone(), sent_ms: asked.now_ms };
-        self.in_flight.insert(side.ticket, in_flight);
+        self.policies.observe(role, &event);
+        self.judges.observe(role, &event);
+        let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
+        self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
     }
 
     fn observe(&mut self, role: Role, observed: &ObservedEvent) {
@@ -224,21 +203,13 @@ impl DecisionReplay {
             | ObservedEvent::Finished { ticket, .. } => self.in_flight.get(ticket),
             _ => None,
         };
-        let event = observed.event(sent.map_or(&[], |sent| &sent.hashes));
-        self.policies[role.index()].observe(&event);
-        self.judges[role.index()].observe(&match event {
-            // The judge reads hashes whether or not the recorded policy did.
-            PolicyEvent::Finished { ticket, worker, is_kept, now_ms, .. } => {
-                PolicyEvent::Finished {
-                    ticket,
-                    worker,
-                    is_kept,
-                    hashes: sent.map_or(&[], |sent| &sent.hashes),
-                    now_ms,
-                }
-            }
-            other => other,
-        });
+        let known: &[u64] = sent.map_or(&[], |sent| &sent.hashes);
+        let mut event = observed.event(known);
+        self.policies.observe(role, &event);
+        if let PolicyEvent::Finished { hashes, .. } = &mut event {
+            *hashes = known; // the judge reads them whether or not the recorded policy did
+        }
+        self.judges.observe(role, &event);
         if let Some(sent) = sent {
             let decisions = self.report.roles.entry(sent.role.into_str()).or_default();
             decisions.observed.observe(observed, sent);
@@ -253,7 +224,7 @@ impl DecisionReplay {
 /// the blocks are. The rest behind the last whole block is missing.
 fn text_of(asked: &DecisionInput) -> String {
     let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
-    let hashes = asked.hashes.0.iter();
+    let hashes = asked.prompt.hashes.0.iter();
     let chars = hashes.flat_map(|hash| (0..4).map(|at| char::from_u32(0x1_0000 + part(*hash, at))));
     chars.flatten().collect()
 }
@@ -301,10 +272,12 @@ impl PolicyEvaluation {
                 self.times += 1;
                 self.ttft_ms += now_ms.saturating_sub(sent.sent_ms) as f64;
             }
-            ObservedEvent::Usage { prompt_tokens, cached_tokens: Some(cached), .. } => {
-                self.counts += 1;
-                self.prompt_tokens += f64::from(*prompt_tokens);
-                self.cached_tokens += f64::from(*cached);
+            ObservedEvent::Usage { usage, .. } => {
+                if let Some(cached) = usage.cached_tokens {
+                    self.counts += 1;
+                    self.prompt_tokens += f64::from(usage.prompt_tokens);
+                    self.cached_tokens += f64::from(cached);
+                }
             }
             _ => {}
         }
@@ -404,9 +377,7 @@ mod tests {
     use crate::kv::{BlockChange, CacheUpdate};
     use crate::pairing::fingerprint::WorkerFingerprint;
     use crate::policy::testing::{blocks, views};
-    use crate::policy_set::PolicySet;
-    use crate::types::RoutingRequest;
-    use crate::types::{TokenUsage, WorkerFacts};
+    use crate::types::{RoutingRequest, TokenUsage, WorkerFacts};
 
     /// Lines as they stand in a file.
     #[derive(Clone, Default)]

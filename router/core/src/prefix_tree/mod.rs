@@ -341,8 +341,7 @@ where
             }
             let (parent, above) = (node.parent, units - node.units);
             if above < keep {
-                let cut = node.label.position_of_unit(keep - above);
-                self.split(id, cut);
+                self.split(id, node.label.position_of_unit(keep - above));
                 self.release(id, worker);
                 break;
             }

@@ -120,6 +120,5 @@ fn common_items<T: PartialEq>(a: &[T], b: &[T]) -> usize {
     const BLOCK: usize = 128; // compared at once; the rest one by one
     let blocks = a.chunks_exact(BLOCK).zip(b.chunks_exact(BLOCK));
     let common = BLOCK * blocks.take_while(|(x, y)| x == y).count();
-    let tails = a[common..].iter().zip(&b[common..]);
-    common + tails.take_while(|(x, y)| x == y).count()
+    common + a[common..].iter().zip(&b[common..]).take_while(|(x, y)| x == y).count()
 }

@@ -55,8 +55,7 @@ impl<W> ResumePacer<W> {
     /// At least one turn is always free for the first: without ready workers the attempt itself
     /// finds that out.
     fn start(&mut self, limit: usize) -> Vec<W> {
-        let free = limit.max(1).saturating_sub(self.running);
-        let count = free.min(self.waiting.len());
+        let count = limit.max(1).saturating_sub(self.running).min(self.waiting.len());
         self.running += count;
         self.waiting.drain(..count).map(|(_, waker)| waker).collect()
     }

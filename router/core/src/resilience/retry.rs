@@ -215,18 +215,14 @@ impl RetryBudget {
     /// Take a retry out of the budget. False: it is used up.
     pub fn try_retry(&mut self, now_ms: u64) -> bool {
         self.advance(now_ms);
-        let (requests, retries) = self.seen();
+        let add = |sum: (u64, u64), slice: &(u64, u64)| (sum.0 + slice.0, sum.1 + slice.1);
+        let (requests, retries) = self.slices.iter().fold((0, 0), add);
         let allowed = f64::from(self.config.floor) + self.config.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
         if is_granted {
             self.advance(now_ms).1 += 1;
         }
         is_granted
-    }
-
-    fn seen(&self) -> (u64, u64) {
-        let slices = self.slices.iter();
-        slices.fold((0, 0), |sum, slice| (sum.0 + slice.0, sum.1 + slice.1))
     }
 
     /// Forget what has left the window; returns the present slice.

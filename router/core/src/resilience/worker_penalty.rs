@@ -30,10 +30,7 @@ pub struct DenialShare {
 impl DenialShare {
     /// 0 without answers.
     fn ratio(self) -> f64 {
-        match self.answered > 0.0 {
-            true => self.denied / self.answered,
-            false => 0.0,
-        }
+        if self.answered > 0.0 { self.denied / self.answered } else { 0.0 }
     }
 }
 
@@ -149,7 +146,7 @@ mod tests {
     use super::*;
     use crate::policy::testing::{rng, views};
     use crate::types::{PolicyEvent, RequestView, Role, SendTicket, WorkerFacts, WorkerId};
-    use crate::{PolicyKind, PolicyParams, build};
+    use crate::{PolicyInput, PolicyKind, PolicyParams, build};
 
     #[test]
     fn penalties_double_up_to_the_limit_and_an_answer_ends_the_row() {
@@ -258,7 +255,9 @@ mod tests {
             let ready = least_objection(judged);
             let request =
                 RequestView { text: "all say the same", now_ms, ..RequestView::default() };
-            let choice = policy.choose(&request, &ready, &mut rng);
+            let (ready, rng) = (&ready, &mut rng);
+            let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+            let choice = policy.choose(&mut input);
             let worker = choice.expect("a candidate").worker;
             let ticket = SendTicket(turn);
             policy.observe(&PolicyEvent::Routed {

@@ -42,27 +42,23 @@ pub struct UpstreamAttempt {
     pub tells_tokens: bool,
 }
 
-/// Answer of a worker so far; fields as in [`UpstreamResponse`].
-struct Answered {
-    status: StatusCode,
-    headers: HeaderMap,
-    pieces: Vec<Bytes>,
-    events: EventSplitter,
-    rest: Option<ResponseBody>,
-}
-
-/// An answer worth giving to the client.
-pub struct UpstreamResponse {
-    pub guard: LoadGuard,
+/// Answer of a worker so far.
+pub struct PartialAnswer {
     pub status: StatusCode,
     pub headers: HeaderMap,
-    pub is_sse: bool,
     /// Pieces read so far; of a stream, runs of whole events.
     pub pieces: Vec<Bytes>,
     /// The beginning of a stream's next event.
     pub events: EventSplitter,
     /// Answer that is still to come; `None` when it is complete.
     pub rest: Option<ResponseBody>,
+}
+
+/// An answer worth giving to the client.
+pub struct UpstreamResponse {
+    pub guard: LoadGuard,
+    pub answer: PartialAnswer,
+    pub is_sse: bool,
     /// See [`UpstreamAttempt::counts`].
     pub counts: bool,
     /// See [`UpstreamAttempt::tells_tokens`].
@@ -141,64 +137,43 @@ impl AttemptError {
         PARTNERS_FAULT.contains(&self.reason)
     }
 
-    fn error(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: RouteError) -> Self {
-        Self {
-            role: leg.candidate.worker.role(),
-            worker: leg.candidate.id,
-            reason,
-            class,
-            broke_alone: None,
-            reply: ErrorReply::Error(reply),
-        }
+    fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
+        let (role, worker) = (leg.candidate.worker.role(), leg.candidate.id);
+        Self { role, worker, reason, class, broke_alone: None, reply }
+    }
+
+    /// The worker, or the connection to it, has gone.
+    fn broken(leg: &LoadGuard, reason: &'static str, cause: String) -> Self {
+        Self::new(leg, reason, RetryClass::Broken, ErrorReply::Error(upstream_error(leg, cause)))
     }
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
-        let reason = match err {
-            SendError::Refused(_) | SendError::Connect(_) => "connect",
-            SendError::Broken(_) => "reset",
-            SendError::Exhausted(cause) => {
-                let reply = RouteError::Exhausted { cause: cause.clone() };
-                return Self::error(leg, reply.code(), RetryClass::Refused, reply);
+        match err {
+            SendError::Refused(_) | SendError::Connect(_) => {
+                Self::broken(leg, "connect", err.to_string())
             }
-        };
-        let reply = upstream_error(leg, err.to_string());
-        Self::error(leg, reason, RetryClass::Broken, reply)
-    }
-
-    fn broke(leg: &LoadGuard, cause: &hyper::Error) -> Self {
-        let reply = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
-        Self::error(leg, "reset", RetryClass::Broken, reply)
+            SendError::Broken(_) => Self::broken(leg, "reset", err.to_string()),
+            SendError::Exhausted(cause) => {
+                let err = RouteError::Exhausted { cause: cause.clone() };
+                Self::new(leg, err.code(), RetryClass::Refused, ErrorReply::Error(err))
+            }
+        }
     }
 
     fn silent(leg: &LoadGuard, limit: Duration) -> Self {
-        Self::error(leg, SILENT, RetryClass::Refused, silent_error(leg, limit))
-    }
-
-    fn hung(leg: &LoadGuard, cause: &str) -> Self {
-        let reply =
-            upstream_error(leg, format!("no answer, and it fails its health checks: {cause}"));
-        Self::error(leg, "hung", RetryClass::Broken, reply)
+        Self::new(leg, SILENT, RetryClass::Refused, ErrorReply::Error(silent_error(leg, limit)))
     }
 
     fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
         let known = code_of(&body).and_then(|code| RetryClass::of_code(&code));
         let (reason, class) =
             known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
-        Self {
-            role: leg.candidate.worker.role(),
-            worker: leg.candidate.id,
-            reason,
-            class,
-            broke_alone: None,
-            reply: ErrorReply::Answer { status, headers, body },
-        }
+        Self::new(leg, reason, class, ErrorReply::Answer { status, headers, body })
     }
 
     fn status(&self) -> Option<StatusCode> {
-        match &self.reply {
-            ErrorReply::Answer { status, .. } => Some(*status),
-            ErrorReply::Error(_) => None,
-        }
+        let ErrorReply::Answer { status, .. } = &self.reply else { return None };
+        Some(*status)
     }
 
     /// The worker has too much to do or is leaving, and refuses at once.
@@ -213,23 +188,19 @@ impl AttemptError {
     /// The worker would not take the request: it lacks the path, the model or the key. So may the
     /// request.
     pub fn is_denial(&self) -> bool {
-        let status = self.status().map(|status| status.as_u16());
-        matches!(status, Some(401 | 403..=405))
+        matches!(self.status().map(|status| status.as_u16()), Some(401 | 403..=405))
     }
 
     /// The time after which the worker asks to be tried again.
     pub fn retry_after_ms(&self) -> Option<u64> {
-        match &self.reply {
-            ErrorReply::Answer { headers, .. } => retry_after_ms(headers),
-            ErrorReply::Error(_) => None,
-        }
+        let ErrorReply::Answer { headers, .. } = &self.reply else { return None };
+        retry_after_ms(headers)
     }
 
     /// Evidence of this failure about the worker. The client's mistakes and overload say nothing;
     /// an unexplained error is judged when there is a second opinion (dispatch.rs).
     fn outcome(&self) -> RequestOutcome {
-        let is_client_error =
-            matches!(&self.reply, ErrorReply::Answer { status, .. } if status.is_client_error());
+        let is_client_error = self.status().is_some_and(|status| status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();
         let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
@@ -266,7 +237,8 @@ pub fn status_label(status: StatusCode) -> &'static str {
     }
 }
 
-fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
+/// The leg's worker failed in a way that `cause` describes.
+pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
     RouteError::Upstream {
         role: leg.candidate.worker.role(),
         worker: leg.candidate.name.clone(),
@@ -304,12 +276,8 @@ impl UpstreamAttempt {
                     counts: self.counts && self.guard.wants_usage(),
                     tells_tokens: self.tells_tokens && is_sse,
                     guard: self.guard,
-                    status: answer.status,
+                    answer,
                     is_sse,
-                    headers: answer.headers,
-                    pieces: answer.pieces,
-                    events: answer.events,
-                    rest: answer.rest,
                     stages,
                 })
             }
@@ -321,7 +289,7 @@ impl UpstreamAttempt {
     /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
         let drained = async {
-            let Answered { mut headers, pieces, mut events, mut rest, .. } =
+            let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
                 self.open_unless_hung().await?;
             self.take_stages(&mut headers);
             if self.counts
@@ -333,10 +301,7 @@ impl UpstreamAttempt {
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let is_stream = is_sse(&headers);
-            let mut error = match is_stream {
-                true => pieces.iter().find_map(from_error),
-                false => None,
-            };
+            let mut error = if is_stream { pieces.iter().find_map(from_error) } else { None };
             let mut find = |piece: Bytes| match is_stream {
                 true => from_error(&events.push(piece)?),
                 false => None,
@@ -401,16 +366,18 @@ impl UpstreamAttempt {
         failure
     }
 
-    async fn open_unless_hung(&self) -> Result<Answered, AttemptError> {
+    async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        let opening = worker.unless_hung(self.try_open(), self.probe_after);
-        match opening.await {
+        match worker.unless_hung(self.try_open(), self.probe_after).await {
             Ok(opened) => opened,
-            Err(cause) => Err(AttemptError::hung(&self.guard, &cause)),
+            Err(cause) => {
+                let cause = format!("no answer, and it fails its health checks: {cause}");
+                Err(AttemptError::broken(&self.guard, "hung", cause))
+            }
         }
     }
 
-    async fn try_open(&self) -> Result<Answered, AttemptError> {
+    async fn try_open(&self) -> Result<PartialAnswer, AttemptError> {
         let pool = &self.guard.candidate.worker.pool;
         let sent = || self.guard.timeline.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);
@@ -436,8 +403,7 @@ impl UpstreamAttempt {
                     Some(piece) => events.push(piece),
                     None => Some(events.finish().ok_or_else(|| {
                         let cause = "ended the stream before it began".into();
-                        let reply = upstream_error(&self.guard, cause);
-                        AttemptError::error(&self.guard, "reset", RetryClass::Broken, reply)
+                        AttemptError::broken(&self.guard, "reset", cause)
                     })?),
                 };
                 let Some(run) = run else { continue };
@@ -451,7 +417,7 @@ impl UpstreamAttempt {
                     break run;
                 }
             };
-            return Ok(Answered {
+            return Ok(PartialAnswer {
                 status: head.status,
                 headers: head.headers,
                 pieces: vec![first],
@@ -474,7 +440,7 @@ impl UpstreamAttempt {
             }
         }
         let events = EventSplitter::default();
-        Ok(Answered { status: head.status, headers: head.headers, pieces, events, rest })
+        Ok(PartialAnswer { status: head.status, headers: head.headers, pieces, events, rest })
     }
 
     async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
@@ -482,7 +448,10 @@ impl UpstreamAttempt {
             Err(_) => Err(AttemptError::silent(&self.guard, self.limit)),
             Ok(None) => Ok(None),
             Ok(Some(Ok(piece))) => Ok(Some(piece)),
-            Ok(Some(Err(err))) => Err(AttemptError::broke(&self.guard, &err)),
+            Ok(Some(Err(err))) => {
+                let cause = format!("answer broke off: {}", with_source(&err));
+                Err(AttemptError::broken(&self.guard, "reset", cause))
+            }
         }
     }
 

@@ -26,7 +26,6 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use router_core::{LocalView, LocalWhy, Role};
 use tokio::time::timeout;
 
@@ -37,7 +36,7 @@ use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
-use crate::dispatch::types::{AttemptFailure, CommittedResponse, ids_for, leg, observe_overhead};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
@@ -62,7 +61,7 @@ pub async fn attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     match try_attempt(app, request, kept).await {
         Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
             if failure.reason == "duplicate_room" =>
@@ -85,11 +84,13 @@ async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     kept: &mut Option<PendingPrefill>,
-) -> Result<CommittedResponse, AttemptFailure> {
-    let reader = match kept.take() {
-        Some(prefilled) => second_reader(app, request, prefilled)?,
-        None => None,
-    };
+) -> AttemptResult {
+    let mut reader = None;
+    if let Some(prefilled) = kept.take() {
+        let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
+        let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
+        reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
+    }
     let is_second_reader = reader.is_some();
     let (mut prefilled, decode) = match reader {
         Some(reader) => reader,
@@ -104,12 +105,8 @@ async fn try_attempt(
         },
     };
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
-    let candidate = &decode.guard.candidate;
-    let ids = ids_for(app, request, candidate);
-    let body = prefilled.meeting.decode_body(request, candidate, ids);
-    observe_overhead(app, request);
+    let body = prefilled.meeting.body(app, request, &decode.guard.candidate);
     let pair = (prefilled.meeting.prefill.worker.id, decode.guard.candidate.worker.id);
-    let decode_id = decode.guard.candidate.id;
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
     // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
@@ -118,33 +115,28 @@ async fn try_attempt(
         Some(ended) = prefilled.leg.ended() => match ended {
             Ok(()) => decode.await,
             Err(failure) => {
-                let labels = ["decode", failure.reason];
-                app.metrics.leg_aborts.with_label_values(&labels).inc();
+                app.metrics.leg_aborts.with_label_values(&["decode", failure.reason]).inc();
                 return Err(failure.into());
             }
         },
     };
     if is_second_reader {
         let result = if opened.is_ok() { "opened" } else { "failed" };
-        let labels = [result];
-        app.metrics.decode_retries.with_label_values(&labels).inc();
+        app.metrics.decode_retries.with_label_values(&[result]).inc();
     }
     match opened {
-        Ok(opened) => {
+        Ok(mut opened) => {
             prefilled.leg.is_fetched = true;
-            let traffic = &app.pair_traffic;
-            traffic.opened(pair, opened.stages.as_ref(), now_ms());
-            let wanted = request.scan.wants_input_logprobs;
-            if !wanted || !(opened.is_sse || opened.rest.is_none()) {
-                return Ok((opened, Some(prefilled.leg)));
+            app.pair_traffic.opened(pair, opened.stages.as_ref(), now_ms());
+            if request.scan.wants_input_logprobs && (opened.is_sse || opened.answer.rest.is_none())
+            {
+                let limit = app.config.request_timeout();
+                opened = logprobs::merged(opened, &mut prefilled.leg, limit).await;
             }
-            let limit = app.config.request_timeout();
-            let opened = logprobs::merged(opened, &mut prefilled.leg, limit).await;
             Ok((opened, Some(prefilled.leg)))
         }
         Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            debug_assert_eq!(failure.worker, decode_id);
             Err(attribute_failure(failure, &mut prefilled, is_second_reader).await)
         }
         Err(failure) => {
@@ -196,19 +188,6 @@ fn can_prefill(app: &AppState, decode: &Selection) -> bool {
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
-/// Another decode worker for a prompt that is prefilled; `None` when the one that is next would not
-/// understand the pages.
-fn second_reader(
-    app: &AppState,
-    request: &RequestContext,
-    prefilled: PendingPrefill,
-) -> Result<Option<(PendingPrefill, Selection)>, RouteError> {
-    let registry = &app.fleet.registry;
-    let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-    let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
-    Ok(is_fit.then_some((prefilled, decode)))
-}
-
 enum Placed {
     Pair(Selection, Selection),
     /// The decode worker does both phases.
@@ -216,34 +195,26 @@ enum Placed {
 }
 
 fn choose(app: &AppState, request: &RequestContext) -> Result<Placed, RouteError> {
-    let rule = app.config.pairs.local_rule();
-    let wanted = request.wanted();
-    match app.fleet.registry.choose_pair(&wanted, &request.avoid) {
-        Ok((prefill, decode)) => {
-            let view = view(request, &decode);
-            let why = rule.decide(&view).filter(|_| can_prefill(app, &decode));
-            Ok(match why {
-                // Dropping P's guard takes back what its policy was sent.
-                Some(why) => Placed::Local(decode, why),
-                None => Placed::Pair(prefill, decode),
-            })
-        }
+    let (wanted, registry) = (request.wanted(), &app.fleet.registry);
+    let (prefill, decode) = match registry.choose_pair(&wanted, &request.avoid) {
+        Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
-            let Ok(decode) = app.fleet.registry.choose(Role::Decode, &wanted, &request.avoid)
-            else {
-                return Err(err);
-            };
-            let view = LocalView { has_prefill: false, ..view(request, &decode) };
-            match rule.decide(&view) {
-                Some(why) if can_prefill(app, &decode) => Ok(Placed::Local(decode, why)),
-                _ => Err(err),
+            match registry.choose(Role::Decode, &wanted, &request.avoid) {
+                Ok(decode) => (Err(err), decode),
+                Err(_) => return Err(err),
             }
         }
-        Err(err) => Err(err),
+        Err(err) => return Err(err),
+    };
+    let why = app.config.pairs.local_rule().decide(&view(request, &decode, prefill.is_ok()));
+    match why.filter(|_| can_prefill(app, &decode)) {
+        // Dropping P's guard takes back what its policy was sent.
+        Some(why) => Ok(Placed::Local(decode, why)),
+        None => Ok(Placed::Pair(prefill?, decode)),
     }
 }
 
-fn view(request: &RequestContext, decode: &Selection) -> LocalView {
+fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
     let prompt = match (request.prompt_tokens, forecast) {
@@ -255,7 +226,7 @@ fn view(request: &RequestContext, decode: &Selection) -> LocalView {
     LocalView {
         prompt_tokens: prompt.saturating_add(u32::try_from(begun).unwrap_or(u32::MAX)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
-        has_prefill: true,
+        has_prefill,
     }
 }
 
@@ -264,9 +235,8 @@ async fn local(
     request: &mut RequestContext,
     decode: Selection,
     why: LocalWhy,
-) -> Result<CommittedResponse, AttemptFailure> {
-    let labels = [why.into_str()];
-    app.metrics.local_prefills.with_label_values(&labels).inc();
+) -> AttemptResult {
+    app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
     let candidate = &decode.guard.candidate;
     request.record.prefill = None;
     request.record.room = None;
@@ -280,9 +250,7 @@ async fn local(
     };
     let ids = ids_for(app, request, candidate);
     let body = request.body_for(replaced, ids, &fields);
-    observe_overhead(app, request);
-    let opened = leg(app, request, decode, body).open().await?;
-    Ok((opened, None))
+    Ok((leg(app, request, decode, body).open().await?, None))
 }
 
 fn start_prefill(
@@ -300,15 +268,18 @@ fn start_prefill(
     }
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.guard.candidate.rank.is_some();
-    let meeting = BootstrapParams::new(candidate, &rooms.rooms, is_batch, with_ranks);
-    let ids = ids_for(app, request, &meeting.prefill);
-    let body = meeting.prefill_body(request, ids);
-    let keep = request.scan.wants_input_logprobs;
-    let leg = leg(app, request, prefill, body);
-    Ok(PendingPrefill {
-        leg: PrefillAttempt::start(app, meeting.prefill.clone(), leg, keep, rooms),
-        meeting,
-    })
+    let meeting = BootstrapParams::new(candidate.clone(), &rooms.rooms, is_batch, with_ranks);
+    let body = meeting.body(app, request, &candidate);
+    let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
+    let leg = PrefillAttempt {
+        task: Some(tokio::spawn(draining)),
+        words: None,
+        app: app.clone(),
+        prefill: candidate,
+        rooms,
+        is_fetched: false,
+    };
+    Ok(PendingPrefill { leg, meeting })
 }
 
 /// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
@@ -316,17 +287,16 @@ struct BootstrapParams {
     prefill: Arc<Candidate>,
     /// JSON members for both legs.
     shared: String,
-    with_ranks: bool,
+    /// P's rank, if both workers have one.
+    prefill_rank: Option<u32>,
 }
 
 impl BootstrapParams {
     fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
-        let port = match worker.bootstrap_port() {
-            Some(port) => port.to_string(),
-            None => "null".to_owned(),
-        };
+        let port = worker.bootstrap_port();
+        let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         let list = |item: &dyn Fn(&u64) -> String| match rooms {
             [room] if !is_batch => item(room),
             _ => format!("[{}]", rooms.iter().map(item).collect::<Vec<_>>().join(",")),
@@ -340,39 +310,29 @@ impl BootstrapParams {
             list(&u64::to_string)
         )
         .expect("writing to a String cannot fail");
-        let with_ranks = with_ranks && prefill.rank.is_some();
-        Self { prefill, shared, with_ranks }
+        let prefill_rank = prefill.rank.filter(|_| with_ranks);
+        Self { prefill, shared, prefill_rank }
     }
 
-    fn prefill_body(&self, request: &RequestContext, ids: Option<&Bytes>) -> BodySegments {
-        let mut fields = self.shared.clone();
-        if let (true, Some(p)) = (self.with_ranks, self.prefill.rank) {
-            fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
-        }
-        self.splice(request, ids, &fields)
-    }
-
-    fn decode_body(
-        &self,
-        request: &RequestContext,
-        decode: &Candidate,
-        ids: Option<&Bytes>,
-    ) -> BodySegments {
-        let mut fields = self.shared.clone();
-        if let (true, Some(p), Some(d)) = (self.with_ranks, self.prefill.rank, decode.rank) {
-            fields += &format!(
-                ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
-            );
-        }
-        self.splice(request, ids, &fields)
-    }
-
-    fn splice(&self, request: &RequestContext, ids: Option<&Bytes>, fields: &str) -> BodySegments {
-        // Without DP awareness a client's own ranks stay.
-        let replaced: &[ManagedField] = match self.with_ranks {
-            true => &[ManagedField::Bootstrap, ManagedField::Rank],
-            false => &[ManagedField::Bootstrap],
+    /// Body for one of the two.
+    fn body(&self, app: &AppState, request: &RequestContext, to: &Candidate) -> BodySegments {
+        let ids = ids_for(app, request, to);
+        let Some(p) = self.prefill_rank else {
+            // Without DP awareness a client's own ranks stay.
+            return request.body_for(&[ManagedField::Bootstrap], ids, &self.shared);
         };
-        request.body_for(replaced, ids, fields)
+        let mut fields = self.shared.clone();
+        match (to.worker.role(), to.rank) {
+            (Role::Prefill, _) => {
+                fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
+            }
+            (_, Some(d)) => {
+                fields += &format!(
+                    ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
+                );
+            }
+            (_, None) => {}
+        }
+        request.body_for(&[ManagedField::Bootstrap, ManagedField::Rank], ids, &fields)
     }
 }

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, UpstreamAttempt};
+use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::disaggregated::prefill_release::release;
 use crate::error::RouteError;
 use crate::workers::load_guard::Candidate;
@@ -36,7 +36,7 @@ impl RoomLease {
         let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
-        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
+        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.count() })?;
         Ok(Self { rooms, live: app.rooms.clone() })
     }
 }
@@ -52,8 +52,8 @@ impl Drop for RoomLease {
 pub struct PrefillAttempt {
     pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, AttemptError>>>,
     /// Answer when it has ended well, if it was to be kept.
-    pub(super) words: Option<Vec<Bytes>>,
-    app: Arc<AppState>,
+    pub words: Option<Vec<Bytes>>,
+    pub(super) app: Arc<AppState>,
     pub(super) prefill: Arc<Candidate>,
     pub(super) rooms: RoomLease,
     /// The decode worker has begun, so it has the pages.
@@ -61,39 +61,11 @@ pub struct PrefillAttempt {
 }
 
 impl PrefillAttempt {
-    pub(super) fn start(
-        app: &Arc<AppState>,
-        prefill: Arc<Candidate>,
-        leg: UpstreamAttempt,
-        keep: bool,
-        rooms: RoomLease,
-    ) -> Self {
-        Self {
-            task: Some(tokio::spawn(leg.drain(keep))),
-            words: None,
-            app: app.clone(),
-            prefill,
-            rooms,
-            is_fetched: false,
-        }
-    }
-
     /// Wait for its end; `None` when it panicked or has ended before. Cancel safe.
     pub async fn ended(&mut self) -> Option<Result<(), AttemptError>> {
         let ended = self.task.as_mut()?.await.ok();
         self.task = None;
-        match ended? {
-            Ok(words) => {
-                self.words = Some(words);
-                Some(Ok(()))
-            }
-            Err(failure) => Some(Err(failure)),
-        }
-    }
-
-    /// Answer, once it has ended well.
-    pub fn words(&self) -> Option<&[Bytes]> {
-        self.words.as_deref()
+        Some(ended?.map(|words| self.words = Some(words)))
     }
 
     /// The answer is complete: read the rest so that the connection can be used again, but not for
@@ -115,9 +87,7 @@ impl Drop for PrefillAttempt {
         let task = self.task.take();
         if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
             task.abort();
-            let labels = ["prefill", "dropped"];
-            let aborts = &self.app.metrics.leg_aborts;
-            aborts.with_label_values(&labels).inc();
+            self.app.metrics.leg_aborts.with_label_values(&["prefill", "dropped"]).inc();
         }
         // An aborted leg, too: the prompt may be computed, and only the answer that says so still
         // on its way.

@@ -24,10 +24,7 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     if !worker.tells_loads() {
         return;
     }
-    let count = |app: &AppState, result| {
-        let labels = [result];
-        app.metrics.releases.with_label_values(&labels).inc();
-    };
+    let count = |app: &AppState, result| app.metrics.releases.with_label_values(&[result]).inc();
     // No runtime: the process ends.
     let (Ok(runtime), Ok(place)) =
         (Handle::try_current(), app.releases.clone().try_acquire_owned())
@@ -38,8 +35,7 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     let (app, worker) = (app.clone(), worker.clone());
     runtime.spawn(async move {
         let mut headers = app.fleet.worker_headers();
-        let json = HeaderValue::from_static("application/json");
-        headers.insert(header::CONTENT_TYPE, json);
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         let head =
             RequestHead { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
         let asking = async {
@@ -50,8 +46,7 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
             }
             Some(())
         };
-        let answer = timeout(LIMIT, asking).await;
-        let is_sent = matches!(answer, Ok(Some(())));
+        let is_sent = matches!(timeout(LIMIT, asking).await, Ok(Some(())));
         count(&app, if is_sent { "sent" } else { "failed" });
         drop(place);
     });

@@ -19,7 +19,7 @@ use serde_json::value::RawValue;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::types::{AttemptFailure, CommittedResponse, leg, observe_overhead};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhead};
 use crate::request::body::ManagedField;
 use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
@@ -36,7 +36,7 @@ pub async fn attempt(
     request: &mut RequestContext,
     prefill: Selection,
     decode: Selection,
-) -> Result<CommittedResponse, AttemptFailure> {
+) -> AttemptResult {
     request.record.room = None;
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
     let params = if request.scan.batch.is_some() {
@@ -51,9 +51,7 @@ pub async fn attempt(
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
     let fields = fields.as_deref().unwrap_or_default();
     let body = request.body_for(&[ManagedField::KvParams], None, fields);
-    observe_overhead(app, request);
-    let opened = ranked(app, request, decode, body).open().await?;
-    Ok((opened, None))
+    Ok((ranked(app, request, decode, body).open().await?, None))
 }
 
 /// P's `kv_transfer_params`; `None`: it named none, so D computes the prompt.
@@ -73,11 +71,11 @@ async fn ask_prefill(
     let mut opened = ranked(app, request, prefill, body).open().await?;
     opened.guard.first_token();
     if opened.counts
-        && let Some(usage) = usage_in(opened.pieces.iter())
+        && let Some(usage) = usage_in(opened.answer.pieces.iter())
     {
         opened.guard.usage(usage);
     }
-    let answer = opened.pieces.concat();
+    let answer = opened.answer.pieces.concat();
     let params = serde_json::from_slice::<Answer<'_>>(&answer)
         .ok()
         .and_then(|answer| answer.kv_transfer_params);

@@ -44,6 +44,11 @@ pub enum ApiKind {
 }
 
 impl ApiKind {
+    /// API of a path that takes generation requests.
+    pub fn of_path(path: &str) -> Option<Self> {
+        [Self::Chat, Self::Completions, Self::Generate].into_iter().find(|api| api.path() == path)
+    }
+
     pub fn path(self) -> &'static str {
         match self {
             ApiKind::Chat => "/v1/chat/completions",
@@ -65,6 +70,7 @@ impl ApiKind {
 /// Index of a body: what routing needs to know of it.
 #[derive(Debug, Clone)]
 pub struct BodyIndex {
+    pub api: ApiKind,
     pub stream: bool,
     /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item,
     /// scalars.
@@ -142,10 +148,12 @@ impl ManagedField {
 impl BodyIndex {
     /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
     pub fn of(body: &[u8], api: ApiKind) -> Result<BodyIndex, RouteError> {
-        let mut members = TopLevelFields::new(body);
-        serde_json::Deserializer::from_slice(body)
-            .deserialize_end(&mut members)
-            .map_err(|err| RouteError::InvalidJson { detail: err.to_string() })?;
+        let last_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
+        let mut members = TopLevelFields { body, last_end, ..TopLevelFields::default() };
+        let mut json = serde_json::Deserializer::from_slice(body);
+        // Nothing but whitespace may follow the object.
+        let read = json.deserialize_map(&mut members).and_then(|()| json.end());
+        read.map_err(|err| RouteError::InvalidJson { detail: err.to_string() })?;
         members.finish(api)
     }
 
@@ -174,8 +182,7 @@ impl BodyIndex {
 
     /// The prompt's JSON; empty without one.
     pub fn prompt<'a>(&self, body: &'a [u8]) -> &'a [u8] {
-        let prompt = self.prompt.clone().map(|span| &body[span]);
-        prompt.unwrap_or_default()
+        self.prompt.clone().map(|span| &body[span]).unwrap_or_default()
     }
 
     /// JSON of the token ids that the client sent: one list, or one for each prompt.
@@ -243,20 +250,9 @@ impl BodyIndex {
     }
 }
 
-trait DeserializeEnd<'a> {
-    /// Visit the object, then insist that nothing but whitespace follows.
-    fn deserialize_end(self, members: &mut TopLevelFields<'a>) -> serde_json::Result<()>;
-}
-
-impl<'a> DeserializeEnd<'a> for serde_json::Deserializer<serde_json::de::SliceRead<'a>> {
-    fn deserialize_end(mut self, members: &mut TopLevelFields<'a>) -> serde_json::Result<()> {
-        self.deserialize_map(members)?;
-        self.end()
-    }
-}
-
 /// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON
 /// readers.
+#[derive(Default)]
 struct TopLevelFields<'a> {
     body: &'a [u8],
     count: usize,
@@ -283,28 +279,6 @@ struct TopLevelFields<'a> {
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 impl<'a> TopLevelFields<'a> {
-    fn new(body: &'a [u8]) -> Self {
-        Self {
-            body,
-            count: 0,
-            ours: Vec::new(),
-            last_end: body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1),
-            stream: None,
-            n: None,
-            messages: None,
-            prompt: None,
-            text: None,
-            input_ids: None,
-            sampling_params: None,
-            return_logprob: None,
-            model: None,
-            deadlines: RequestDeadlines::default(),
-            scope: Default::default(),
-            cache_salt: None,
-            extra_key: None,
-        }
-    }
-
     /// Where `value` lies in the body.
     fn span(&self, value: &RawValue) -> Range<usize> {
         let start = value.get().as_ptr() as usize - self.body.as_ptr() as usize;
@@ -343,25 +317,17 @@ impl<'a> TopLevelFields<'a> {
         let close = self.body.iter().rposition(|b| *b == b'}').ok_or_else(|| {
             RouteError::Internal { detail: "a JSON object without a closing brace".into() }
         })?;
-        let prompt = match api {
-            ApiKind::Chat => self.messages,
-            ApiKind::Completions => self.prompt,
-            ApiKind::Generate => self.text.or(self.input_ids),
-        };
-        let prompt_param = match api {
-            ApiKind::Chat => "messages",
-            ApiKind::Completions => "prompt",
-            ApiKind::Generate if self.text.is_some() => "text",
-            ApiKind::Generate => "input_ids",
+        let (prompt, prompt_param) = match api {
+            ApiKind::Chat => (self.messages, "messages"),
+            ApiKind::Completions => (self.prompt, "prompt"),
+            ApiKind::Generate if self.text.is_some() => (self.text, "text"),
+            ApiKind::Generate => (self.input_ids, "input_ids"),
         };
         let n = match api {
             ApiKind::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
             _ => self.n.map_or(Ok(1), n_of)?,
         };
-        let prompts = match api {
-            ApiKind::Chat => None,
-            _ => prompt.and_then(batch_len),
-        };
+        let prompts = prompt.filter(|_| api != ApiKind::Chat).and_then(batch_len);
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
             return Err(RouteError::InvalidValue {
@@ -372,7 +338,9 @@ impl<'a> TopLevelFields<'a> {
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
         let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));
         let ids = ids.filter(|value| holds_ids(value.get()));
+        let model = self.model.filter(|_| api != ApiKind::Generate);
         Ok(BodyIndex {
+            api,
             ids: ids.map(|value| self.span(value)),
             namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
             stream: self.stream.is_some_and(|v| v.get() == "true"),
@@ -383,10 +351,7 @@ impl<'a> TopLevelFields<'a> {
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             deadlines: self.deadlines,
             scope: self.scope,
-            model: self
-                .model
-                .filter(|_| api != ApiKind::Generate)
-                .and_then(|value| serde_json::from_str(value.get()).ok()),
+            model: model.and_then(|value| serde_json::from_str(value.get()).ok()),
             ours: self.ours,
             close,
             count: self.count,
@@ -470,8 +435,7 @@ fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
 }
 
 fn ms_of(value: &RawValue) -> Option<u64> {
-    let given = value.get().parse::<f64>().ok();
-    given.filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
+    value.get().parse::<f64>().ok().filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
 }
 
 /// True for a list of numbers, or of lists.
@@ -482,8 +446,7 @@ fn holds_ids(value: &str) -> bool {
 
 /// A string's text; anything else is left to the engine's validation.
 fn text_of(value: Option<&RawValue>) -> String {
-    let text = value.and_then(|value| serde_json::from_str(value.get()).ok());
-    text.unwrap_or_default()
+    value.and_then(|value| serde_json::from_str(value.get()).ok()).unwrap_or_default()
 }
 
 /// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one

@@ -17,7 +17,7 @@ struct Entry {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct TextCache {
     entries: HashMap<Arc<str>, Entry>,
     /// By last use.
@@ -30,14 +30,7 @@ pub struct TextCache {
 
 impl TextCache {
     pub fn new(max_bytes: usize, max_entries: usize) -> Self {
-        Self {
-            entries: HashMap::new(),
-            order: BTreeMap::new(),
-            clock: 0,
-            bytes: 0,
-            max_bytes,
-            max_entries,
-        }
+        Self { max_bytes, max_entries, ..Self::default() }
     }
 
     pub fn get(&mut self, text: &str) -> Option<Arc<[u32]>> {

@@ -74,12 +74,8 @@ impl PromptEncoder {
             let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
         });
-        let cuts = match config.tokenizer_cache_enable_l1 {
-            true => Cuts::of(&hf)?,
-            false => None,
-        };
-        let vocabulary = hf.get_vocab(true);
-        let longest = vocabulary.keys().map(|token| token.chars().count()).max();
+        let cuts = if config.tokenizer_cache_enable_l1 { Cuts::of(&hf)? } else { None };
+        let longest = hf.get_vocab(true).keys().map(|token| token.chars().count()).max();
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
         let segments = cuts.map(|cuts| {
             let cache = TextCache::new(config.tokenizer_cache_l1_max_memory, MAX_SEGMENTS);
@@ -102,8 +98,7 @@ impl PromptEncoder {
     pub fn cache_bytes(&self) -> [usize; 2] {
         let whole = self.whole.as_ref();
         let whole = whole.map_or(0, |both| both.iter().map(|one| one.lock().bytes()).sum());
-        let segments = self.segments.as_ref();
-        [whole, segments.map_or(0, |some| some.cache.lock().bytes())]
+        [whole, self.segments.as_ref().map_or(0, |some| some.cache.lock().bytes())]
     }
 
     /// Cost: about 1 µs for four characters that no cache knows.

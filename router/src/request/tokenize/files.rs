@@ -50,8 +50,7 @@ impl TokenizerFiles {
         let mut special = read_object(&dir.join("special_tokens_map.json"))?;
         special.extend(settings.clone());
         let special_tokens = SPECIAL_TOKENS.iter().filter_map(|name| {
-            let text = content(special.get(*name)?)?;
-            Some(((*name).to_owned(), text.to_owned()))
+            Some(((*name).to_owned(), content(special.get(*name)?)?.to_owned()))
         });
         Ok(Some(Self {
             tokenizer_json,
@@ -76,8 +75,7 @@ impl TokenizerFiles {
         if let Some(template) = &self.chat_template {
             part(template.as_bytes());
         }
-        let digest = hash.finalize();
-        digest.iter().map(|byte| format!("{byte:02x}")).collect()
+        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 }
 
@@ -123,8 +121,7 @@ fn chat_template(
     let value = own.get("chat_template").or(settings.get("chat_template"));
     let value = match value {
         Some(Value::Array(named)) => {
-            let default = named.iter().find(|one| one["name"] == "default");
-            default.map(|one| &one["template"])
+            named.iter().find(|one| one["name"] == "default").map(|one| &one["template"])
         }
         other => other,
     };

@@ -153,20 +153,14 @@ impl PromptTokenizer {
         context_tokens: impl FnOnce() -> Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
-        let context = match prompt_bytes > UNCHECKED_BYTES {
-            true => context_tokens(),
-            false => None,
-        };
+        let context = if prompt_bytes > UNCHECKED_BYTES { context_tokens() } else { None };
         let made = self.on_a_thread(api, body, prompt_bytes, context).await;
         match &made {
             Ok(_) => {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
                 took.observe(begun.elapsed().as_secs_f64());
             }
-            Err(why) => {
-                let fallbacks = &self.metrics.tokenize_fallbacks;
-                fallbacks.with_label_values(&[why.into_str()]).inc();
-            }
+            Err(why) => self.metrics.tokenize_fallbacks.with_label_values(&[why.into_str()]).inc(),
         }
         made
     }
@@ -219,8 +213,7 @@ impl PromptTokenizer {
         };
         let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
         for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
-            let gauge = self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]);
-            gauge.set(bytes as f64);
+            self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]).set(bytes as f64);
         }
         Ok(PromptIds { prompts, is_list: given.is_list })
     }

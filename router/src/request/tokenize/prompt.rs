@@ -74,15 +74,11 @@ enum OneOrMany {
 
 impl OneOrMany {
     fn into_texts(self, add_special_tokens: bool) -> PromptTexts {
-        let is_list = matches!(self, OneOrMany::Many(_));
-        PromptTexts {
-            texts: match self {
-                OneOrMany::One(text) => vec![text],
-                OneOrMany::Many(texts) => texts,
-            },
-            add_special_tokens,
-            is_list,
-        }
+        let (texts, is_list) = match self {
+            OneOrMany::One(text) => (vec![text], false),
+            OneOrMany::Many(texts) => (texts, true),
+        };
+        PromptTexts { texts, add_special_tokens, is_list }
     }
 }
 
@@ -103,13 +99,11 @@ pub fn texts_of(
         }
         ApiKind::Completions => {
             let completion: Completion = read(body)?;
-            let special = completion.add_special_tokens.unwrap_or(true);
-            Ok(completion.prompt.into_texts(special))
+            Ok(completion.prompt.into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
         ApiKind::Generate => {
             let generate: Generate = read(body)?;
-            let given = generate.text.or(generate.prompt);
-            Ok(given.ok_or(TokenizeFallback::Unread)?.into_texts(true))
+            Ok(generate.text.or(generate.prompt).ok_or(TokenizeFallback::Unread)?.into_texts(true))
         }
     }
 }
@@ -184,8 +178,7 @@ fn messages(value: &Value) -> Result<Vec<Value>, TokenizeFallback> {
     if !is_list {
         return Err(TokenizeFallback::Unread);
     }
-    let all = value.try_iter().map_err(|_| TokenizeFallback::Unread)?;
-    all.map(|one| message(&one)).collect()
+    value.try_iter().map_err(|_| TokenizeFallback::Unread)?.map(|one| message(&one)).collect()
 }
 
 fn member(of: &Value, name: &str) -> Value {
@@ -241,9 +234,6 @@ fn with_mark(message: &Value) -> Result<Value, TokenizeFallback> {
 fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {
     let at = text.rfind(MARK).ok_or(TokenizeFallback::Template)?;
     let kept = &text[..at];
-    let kept = match text[at + MARK.len()..].starts_with(' ') {
-        true => kept,
-        false => kept.trim_end(),
-    };
+    let kept = if text[at + MARK.len()..].starts_with(' ') { kept } else { kept.trim_end() };
     Ok(kept.to_owned())
 }

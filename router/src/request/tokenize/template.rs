@@ -44,8 +44,7 @@ impl ChatTemplate {
     pub fn render(&self, variables: Vec<(String, Value)>) -> Result<String, Error> {
         let special = self.special_tokens.iter();
         let special = special.map(|(name, text)| (name.clone(), Value::from(text.as_str())));
-        let all = Value::from_pairs(special.chain(variables));
-        self.env.get_template(NAME)?.render(all)
+        self.env.get_template(NAME)?.render(Value::from_pairs(special.chain(variables)))
     }
 }
 
@@ -74,11 +73,9 @@ fn without_generation_tags(source: &str) -> String {
 }
 
 fn strftime_now(format: String) -> Result<Value, Error> {
-    let broken = jiff::fmt::strtime::BrokenDownTime::from(&jiff::Zoned::now());
-    let text = broken.to_string(&format);
+    let text = jiff::fmt::strtime::BrokenDownTime::from(&jiff::Zoned::now()).to_string(&format);
     text.map(Value::from).map_err(|err| {
-        let text = format!("strftime_now({format:?}): {err}");
-        Error::new(ErrorKind::InvalidOperation, text)
+        Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {err}"))
     })
 }
 
@@ -143,8 +140,7 @@ impl JsonWriter {
                 self.list('{', '}', keys.len(), depth, |writer, at| {
                     let key = &keys[at];
                     writer.string(key.as_str().ok_or_else(|| unfit("a key is no string"))?);
-                    let separator = writer.key.clone();
-                    writer.out += &separator;
+                    writer.out += &writer.key;
                     writer.value(&value.get_item(key)?, depth + 1)
                 })?;
             }
@@ -164,8 +160,7 @@ impl JsonWriter {
         self.out.push(open);
         for at in 0..len {
             if at > 0 {
-                let separator = self.item.clone();
-                self.out += &separator;
+                self.out += &self.item;
             }
             self.line(depth + 1);
             write(self, at)?;
@@ -192,15 +187,12 @@ impl JsonWriter {
             return;
         }
         for c in quoted.chars() {
-            // DEL is ASCII to Python.
-            match c.is_ascii() {
-                true => self.out.push(c),
-                false => {
-                    let mut units = [0; 2];
-                    for unit in c.encode_utf16(&mut units) {
-                        self.out += &format!("\\u{unit:04x}");
-                    }
-                }
+            if c.is_ascii() {
+                self.out.push(c); // DEL is ASCII to Python
+                continue;
+            }
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                self.out += &format!("\\u{unit:04x}");
             }
         }
     }

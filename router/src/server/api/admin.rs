@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::{PathRejection, QueryRejection};
-use axum::extract::{Path, Query, Request, State};
+use axum::extract::{FromRequestParts, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use http::request::Parts;
 use http::{HeaderValue, Method, StatusCode, header};
 use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::read_at_most;
-use super::http_util::{MAX_ADMIN_BODY, answer};
+use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
@@ -28,7 +28,7 @@ pub async fn live() -> Response {
     answer(StatusCode::OK, &json!({"status": "ok"}))
 }
 
-pub async fn ready(State(app): State<Arc<AppState>>) -> Response {
+pub async fn ready(State(app): SharedApp) -> Response {
     let (refusal, missing) = (not_ready_because(&app), cannot_serve_because(&app));
     let mut body = json!({
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
@@ -65,10 +65,7 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
-    match finds_workers || app.fleet.registry.has_served() {
-        true => None,
-        false => cannot_serve_because(app),
-    }
+    if finds_workers || app.fleet.registry.has_served() { None } else { cannot_serve_because(app) }
 }
 
 /// Why a request that comes now would find no worker.
@@ -86,7 +83,7 @@ fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
 }
 
 /// Every ready worker is asked to generate something, which counts as one running request.
-pub async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Response, RouteError> {
+pub async fn health_generate(State(app): SharedApp) -> HandlerResult {
     if let Some(err) = not_ready_because(&app).or_else(|| cannot_serve_because(&app)) {
         return Err(err);
     }
@@ -95,7 +92,7 @@ pub async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Respons
     Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
-pub async fn metrics(State(app): State<Arc<AppState>>) -> Response {
+pub async fn metrics(State(app): SharedApp) -> Response {
     let update = |metrics: &RouterMetrics| gauges::update(metrics, &app.fleet.registry);
     match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
@@ -131,7 +128,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
     })
 }
 
-pub async fn list_workers(State(app): State<Arc<AppState>>) -> Response {
+pub async fn list_workers(State(app): SharedApp) -> Response {
     let workers = app.fleet.registry.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
@@ -157,35 +154,22 @@ pub fn find(app: &AppState, id: &str) -> Result<Arc<Worker>, RouteError> {
 
 /// The newest: older ones with the same address are draining already.
 pub fn with_url(app: &AppState, url: &WorkerUrl) -> Option<Arc<Worker>> {
-    let workers = app.fleet.registry.workers();
-    workers.into_iter().rev().find(|w| w.url() == url)
+    app.fleet.registry.workers().into_iter().rev().find(|w| w.url() == url)
 }
 
-pub async fn show_worker(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let worker = find(&app, &id)?;
     Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
 
 /// The timeline of a recent request, by the id it came or was answered with.
-pub async fn show_request(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn show_request(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let timeline = app.sinks.requests.find(&id);
     let timeline = timeline.ok_or(RouteError::UnknownTimeline { id })?;
     Ok(answer(StatusCode::OK, &timeline))
 }
 
-pub async fn remove_worker(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn remove_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let worker = find(&app, &id)?;
     app.fleet.registry.remove(worker.id);
     tracing::info!(url = %worker.url(), "worker removed");
@@ -206,10 +190,7 @@ struct NewWorker {
     topology: Option<String>,
 }
 
-pub async fn add_worker(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn add_worker(State(app): SharedApp, request: Request) -> HandlerResult {
     let (parts, body) = request.into_parts();
     let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
     let asked: NewWorker =
@@ -263,30 +244,31 @@ pub struct LegacyQuery {
     bootstrap_port: Option<String>,
 }
 
-impl LegacyQuery {
-    fn url(&self) -> Result<&str, RouteError> {
-        self.url
-            .as_deref()
-            .ok_or(RouteError::MissingField { param: "url", hint: "give ?url=http://HOST:PORT" })
+impl<S: Send + Sync> FromRequestParts<S> for LegacyQuery {
+    type Rejection = RouteError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, RouteError> {
+        let read = Query::from_request_parts(parts, state).await;
+        let Query(query) = read.map_err(|err| RouteError::unreadable("query", err.body_text()))?;
+        Ok(query)
     }
 }
 
-pub async fn legacy_add(
-    State(app): State<Arc<AppState>>,
-    query: Result<Query<LegacyQuery>, QueryRejection>,
-) -> Result<Response, RouteError> {
-    let Query(query) = query?;
+impl LegacyQuery {
+    fn url(&self) -> Result<&str, RouteError> {
+        let hint = "give ?url=http://HOST:PORT";
+        self.url.as_deref().ok_or(RouteError::MissingField { param: "url", hint })
+    }
+}
+
+pub async fn legacy_add(State(app): SharedApp, query: LegacyQuery) -> HandlerResult {
     let role = query.worker_type.unwrap_or(Role::Regular);
     let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref(), None)?;
     let message = format!("Successfully added worker: {}", worker.url());
     Ok(answer(StatusCode::OK, &json!({"message": message, "id": worker.id.to_string()})))
 }
 
-pub async fn legacy_remove(
-    State(app): State<Arc<AppState>>,
-    query: Result<Query<LegacyQuery>, QueryRejection>,
-) -> Result<Response, RouteError> {
-    let Query(query) = query?;
+pub async fn legacy_remove(State(app): SharedApp, query: LegacyQuery) -> HandlerResult {
     let given = query.url()?;
     let url = WorkerUrl::parse(given)
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
@@ -297,19 +279,16 @@ pub async fn legacy_remove(
     Ok(answer(StatusCode::OK, &json!({"message": message})))
 }
 
-pub async fn legacy_list(State(app): State<Arc<AppState>>) -> Response {
+pub async fn legacy_list(State(app): SharedApp) -> Response {
     let workers = app.fleet.registry.workers();
     let urls: Vec<String> = workers.iter().map(|w| w.url().to_string()).collect();
     answer(StatusCode::OK, &json!({"urls": urls}))
 }
 
-pub async fn loads(State(app): State<Arc<AppState>>) -> Response {
+pub async fn loads(State(app): SharedApp) -> Response {
     let candidates = app.fleet.registry.candidates();
-    let loads: Vec<Value> = candidates
-        .iter()
-        .map(
-            |c| json!({"worker": c.name, "worker_type": c.worker.role().into_str(), "load": c.load()}),
-        )
-        .collect();
-    answer(StatusCode::OK, &json!({"workers": loads}))
+    let loads = candidates.iter().map(
+        |c| json!({"worker": c.name, "worker_type": c.worker.role().into_str(), "load": c.load()}),
+    );
+    answer(StatusCode::OK, &json!({"workers": loads.collect::<Vec<_>>()}))
 }

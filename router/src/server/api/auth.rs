@@ -77,8 +77,7 @@ pub fn hide_control_key(app: &AppState, headers: &mut HeaderMap) {
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let value = headers.get(header::AUTHORIZATION)?.as_bytes();
     let (scheme, key) = value.split_at_checked(b"bearer ".len())?;
-    let is_bearer = scheme.eq_ignore_ascii_case(b"bearer ");
-    is_bearer.then(|| key.trim_ascii())
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii())
 }
 
 fn control_key<'a>(app: &'a AppState, given: &[u8]) -> Option<&'a ControlKey> {

@@ -5,11 +5,9 @@
 //! worker that has no such route, or cannot be reached, is drained by this router alone, and the
 //! answer says so.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 use bytes::Bytes;
 use http::{Method, StatusCode};
@@ -17,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::admin::{find, with_url};
-use super::http_util::answer;
+use super::http_util::{HandlerResult, PathText, SharedApp, answer};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::transport::upstream::SendError;
@@ -41,11 +39,7 @@ enum Ordered {
 
 /// No new requests for the worker from any router; here they end at once. Asking again changes
 /// nothing.
-pub async fn drain_worker(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn drain_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let worker = find(&app, &id)?;
     if worker.state() == WorkerState::Leaving {
         return Ok(drained_here(&worker, "this router drains it already"));
@@ -70,38 +64,28 @@ pub async fn drain_worker(
 }
 
 /// Unfinished work of a worker: its own report, or where it has none, this router's requests to it.
-pub async fn show_drain(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn show_drain(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let worker = find(&app, &id)?;
     let state = worker.state();
-    let mut body = match state {
-        WorkerState::Leaving => Value::Null,
-        _ => match order(&app, &worker, Method::GET, "/drain").await? {
-            Ordered::Done(report) => report,
-            Ordered::Refused(..) | Ordered::Unable(_) => Value::Null,
-        },
+    let ordered = match state {
+        WorkerState::Leaving => None,
+        _ => Some(order(&app, &worker, Method::GET, "/drain").await?),
     };
-    if body.is_null() {
-        body = json!({
+    let mut body = match ordered {
+        Some(Ordered::Done(report)) => report,
+        _ => json!({
             "state": state.label(),
             "is_drained": state == WorkerState::Leaving && worker.load() == 0,
             "left": {"requests": worker.load()},
-        });
-    }
+        }),
+    };
     body["drained_by"] = json!(state.drained_by());
     Ok(answer(StatusCode::OK, &body))
 }
 
 /// New requests for the worker again. One that this router alone drained is registered again, with
 /// a new id.
-pub async fn undrain_worker(
-    State(app): State<Arc<AppState>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
+pub async fn undrain_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let mut worker = find(&app, &id)?;
     let mut message = "it gets requests again once it is healthy";
     if worker.state() == WorkerState::Leaving {
@@ -172,8 +156,7 @@ async fn order(
         while body.len() <= MAX_ORDER_ANSWER
             && let Some(piece) = answer.piece().await
         {
-            let piece = piece.map_err(|err| SendError::Broken(err.to_string()))?;
-            body.extend_from_slice(&piece);
+            body.extend_from_slice(&piece.map_err(|err| SendError::Broken(err.to_string()))?);
         }
         Ok::<_, SendError>((status, Bytes::from(body)))
     };

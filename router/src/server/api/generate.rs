@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use bytes::{Bytes, BytesMut};
 use http::header::{
     ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
@@ -15,7 +15,6 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
 use super::auth;
@@ -28,7 +27,7 @@ use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
 use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 use crate::request::body::{ApiKind, BodyIndex};
-use crate::request::prompt_limit::OversizedBody;
+use crate::request::prompt_limit::oversized;
 use crate::response::failover;
 use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::RequestHead;
@@ -58,66 +57,25 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
     let record = AccessLogEntry::new(&app.sinks, api.path(), method, request.headers(), rid);
     let asks = match ExplainMode::of(request.headers()) {
         Ok(asks) => asks,
-        Err(err) => return refused(record, err),
+        Err(err) => return dispatch::refuse(record, err),
     };
-    match take_in(&app, api, request, &record.timeline).await {
-        Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
-            let policies = &app.fleet.registry.deciders;
-            let (needs_text, needs_blocks) = policies.needs(app.fleet.serving_roles());
-            let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
-                Ok(prompt) => prompt,
-                Err(err) => return refused(record, err),
-            };
-            let timeline = record.timeline.clone();
-            let inbound = RequestContext {
-                header_deadlines: header_deadlines(&head.headers),
-                again: String::new(),
-                avoid: Vec::new(),
-                begun: None,
-                is_accepted: false,
-                is_paced: false,
-                failed: FailedAttempts::default(),
-                attempted_at: Instant::now(),
-                breaks: RequestBreaks::default(),
-                place: None,
-                head,
-                blocks: prompt.blocks.map(Arc::new),
-                prompt_tokens: prompt.tokens,
-                input_ids: prompt.input_ids,
-                explains: asks == ExplainMode::Explain,
-                needs_text,
-                body,
-                scan,
-                routing_key,
-                ready_at,
-                queued,
-                record,
-                permit,
-            };
-            timeline.mark(RequestStage::Tokenised);
-            if let Some(blocks) = &inbound.blocks {
-                timeline.prompt(blocks);
-            }
-            if asks == ExplainMode::DryRun {
-                return dry_run(&app, inbound);
-            }
-            if let Err(err) = shed(&app, &inbound) {
-                return dispatch::refuse(inbound, err);
-            }
-            let is_shown = asks == ExplainMode::Explain && !auth::has_control_keys(&app);
-            let mut response = dispatch::generate(app, inbound).await;
-            if is_shown {
-                explain::put_header(response.headers_mut(), timeline.summary());
-            }
-            response
-        }
-        Err(err) => refused(record, err),
+    let (timeline, explains) = (record.timeline.clone(), asks == ExplainMode::Explain);
+    let inbound = match take_in(&app, api, request, &timeline, explains).await {
+        Ok(with_record) => with_record(record),
+        Err(err) => return dispatch::refuse(record, err),
+    };
+    if asks == ExplainMode::DryRun {
+        return dry_run(&app, inbound);
     }
-}
-
-pub fn refused(mut record: AccessLogEntry, err: RouteError) -> Response {
-    record.end(err.status(), err.code());
-    err.into_response()
+    if let Err(err) = shed(&app, &inbound) {
+        return dispatch::refuse(inbound.record, err);
+    }
+    let is_shown = explains && !auth::has_control_keys(&app);
+    let mut response = dispatch::generate(app, inbound).await;
+    if is_shown {
+        explain::put_header(response.headers_mut(), timeline.summary());
+    }
+    response
 }
 
 /// Decide without sending.
@@ -129,27 +87,19 @@ fn dry_run(app: &AppState, mut inbound: RequestContext) -> Response {
             inbound.record.end(StatusCode::OK, "dry_run");
             explain::dry_run_answer(&decisions)
         }
-        Err(err) => refused(inbound.record, err),
+        Err(err) => dispatch::refuse(inbound.record, err),
     }
 }
 
-type TakenIn = (
-    RequestHead,
-    Option<String>,
-    Bytes,
-    Arc<BodyIndex>,
-    Instant,
-    Duration,
-    Option<OwnedSemaphorePermit>,
-);
-
-/// A dry run takes a place like any other: it may cost as much of the tokenizer.
+/// The request as it is dispatched, when it is given its record. A dry run takes a place like any
+/// other: it may cost as much of the tokenizer.
 async fn take_in(
     app: &AppState,
     api: ApiKind,
     request: Request,
     timeline: &RequestTimeline,
-) -> Result<TakenIn, RouteError> {
+    explains: bool,
+) -> Result<impl FnOnce(AccessLogEntry) -> RequestContext, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
@@ -165,16 +115,46 @@ async fn take_in(
     let queued = ready_at - read_at;
     let scan = scanned(app, &body, api).await?;
     timeline.mark(RequestStage::Parsed);
-    refuse_oversized(app, &scan, &body, api).await?;
+    refuse_oversized(app, &scan, &body).await?;
     let mut headers = forwarded(parts.headers);
     headers.remove(explain::HEADER);
     // Between a router and its workers.
     headers.remove(failover::HEADER);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
-    let json = HeaderValue::from_static("application/json");
-    headers.insert(CONTENT_TYPE, json);
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let head = RequestHead { method: Method::POST, uri: Uri::from_static(api.path()), headers };
-    Ok((head, routing_key, body, scan, ready_at, queued, permit))
+    let (needs_text, needs_blocks) = app.fleet.registry.deciders.needs(app.fleet.serving_roles());
+    let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
+    timeline.mark(RequestStage::Tokenised);
+    let blocks = prompt.blocks.map(Arc::new);
+    if let Some(blocks) = &blocks {
+        timeline.prompt(blocks);
+    }
+    Ok(move |record| RequestContext {
+        header_deadlines: header_deadlines(&head.headers),
+        again: String::new(),
+        avoid: Vec::new(),
+        begun: None,
+        is_accepted: false,
+        is_paced: false,
+        failed: FailedAttempts::default(),
+        attempted_at: Instant::now(),
+        breaks: RequestBreaks::default(),
+        place: None,
+        head,
+        blocks,
+        prompt_tokens: prompt.tokens,
+        input_ids: prompt.input_ids,
+        explains,
+        needs_text,
+        body,
+        scan,
+        routing_key,
+        ready_at,
+        queued,
+        record,
+        permit,
+    })
 }
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.
@@ -211,7 +191,6 @@ async fn refuse_oversized(
     app: &AppState,
     scan: &Arc<BodyIndex>,
     body: &Bytes,
-    api: ApiKind,
 ) -> Result<(), RouteError> {
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
@@ -219,16 +198,14 @@ async fn refuse_oversized(
     let limit = (app.fleet.registry).prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else { return Ok(()) };
     let (its, bytes) = (scan.clone(), body.clone());
-    let measuring = move || OversizedBody::find(&its, &bytes, api, limit);
-    let part = app.body_threads.run(body.len(), measuring).await?;
-    part.map_or(Ok(()), |part| Err(part.refusal(limit)))
+    let measuring = move || oversized(&its, &bytes, limit);
+    app.body_threads.run(body.len(), measuring).await?.map_or(Ok(()), Err)
 }
 
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request,
 /// else in bytes of text.
 async fn prompt_of(
     app: &AppState,
-    api: ApiKind,
     scan: &Arc<BodyIndex>,
     body: &Bytes,
     needs_blocks: bool,
@@ -244,7 +221,7 @@ async fn prompt_of(
     let forwards = config.forward_input_ids && is_small;
     let longest = || app.fleet.registry.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
-        && let Ok(made) = tokens.read(api, body, scan.prompt_len(), longest).await
+        && let Ok(made) = tokens.read(scan.api, body, scan.prompt_len(), longest).await
     {
         return Ok(Known {
             input_ids: forwards.then(|| made.member()),
@@ -287,8 +264,7 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
 }
 
 pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
-    let value = headers.get(name)?;
-    value.to_str().ok().map(str::to_owned)
+    headers.get(name)?.to_str().ok().map(str::to_owned)
 }
 
 /// All but what belongs to the client's connection, and cookies, which no worker set. No
@@ -393,7 +369,7 @@ mod tests {
             let scan = Arc::new(BodyIndex::of(&body, api).unwrap());
             let occupied = occupy(&app.body_threads);
             let mut scanning = Box::pin(scanned(&app, &body, api));
-            let mut reading = Box::pin(prompt_of(&app, api, &scan, &body, true));
+            let mut reading = Box::pin(prompt_of(&app, &scan, &body, true));
             let (early_scan, early_prompt) =
                 ((&mut scanning).now_or_never(), (&mut reading).now_or_never());
             assert_eq!((early_scan.is_some(), early_prompt.is_some()), (is_inline, is_inline));

@@ -1,12 +1,17 @@
 //! Helpers of several handlers: ids of requests, kinds of requests, JSON answers.
 
-use axum::extract::Request;
+use std::sync::Arc;
+
+use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::response::{IntoResponse, Response};
+use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::Value;
 
+use crate::dispatch::app::AppState;
+use crate::error::RouteError;
 use crate::request::body::ApiKind;
 
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -15,19 +20,29 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 pub const MAX_ADMIN_BODY: usize = 1 << 20;
 
 pub fn answer(status: StatusCode, body: &Value) -> Response {
-    let kind = [(header::CONTENT_TYPE, "application/json")];
-    (status, kind, body.to_string()).into_response()
+    (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
 }
 
 pub fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
-    is_post && api_of(request.uri().path()).is_some()
+    is_post && ApiKind::of_path(request.uri().path()).is_some()
 }
 
-/// API of a path that takes generation requests.
-pub fn api_of(path: &str) -> Option<ApiKind> {
-    let mut apis = [ApiKind::Chat, ApiKind::Completions, ApiKind::Generate].into_iter();
-    apis.find(|api| api.path() == path)
+/// Argument and result of most handlers.
+pub type SharedApp = State<Arc<AppState>>;
+pub type HandlerResult = Result<Response, RouteError>;
+
+/// The parameter of a path that has one.
+pub struct PathText(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for PathText {
+    type Rejection = RouteError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, RouteError> {
+        let read = Path::from_request_parts(parts, state).await;
+        let Path(text) = read.map_err(|err| RouteError::unreadable("path", err.body_text()))?;
+        Ok(Self(text))
+    }
 }
 
 pub fn new_request_id(prefix: &str) -> HeaderValue {

@@ -30,7 +30,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
 use self::generate::handler;
-use self::http_util::{REQUEST_ID, api_of, is_generation, new_request_id};
+use self::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
@@ -90,15 +90,13 @@ fn routes() -> Vec<Route> {
         ("/v1/requests/{id}/resume", Control, post(proxy::about_request)),
         ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
     ];
-    let passed = proxy::PASSED.into_iter();
-    routes.extend(passed.map(|path| (path, Client, post(proxy::forward_work))));
+    routes.extend(proxy::PASSED.into_iter().map(|path| (path, Client, post(proxy::forward_work))));
     routes
 }
 
 /// Every path of the router with the key it needs: open, client or control.
 pub fn route_access() -> Vec<(&'static str, &'static str)> {
-    let routes = routes().into_iter();
-    routes.map(|(path, level, _)| (path, level.into_str())).collect()
+    routes().into_iter().map(|(path, level, _)| (path, level.into_str())).collect()
 }
 
 /// State of the middleware `edge`.
@@ -187,24 +185,17 @@ fn keeps_record(request: &Request) -> bool {
 /// An HTTP/1.1 request has one `Host` (RFC 9112, 3.2).
 fn check_host(request: &Request) -> Result<(), RouteError> {
     let hosts = request.headers().get_all(header::HOST).iter().count();
-    match request.version() == Version::HTTP_11 && hosts != 1 {
-        true => {
-            Err(RouteError::MalformedHead { problem: "an HTTP/1.1 request needs one Host header" })
-        }
-        false => Ok(()),
+    if request.version() == Version::HTTP_11 && hosts != 1 {
+        let problem = "an HTTP/1.1 request needs one Host header";
+        return Err(RouteError::MalformedHead { problem });
     }
+    Ok(())
 }
 
 /// Metric label of a method: a closed set.
 fn label(method: &Method) -> &'static str {
-    match *method {
-        Method::GET => "GET",
-        Method::POST => "POST",
-        Method::PUT => "PUT",
-        Method::DELETE => "DELETE",
-        Method::OPTIONS => "OPTIONS",
-        _ => "other",
-    }
+    let known = ["GET", "POST", "PUT", "DELETE", "OPTIONS"];
+    known.into_iter().find(|name| method == name).unwrap_or("other")
 }
 
 fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
@@ -225,10 +216,8 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let given = names
         .filter_map(|name| request.headers().get(name))
         .find(|value| !value.is_empty() && value.len() <= 256);
-    if let Some(given) = given {
-        return given.clone();
-    }
-    new_request_id(api_of(request.uri().path()).map_or("req-", ApiKind::id_prefix))
+    let api = || ApiKind::of_path(request.uri().path());
+    given.cloned().unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {

@@ -1,11 +1,9 @@
 //! Proxied paths that generate no tokens here: to one worker, to all, or to the one that knows a
 //! request.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::future::join_all;
@@ -14,20 +12,20 @@ use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, refused, text_header};
-use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
+use super::generate::{forwarded, read_at_most, text_header};
+use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
-    ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label,
+    ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label, upstream_error,
 };
+use crate::dispatch::{refuse, response};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
 use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};
-use crate::workers::load_guard::LoadGuard;
 use crate::workers::registry::selection::SelectionRequest;
 use crate::workers::worker::Worker;
 
@@ -58,16 +56,13 @@ pub const PASSED: [&str; 12] = [
 ];
 
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
-pub async fn forward(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
     to_one(&app, head, body, ASK_TIMEOUT, None).await
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
-pub async fn forward_work(State(app): State<Arc<AppState>>, request: Request) -> Response {
+pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
     let path = request.uri().path();
     let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
@@ -76,26 +71,20 @@ pub async fn forward_work(State(app): State<Arc<AppState>>, request: Request) ->
         Ok(response) => {
             let status = response.status();
             record.first_byte(status);
-            let is_ok = status.is_success();
-            record.end(status, if is_ok { "ok" } else { status_label(status) });
+            record.end(status, if status.is_success() { "ok" } else { status_label(status) });
             response
         }
-        Err(err) => refused(record, err),
+        Err(err) => refuse(record, err),
     }
 }
 
-async fn work(
-    app: &AppState,
-    request: Request,
-    record: &mut AccessLogEntry,
-) -> Result<Response, RouteError> {
+async fn work(app: &AppState, request: Request, record: &mut AccessLogEntry) -> HandlerResult {
     app.admission.check_queue()?;
     let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
-    let limit = app.config.request_timeout();
-    to_one(app, head, body, limit, Some(record)).await
+    to_one(app, head, body, app.config.request_timeout(), Some(record)).await
 }
 
 /// The first role that has a worker ready.
@@ -110,11 +99,9 @@ async fn to_one(
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
-        let roles = app.fleet.serving_roles().iter().rev();
-        let role = *roles
-            .clone()
-            .find(|role| app.fleet.registry.count(**role).1 > 0)
-            .unwrap_or(&app.fleet.serving_roles()[0]);
+        let roles = app.fleet.serving_roles();
+        let ready = roles.iter().rev().find(|role| app.fleet.registry.count(**role).1 > 0);
+        let role = *ready.unwrap_or(&roles[0]);
         let chosen = app.fleet.registry.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
@@ -141,7 +128,7 @@ async fn to_one(
         return match failure.reply {
             ErrorReply::Error(err) => Err(err),
             ErrorReply::Answer { status, headers, body } => {
-                Ok(passed_on(status, end_to_end(&headers), body))
+                Ok(response(status, end_to_end(&headers), body.into()))
             }
         };
     }
@@ -149,13 +136,8 @@ async fn to_one(
 
 /// The rest of an opened answer.
 async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
-    let mut body = BytesMut::from(opened.pieces.concat().as_slice());
-    let upstream = |guard: &LoadGuard, cause: String| RouteError::Upstream {
-        role: guard.candidate.worker.role(),
-        worker: guard.candidate.name.clone(),
-        cause,
-    };
-    if let Some(mut rest) = opened.rest.take() {
+    let mut body = BytesMut::from(opened.answer.pieces.concat().as_slice());
+    if let Some(mut rest) = opened.answer.rest.take() {
         loop {
             match timeout(limit, rest.piece()).await {
                 Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
@@ -163,36 +145,23 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
                 Ok(Some(Err(err))) => {
                     opened.guard.settle(RequestOutcome::Failure);
                     let cause = format!("answer broke off: {}", with_source(&err));
-                    return Err(upstream(&opened.guard, cause));
+                    return Err(upstream_error(&opened.guard, cause));
                 }
                 Err(_) => return Err(silent_error(&opened.guard, limit)),
             }
             if body.len() > MAX_PASSED {
                 let cause = format!("its answer is longer than {MAX_PASSED} bytes");
-                return Err(upstream(&opened.guard, cause));
+                return Err(upstream_error(&opened.guard, cause));
             }
         }
     }
     opened.guard.settle(RequestOutcome::Success);
-    let headers = end_to_end(&opened.headers);
-    Ok(passed_on(opened.status, headers, body.freeze()))
-}
-
-fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Response {
-    let mut response = Response::new(body.into());
-    *response.status_mut() = status;
-    *response.headers_mut() = headers;
-    response
+    Ok(response(opened.answer.status, end_to_end(&opened.answer.headers), body.freeze().into()))
 }
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
-pub async fn models(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
-    if let Some(err) = no_worker(&app) {
-        return Err(err);
-    }
+pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
+    require_worker(&app)?;
     let head = RequestHead {
         method: Method::GET,
         uri: Uri::from_static("/v1/models"),
@@ -213,12 +182,11 @@ pub async fn models(
     {
         return Ok(asked.passed_on());
     }
-    let body = json!({"object": "list", "data": merged});
-    Ok(answer(StatusCode::OK, &body))
+    Ok(answer(StatusCode::OK, &json!({"object": "list", "data": merged})))
 }
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
-pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
+pub async fn engine_metrics(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::GET, "/metrics");
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let pages = answers.iter().filter(|answer| answer.is_success());
@@ -230,14 +198,11 @@ pub async fn engine_metrics(State(app): State<Arc<AppState>>) -> Response {
 /// A verb about one request, which only the workers that run it know: all are asked, since it may
 /// have come through another router. 404 when no worker knows it.
 pub async fn about_request(
-    State(app): State<Arc<AppState>>,
-    rid: Result<Path<String>, PathRejection>,
+    State(app): SharedApp,
+    PathText(rid): PathText,
     request: Request,
-) -> Result<Response, RouteError> {
-    let Path(rid) = rid?;
-    if let Some(err) = no_worker(&app) {
-        return Err(err);
-    }
+) -> HandlerResult {
+    require_worker(&app)?;
     let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     let mut answers = ask_each(&app, &head, &body).await;
     answers.retain(|answer| answer.status != Some(StatusCode::NOT_FOUND));
@@ -254,12 +219,13 @@ pub async fn about_request(
     Ok(answers.swap_remove(0).passed_on())
 }
 
-fn no_worker(app: &AppState) -> Option<RouteError> {
+/// Refuse what needs a worker when none is ready.
+fn require_worker(app: &AppState) -> Result<(), RouteError> {
     let counts = Role::ALL.map(|role| app.fleet.registry.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
-    let none = counts.iter().all(|count| count.1 == 0);
-    none.then_some(RouteError::NoWorker { role, known, ready: 0 })
+    let is_ready = counts.iter().any(|count| count.1 > 0);
+    is_ready.then_some(()).ok_or(RouteError::NoWorker { role, known, ready: 0 })
 }
 
 /// A client's request as workers get it: the path without what belongs to the client's connection,
@@ -276,16 +242,13 @@ async fn read_request(
 }
 
 /// The same request to every ready worker.
-pub async fn fan_out(
-    State(app): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+pub async fn fan_out(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
     Ok(ask_all(&app, head, body).await)
 }
 
 /// Workers drop their caches, the policies their estimates of them.
-pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
+pub async fn flush_cache(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
     app.fleet.registry.forget_prompts();
@@ -297,8 +260,7 @@ pub async fn flush_cache(State(app): State<Arc<AppState>>) -> Response {
 pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
-        let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
-        (worker.url.clone(), answer)
+        (worker.url.clone(), json!({"ok": worker.is_success(), "answer": worker.answer()}))
     });
     let workers: serde_json::Map<String, Value> = answers.collect();
     let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
@@ -316,8 +278,7 @@ pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response
             (err.status(), error_object(&err.body()).unwrap_or_default())
         }
     };
-    let body = json!({"error": error, "ok": false, "workers": workers});
-    answer(status, &body)
+    answer(status, &json!({"error": error, "ok": false, "workers": workers}))
 }
 
 /// Member `error` of a JSON body.
@@ -360,7 +321,7 @@ impl Asked {
 
     fn passed_on(self) -> Response {
         match self.status {
-            Some(status) => passed_on(status, self.headers, self.text.into()),
+            Some(status) => response(status, self.headers, self.text.into()),
             None => {
                 let detail = format!("worker {}: {}", self.url, self.text);
                 RouteError::Unasked { detail }.into_response()
@@ -393,15 +354,13 @@ async fn ask(
     head: &RequestHead,
     body: BodySegments,
 ) -> Result<(StatusCode, HeaderMap, String), String> {
-    let sent = worker.pool.send(head, body, &|| ()).await;
-    let response = sent.map_err(|err| err.to_string())?;
+    let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
     let status = response.status();
     let headers = end_to_end(response.headers());
     let mut from = response.into_body();
     let mut text = Vec::new();
     while let Some(piece) = from.piece().await {
-        let piece = piece.map_err(|err| err.to_string())?;
-        text.extend_from_slice(&piece);
+        text.extend_from_slice(&piece.map_err(|err| err.to_string())?);
         if text.len() > MAX_ASKED {
             return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
         }

@@ -5,13 +5,12 @@
 
 use std::sync::LazyLock;
 
-use axum::extract::Path;
-use axum::extract::rejection::PathRejection;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
 use crate::error::RouteError;
+use crate::server::api::http_util::{HandlerResult, PathText};
 
 const CONTENT_SECURITY_POLICY: &str = "default-src 'self'; base-uri 'none'; form-action 'none'; \
     frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'";
@@ -79,8 +78,7 @@ impl Asset {
 
 /// `/ui`: the pages name each other relative to `/ui/`, also behind a proxy that adds a prefix.
 pub async fn to_folder() -> Response {
-    let location = [(header::LOCATION, "ui/")];
-    (StatusCode::PERMANENT_REDIRECT, location).into_response()
+    (StatusCode::PERMANENT_REDIRECT, [(header::LOCATION, "ui/")]).into_response()
 }
 
 /// `/ui/`: the cluster view.
@@ -89,12 +87,7 @@ pub async fn index(headers: HeaderMap) -> Response {
 }
 
 /// `/ui/{file}`.
-pub async fn file(
-    uri: Uri,
-    name: Result<Path<String>, PathRejection>,
-    headers: HeaderMap,
-) -> Result<Response, RouteError> {
-    let Path(name) = name?;
+pub async fn file(uri: Uri, PathText(name): PathText, headers: HeaderMap) -> HandlerResult {
     let asset = ASSETS.iter().find(|asset| asset.name == name);
     let asset = asset.ok_or_else(|| RouteError::NotFound { path: uri.path().to_owned() })?;
     Ok(asset.answer(&headers))

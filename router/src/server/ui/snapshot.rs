@@ -1,6 +1,8 @@
 //! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker
 //! anything.
 
+use std::sync::Arc;
+
 use serde::Serialize;
 
 use crate::clock::{now_ms, unix_time};
@@ -106,15 +108,10 @@ impl FleetSnapshot {
 }
 
 impl NodeView {
-    fn of(
-        app: &AppState,
-        worker: &Worker,
-        candidates: &[std::sync::Arc<Candidate>],
-        now_ms: u64,
-    ) -> Self {
+    fn of(app: &AppState, worker: &Worker, all: &[Arc<Candidate>], now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
         let misfit = || app.fleet.registry.misfit(worker);
-        let ranks = candidates.iter().filter(|c| c.worker.id == worker.id);
+        let ranks = all.iter().filter(|candidate| candidate.worker.id == worker.id);
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),

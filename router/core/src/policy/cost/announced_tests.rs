@@ -52,8 +52,8 @@ impl Announcing {
         };
         let ready = views(&[0, 0]);
         let mut state = self.policy.lock();
-        let (options, _) = state.estimate(&self.policy.model, &request, &ready);
-        options[0].cached as u32
+        let (options, _) = state.estimate(&request, &ready);
+        options[0].terms.cached_tokens as u32
     }
 
     fn routed(&mut self, ids: &[u32]) -> SendTicket {

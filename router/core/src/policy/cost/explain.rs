@@ -1,10 +1,9 @@
 //! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates
 //! that decided.
 
-use super::params::CostModel;
-use super::state::{CandidateCost, CostState, PromptSize, RecomputePrice};
+use super::state::{CandidateCost, CostState, PromptSize};
 use crate::explain::{
-    CostBasis, CostTerms, DecisionRule, Explanation, PolicyBasis, PolicyTerms, WeighedCandidate,
+    CostBasis, DecisionRule, Explanation, PolicyBasis, PolicyTerms, WeighedCandidate,
 };
 use crate::types::{RequestView, WorkerChoice};
 
@@ -17,47 +16,21 @@ pub(super) struct ScoredChoice {
     pub(super) hysteresis_ms: Option<f64>,
 }
 
-/// Inputs of `CostPolicy::pick`. Nothing is computed before [`explain`] asks.
+/// Inputs of `CostState::pick`. Nothing is computed before [`explain`] asks.
 pub(super) struct ScoringContext<'a> {
-    policy: &'a CostModel,
-    state: &'a CostState,
-    req: &'a RequestView<'a>,
-    options: &'a [CandidateCost],
-    deepest: usize,
-}
-
-impl<'a> ScoringContext<'a> {
-    pub(super) fn of(
-        policy: &'a CostModel,
-        state: &'a CostState,
-        req: &'a RequestView<'a>,
-        options: &'a [CandidateCost],
-        deepest: usize,
-    ) -> Self {
-        Self { policy, state, req, options, deepest }
-    }
+    pub(super) state: &'a CostState,
+    pub(super) req: &'a RequestView<'a>,
+    pub(super) options: &'a [CandidateCost],
+    pub(super) deepest: usize,
 }
 
 pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> Explanation {
-    let ScoringContext { policy, state, req, options, deepest } = *weighing;
-    let RecomputePrice { utilisation, beta, heat, price } = state.price(policy, req, deepest);
+    let ScoringContext { state, req, options, deepest } = *weighing;
     let PromptSize { tokens, tokens_per_block } = state.size_of(&req.prompt);
     let weighed = options.iter().map(|option| WeighedCandidate {
         id: option.id,
         load: option.load,
-        terms: PolicyTerms::Cost(CostTerms {
-            cost_ms: option.cost_ms,
-            held_blocks: option.held,
-            cached_tokens: option.cached,
-            uncached_tokens: tokens - option.cached,
-            backlog_ms: option.backlog_ms,
-            prefill_ms: option.prefill_ms,
-            decode_ms: option.decode_ms,
-            partner_ms: option.partner_ms,
-            crossing_ms: option.crossing_ms,
-            index_blocks: option.size,
-            recent_ms: option.recent_ms,
-        }),
+        terms: PolicyTerms::Cost(option.terms),
     });
     Explanation {
         policy: "cost",
@@ -65,10 +38,7 @@ pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> E
             prompt_tokens: tokens,
             tokens_per_block,
             known_blocks: deepest,
-            utilisation,
-            beta,
-            heat,
-            price,
+            price: state.price(req, deepest),
             rule: picked.rule,
             equals: picked.equals,
             hysteresis_ms: picked.hysteresis_ms,

@@ -71,8 +71,8 @@ pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
-use super::{ExplainedChoice, Policy, PolicyStats, RankStats};
-use crate::explain::{DecisionRule, Explanation};
+use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
+use crate::explain::DecisionRule;
 use crate::kv::{CacheUpdate, NewsError};
 use crate::types::{
     PolicyEvent, PrefillForecast, RequestView, Role, SelectionReason, TtftEstimate, WorkerChoice,
@@ -97,23 +97,15 @@ struct ExposedPull {
     crossing_ms: f64,
 }
 
-impl ExposedPull {
-    fn within(ms: f64) -> Self {
-        let crossing_ms = 0.0;
-        Self { ms, crossing_ms }
-    }
-}
-
 /// See the module.
 #[derive(Debug)]
 pub struct CostPolicy {
-    model: CostModel,
     state: Mutex<CostState>,
 }
 
 impl CostPolicy {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self { state: Mutex::new(CostState::new(&params)), model: CostModel { role, params } }
+        Self { state: Mutex::new(CostState::new(CostModel { role, params })) }
     }
 
     /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is
@@ -127,36 +119,34 @@ impl CostPolicy {
         explains: bool,
     ) -> Option<[ExplainedChoice; 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
-        let (mut p, deepest) = ours.estimate(&self.model, req, prefill_ready);
-        let (mut d, known) = theirs.estimate(&decode.model, req, decode_ready);
+        let (mut p, deepest) = ours.estimate(req, prefill_ready);
+        let (mut d, known) = theirs.estimate(req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
             keep_cheapest(&mut p);
             keep_cheapest(&mut d);
         }
         let size = ours.size_of(&req.prompt);
-        let pull = |i: &CandidateCost, j: &CandidateCost| decode.exposed_pull(i, j, size);
         // What the best decode worker for i adds decides over i; then the best for the chosen one.
         for i in &mut p {
             let joint = d.iter().map(|j| {
-                let pull = pull(i, j);
-                (j.cost_ms + pull.ms, pull.crossing_ms)
+                let pull = theirs.exposed_pull(i, j, size);
+                (j.terms.cost_ms + pull.ms, pull.crossing_ms)
             });
             let least = joint.min_by(|a, b| a.0.total_cmp(&b.0));
-            (i.partner_ms, i.crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
-            i.cost_ms += i.partner_ms;
+            let (partner_ms, crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
+            i.add_partner(partner_ms, crossing_ms);
         }
-        let is_stale = ours.is_stale(&self.model.params, req.now_ms as f64);
-        let first = self.pick(&p, deepest, size, is_stale, rng);
+        let is_stale = ours.is_stale(req.now_ms as f64);
+        let first = ours.pick(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
-                let pull = pull(&first.best, j);
-                (j.partner_ms, j.crossing_ms) = (pull.ms, pull.crossing_ms);
-                j.cost_ms += j.partner_ms;
+                let pull = theirs.exposed_pull(&first.best, j, size);
+                j.add_partner(pull.ms, pull.crossing_ms);
             }
-            let second = decode.pick(&d, usize::MAX, size, false, rng)?;
+            let second = theirs.pick(&d, usize::MAX, size, false, rng)?;
             let why = explains.then(|| {
-                let prefill = ScoringContext::of(&self.model, &ours, req, &p, deepest);
-                let decode = ScoringContext::of(&decode.model, &theirs, req, &d, known);
+                let prefill = ScoringContext { state: &ours, req, options: &p, deepest };
+                let decode = ScoringContext { state: &theirs, req, options: &d, deepest: known };
                 [explain(&prefill, &first), explain(&decode, &second)]
             });
             let [p, d] = why.map_or([None, None], |why| why.map(Some));
@@ -172,50 +162,38 @@ impl CostPolicy {
         self.lock().reconcile(worker, news)
     }
 
+    /// A panic inside may have left the state half changed. It only predicts, so it restarts with
+    /// the same workers rather than taking every later request down.
+    fn lock(&self) -> MutexGuard<'_, CostState> {
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            let workers: Vec<(WorkerId, WorkerFacts)> =
+                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
+            *state = CostState::new(state.model.clone());
+            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
+            self.state.clear_poison();
+            state
+        })
+    }
+}
+
+impl CostState {
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
     /// hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
-        let to_pull = (size.tokens - j.cached).max(0.0);
-        let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
+        let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
+        let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
         let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
         let params = &self.model.params;
-        match i.host == j.host {
-            true => ExposedPull::within(exposed(params.pull_near_ms)),
-            false if is_crossing => {
-                let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
-                let crossing_ms = ms - exposed(params.pull_far_ms);
-                ExposedPull { ms, crossing_ms }
-            }
-            false => ExposedPull::within(exposed(params.pull_far_ms)),
+        if i.host == j.host {
+            return ExposedPull { ms: exposed(params.pull_near_ms), crossing_ms: 0.0 };
         }
-    }
-
-    fn decide_one(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-        explains: bool,
-    ) -> Option<ExplainedChoice> {
-        let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(&self.model, req, ready);
-        let size = state.size_of(&req.prompt);
-        if self.model.role == Role::Decode {
-            // Where the pages come from is not known here: as if from another machine, hidden by no
-            // prefill.
-            for option in &mut options {
-                option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
-                option.cost_ms += option.partner_ms;
-            }
+        let far_ms = exposed(params.pull_far_ms);
+        if !is_crossing {
+            return ExposedPull { ms: far_ms, crossing_ms: 0.0 };
         }
-        let is_stale = self.model.role != Role::Decode
-            && state.is_stale(&self.model.params, req.now_ms as f64);
-        let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let context = ScoringContext::of(&self.model, &state, req, &options, deepest);
-            (picked.choice, explains.then(|| explain(&context, &picked)))
-        });
-        state.scratch.options = options;
-        decided
+        let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
+        ExposedPull { ms, crossing_ms: ms - far_ms }
     }
 
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
@@ -230,8 +208,8 @@ impl CostPolicy {
         rng: &mut dyn RngCore,
     ) -> Option<ScoredChoice> {
         let ttft_ms =
-            |option: &CandidateCost| (option.backlog_ms + option.prefill_ms).round() as u32;
-        let cached = |option: &CandidateCost| option.cached.round() as u32;
+            |of: &CandidateCost| (of.terms.backlog_ms + of.terms.prefill_ms).round() as u32;
+        let cached = |of: &CandidateCost| of.terms.cached_tokens.round() as u32;
         let picked =
             |(best, equals): (CandidateCost, usize),
              rule,
@@ -259,38 +237,24 @@ impl CostPolicy {
             return Some(picked((best, 1), DecisionRule::Sampled, SelectionReason::Sampled));
         }
         let cheapest = cheapest(options, |_| true, rng)?;
-        let most = options.iter().map(|option| option.held).max().unwrap_or(0);
+        let most = options.iter().map(|option| option.terms.held_blocks).max().unwrap_or(0);
         if most == 0 || deepest == 0 {
             return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::NoPrefix));
         }
-        if cheapest.0.held == most {
+        if cheapest.0.terms.held_blocks == most {
             return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::BestHolder));
         }
-        let holder = self::cheapest(options, |option| option.held == most, rng)?;
-        let margin = (self.model.params.hysteresis_fraction * holder.0.cost_ms)
-            .max(self.model.params.hysteresis_ms);
+        let holder = self::cheapest(options, |option| option.terms.held_blocks == most, rng)?;
+        let (params, holder_ms) = (&self.model.params, holder.0.terms.cost_ms);
+        let margin = (params.hysteresis_fraction * holder_ms).max(params.hysteresis_ms);
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
-        let is_near = hysteresis_ms.is_some_and(|ms| holder.0.cost_ms - cheapest.0.cost_ms < ms);
+        let is_near = hysteresis_ms.is_some_and(|ms| holder_ms - cheapest.0.terms.cost_ms < ms);
         let mut picked = match is_near {
             true => picked(holder, DecisionRule::Hysteresis, SelectionReason::BestHolder),
             false => picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper),
         };
         picked.hysteresis_ms = hysteresis_ms;
         Some(picked)
-    }
-
-    /// A panic inside may have left the state half changed. It only predicts, so it restarts with
-    /// the same workers rather than taking every later request down.
-    fn lock(&self) -> MutexGuard<'_, CostState> {
-        self.state.lock().unwrap_or_else(|poisoned| {
-            let mut state = poisoned.into_inner();
-            let workers: Vec<(WorkerId, WorkerFacts)> =
-                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
-            *state = CostState::new(&self.model.params);
-            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
-            self.state.clear_poison();
-            state
-        })
     }
 }
 
@@ -302,13 +266,13 @@ fn cheapest(
     rng: &mut dyn RngCore,
 ) -> Option<(CandidateCost, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
-    let least = passing().map(|option| option.cost_ms).min_by(f64::total_cmp)?;
+    let least = passing().map(|option| option.terms.cost_ms).min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
     let rank = |a: &CandidateCost, b: &CandidateCost| {
-        let counts = (a.size, a.load).cmp(&(b.size, b.load));
-        counts.then(a.recent_ms.total_cmp(&b.recent_ms))
+        let counts = (a.terms.index_blocks, a.load).cmp(&(b.terms.index_blocks, b.load));
+        counts.then(a.terms.recent_ms.total_cmp(&b.terms.recent_ms))
     };
-    let tied = || passing().filter(|option| option.cost_ms <= limit);
+    let tied = || passing().filter(|option| option.terms.cost_ms <= limit);
     let first = tied().min_by(|a, b| rank(a, b))?;
     // Those that are equal in everything: one of them, each with the same chance.
     let equals = || tied().filter(|option| rank(option, first).is_eq());
@@ -322,11 +286,12 @@ fn cheapest(
 
 /// The cheaper of two drawn from the cheapest few.
 fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<CandidateCost> {
+    let cost_ms = |option: CandidateCost| option.terms.cost_ms;
     let mut top: [Option<CandidateCost>; STALE_TOP] = [None; STALE_TOP];
     for option in options {
         let mut insert = Some(*option);
         for place in &mut top {
-            if place.is_none_or(|held| insert.is_some_and(|new| new.cost_ms < held.cost_ms)) {
+            if place.is_none_or(|held| insert.is_some_and(|new| cost_ms(new) < cost_ms(held))) {
                 std::mem::swap(place, &mut insert);
             }
         }
@@ -339,7 +304,8 @@ fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<Candidate
 
 fn keep_cheapest(options: &mut Vec<CandidateCost>) {
     if options.len() > BEST_OF_SIDE {
-        options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| a.cost_ms.total_cmp(&b.cost_ms));
+        let cost_ms = |option: &CandidateCost| option.terms.cost_ms;
+        options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| cost_ms(a).total_cmp(&cost_ms(b)));
         options.truncate(BEST_OF_SIDE);
     }
 }
@@ -357,34 +323,41 @@ impl Policy for CostPolicy {
         Some(self)
     }
 
-    fn choose(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<WorkerChoice> {
-        self.decide_one(req, ready, rng, false).map(|(choice, _)| choice)
+    fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
+        self.decide(input).map(|(choice, _)| choice)
     }
 
-    fn explain(
-        &self,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-        rng: &mut dyn RngCore,
-    ) -> Option<(WorkerChoice, Explanation)> {
-        let (choice, why) = self.decide_one(req, ready, rng, true)?;
-        Some((choice, why?))
+    fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
+        let req = input.request;
+        let mut state = self.lock();
+        let (mut options, deepest) = state.estimate(req, input.ready);
+        let size = state.size_of(&req.prompt);
+        if state.model.role == Role::Decode {
+            // Where the pages come from is not known here: as if from another machine, hidden by no
+            // prefill.
+            for option in &mut options {
+                let pull_ms = option.terms.uncached_tokens * state.model.params.pull_far_ms;
+                option.add_partner(pull_ms, 0.0);
+            }
+        }
+        let is_stale = state.is_stale(req.now_ms as f64);
+        let decided = state.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
+            let context = ScoringContext { state: &state, req, options: &options, deepest };
+            (picked.choice, input.explains.then(|| explain(&context, &picked)))
+        });
+        state.scratch.options = options;
+        decided
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
-        if self.model.role == Role::Decode {
+        let mut state = self.lock();
+        if state.model.role == Role::Decode {
             return None; // it computes no prompts
         }
-        let mut state = self.lock();
-        let (options, _) = state.estimate(&self.model, req, ready);
+        let (options, _) = state.estimate(req, ready);
         let ahead = options.iter().map(|option| TtftEstimate {
-            queue_ms: option.backlog_ms,
-            prefill_ms: option.prefill_ms,
+            queue_ms: option.terms.backlog_ms,
+            prefill_ms: option.terms.prefill_ms,
         });
         let soonest = ahead.min_by(|a, b| {
             let sum = |ahead: &TtftEstimate| ahead.queue_ms + ahead.prefill_ms;
@@ -398,20 +371,18 @@ impl Policy for CostPolicy {
         let mut state = self.lock();
         match *event {
             PolicyEvent::Routed { ticket, worker, request, tells_first_token } => {
-                state.routed(&self.model, ticket, worker, request, tells_first_token)
+                state.routed(ticket, worker, request, tells_first_token)
             }
             PolicyEvent::FirstToken { ticket, worker, now_ms } => {
                 state.first_token(ticket, worker, now_ms as f64)
             }
-            PolicyEvent::Usage { ticket, worker, usage } => {
-                state.usage(self.model.role, ticket, worker, usage)
-            }
+            PolicyEvent::Usage { ticket, worker, usage } => state.usage(ticket, worker, usage),
             PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
                 state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
             }
             PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
                 let report = WorkerReport { queued_tokens, running, age_ms };
-                state.reported(&self.model, worker, report, now_ms as f64);
+                state.reported(worker, report, now_ms as f64);
             }
             PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
             PolicyEvent::WorkerGone { worker } => {
@@ -423,8 +394,6 @@ impl Policy for CostPolicy {
 
     fn stats(&self, now_ms: u64) -> PolicyStats {
         let state = self.lock();
-        let holdings = state.holdings.stats();
-        let ratio = state.counted.0 / state.counted.1;
         let ranks = state.ranks.iter().map(|(&worker, rank)| RankStats {
             worker,
             index_blocks: state.holdings.size_of(worker),
@@ -435,10 +404,10 @@ impl Policy for CostPolicy {
         });
         PolicyStats {
             ranks: ranks.collect(),
-            tokens_per_unit: ratio,
-            utilisation: state.utilisation(&self.model, now_ms as f64),
-            index_bytes: holdings.bytes,
-            evicted_total: holdings.evicted_total,
+            tokens_per_unit: state.counted.0 / state.counted.1,
+            utilisation: state.utilisation(now_ms as f64),
+            index_bytes: state.holdings.bytes(),
+            evicted_total: state.holdings.evicted_total(),
             ..PolicyStats::default()
         }
     }

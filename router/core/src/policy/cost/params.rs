@@ -61,30 +61,23 @@ impl Default for CostParams {
 const KV_FULL: f64 = 0.98;
 
 /// The parameters for workers of one role.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct CostModel {
     pub(super) role: Role,
     pub(super) params: CostParams,
 }
 
 impl CostModel {
-    pub(super) fn tau_ms(&self) -> f64 {
+    pub fn tau_ms(&self) -> f64 {
         self.params.utilisation_secs * 1e3
     }
 
-    pub(super) fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
-        let reported = rank.facts.capacity_tokens;
-        reported.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
+    pub fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
+        rank.facts.capacity_tokens.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
     }
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.
-    pub(super) fn decode_ms(
-        &self,
-        rank: &RankEstimate,
-        load: usize,
-        tokens: f64,
-        now_ms: f64,
-    ) -> f64 {
+    pub fn decode_ms(&self, rank: &RankEstimate, load: usize, tokens: f64, now_ms: f64) -> f64 {
         let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
         let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);
         self.params.request_ms * load as f64 + self.params.kv_ms * used / (1.0 - used)

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use super::decay::DecayingSum;
+
 /// Arrivals fade with this time constant [ms].
 const DECAY_MS: f64 = 10_000.0;
 /// Prefixes remembered. At a thousand arrivals a second all that matter fit; 32 bytes each.
@@ -9,30 +11,25 @@ const MAX_PREFIXES: usize = 16_384;
 /// A count below this makes no difference to any decision.
 const COLD: f64 = 0.1;
 
-/// By the hash of a prefix's last block: (count, when it was that).
+/// Arrivals by the hash of a prefix's last block.
 #[derive(Debug, Default)]
-pub struct PrefixPopularity(HashMap<u64, (f64, f64)>);
+pub struct PrefixPopularity(HashMap<u64, DecayingSum>);
 
 impl PrefixPopularity {
     /// Decayed arrivals at this prefix.
     pub fn of(&self, hash: u64, now_ms: f64) -> f64 {
-        self.0.get(&hash).map_or(0.0, |at| decayed(*at, now_ms))
+        self.0.get(&hash).map_or(0.0, |arrivals| arrivals.at(now_ms, DECAY_MS))
     }
 
     pub fn arrived(&mut self, hash: u64, now_ms: f64) {
         if self.0.len() >= MAX_PREFIXES && !self.0.contains_key(&hash) {
-            self.0.retain(|_, at| decayed(*at, now_ms) > COLD);
+            self.0.retain(|_, arrivals| arrivals.at(now_ms, DECAY_MS) > COLD);
             if self.0.len() >= MAX_PREFIXES {
                 self.0.clear(); // sixteen thousand warm prefixes: none of them is hot
             }
         }
-        let count = self.0.entry(hash).or_insert((0.0, now_ms));
-        *count = (decayed(*count, now_ms) + 1.0, now_ms);
+        self.0.entry(hash).or_default().add(1.0, now_ms, DECAY_MS);
     }
-}
-
-fn decayed((count, at_ms): (f64, f64), now_ms: f64) -> f64 {
-    count * ((at_ms - now_ms) / DECAY_MS).exp()
 }
 
 #[cfg(test)]

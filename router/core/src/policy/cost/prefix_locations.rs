@@ -78,13 +78,6 @@ pub(super) struct PrefixLocations {
     found: Vec<usize>,
 }
 
-/// Sizes, for metrics.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct HoldingsStats {
-    pub bytes: usize,
-    pub evicted_total: u64,
-}
-
 impl PrefixLocations {
     pub fn new(max_bytes: usize) -> Self {
         Self {
@@ -125,11 +118,6 @@ impl PrefixLocations {
         self.announced.rank(worker)
     }
 
-    fn exact(&self, worker: WorkerId, prompt: &PromptView<'_>) -> Option<KvRank> {
-        let rank = self.announced.rank(worker)?;
-        (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
-    }
-
     /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many
     /// blocks anybody holds.
     pub fn held_by(
@@ -156,8 +144,8 @@ impl PrefixLocations {
                     *held = HeldPrefix { blocks: announced, source: Source::Announced(rank) };
                 }
                 Some(_) => {
-                    *held =
-                        HeldPrefix { blocks: announced.max(held.blocks), source: Source::Doubtful };
+                    let blocks = announced.max(held.blocks);
+                    *held = HeldPrefix { blocks, source: Source::Doubtful };
                 }
                 None => {}
             }
@@ -187,10 +175,10 @@ impl PrefixLocations {
         most: Option<usize>,
         now_ms: f64,
     ) -> InsertionReceipt {
-        if self.exact(worker, prompt).is_some() {
+        let is_exact = self.announced.rank(worker).is_some_and(|rank| rank.is_exact);
+        if is_exact && prompt.is_of_tokens() {
             let stamp = self.booked.insert(worker, prompt.hashes);
-            let bookings = self.bookings.entry(worker).or_default();
-            bookings.insert(stamp, now_ms + BOOKED_MS);
+            self.bookings.entry(worker).or_default().insert(stamp, now_ms + BOOKED_MS);
             return InsertionReceipt::Booked(stamp);
         }
         if let Some(most) = most {
@@ -242,19 +230,19 @@ impl PrefixLocations {
                 first.remove();
             }
             if bookings.len() < before || bookings.is_empty() {
-                let lasting = bookings.first_key_value().map(|(stamp, _)| *stamp);
-                booked.expire(*worker, lasting);
+                booked.expire(*worker, bookings.first_key_value().map(|(stamp, _)| *stamp));
             }
             !bookings.is_empty()
         });
     }
 
-    pub fn stats(&self) -> HoldingsStats {
-        let trees = [&self.remembered, &self.booked];
-        let tree_bytes: usize = trees.iter().map(|tree| tree.bytes()).sum();
-        HoldingsStats {
-            bytes: tree_bytes + self.announced.bytes(),
-            evicted_total: self.remembered.evicted_units_total(),
-        }
+    /// Estimated memory.
+    pub fn bytes(&self) -> usize {
+        self.remembered.bytes() + self.booked.bytes() + self.announced.bytes()
+    }
+
+    /// Blocks dropped for a limit since the start.
+    pub fn evicted_total(&self) -> u64 {
+        self.remembered.evicted_units_total()
     }
 }

@@ -86,19 +86,22 @@ pub struct RankEstimate {
     is_disturbed: bool,
     /// First tokens of the last step (or busy period) and its time, not yet learned from: more of
     /// them may come.
-    together: Option<(PrefillWork, f64, usize)>,
+    together: Option<GatheredWork>,
     /// Requests in flight that stream, and when one was last sent or ended.
     streams: usize,
     streamed_ms: f64,
     /// When the last answer that does not stream ended, and what is not yet learned from such
     /// answers.
     answered_ms: f64,
-    answers: Option<(PrefillWork, f64, usize)>,
+    answers: Option<GatheredWork>,
     pace: ObservedPace,
     /// True once its first prompts were observed: they met cold kernels and new connections, and
     /// say nothing of the next ones.
     is_warm: bool,
 }
+
+/// Work of several prompts, its time, and how many they are.
+type GatheredWork = (PrefillWork, f64, usize);
 
 /// A request of this router that decodes.
 #[derive(Debug, Clone, Copy)]
@@ -140,12 +143,6 @@ impl RankEstimate {
         self.pace.of(fleet, now_ms)
     }
 
-    /// Prompt tokens sent here until then and not yet computed.
-    fn tokens_sent_until(&self, then_ms: f64) -> f64 {
-        let sent = self.queue.iter().filter(|p| p.sent_ms <= then_ms);
-        sent.map(|pending| pending.uncached).sum()
-    }
-
     /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is
     /// others'. Of the report, what this router sent and the worker has finished since is taken for
     /// others' too, but then it has run off ([`RankEstimate::others_ms`]). An older report than the
@@ -168,7 +165,9 @@ impl RankEstimate {
             self.report = None;
             return;
         }
-        let others = (report.queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
+        let sent = self.queue.iter().filter(|pending| pending.sent_ms <= at_ms);
+        let own: f64 = sent.map(|pending| pending.uncached).sum();
+        let others = (report.queued_tokens as f64 - own).max(0.0);
         let speed = self.speed(fleet, now_ms);
         let others_ms =
             speed.ms(PrefillWork::of(others, 0.0)) - speed.ms(PrefillWork::of(0.0, 0.0));
@@ -191,8 +190,7 @@ impl RankEstimate {
 
     /// A request of this router will take `kv_tokens` here until it ends.
     pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
-        let booking = Booking { kv_tokens, sent_ms };
-        self.bookings.insert(ticket, booking);
+        self.bookings.insert(ticket, Booking { kv_tokens, sent_ms });
         self.kv_tokens += kv_tokens;
     }
 
@@ -247,8 +245,7 @@ impl RankEstimate {
         let work = PrefillWork::of(pending.uncached, pending.cached);
         match self.facts.order {
             QueueOrder::Arrival if took_ms >= ONE_STEP_MS => {
-                let before = self.together.replace((work, took_ms, 1));
-                before.map(|(work, ms, _)| (work, ms))
+                self.together.replace((work, took_ms, 1)).map(|(work, ms, _)| (work, ms))
             }
             QueueOrder::Arrival => {
                 gather(&mut self.together, work, took_ms);
@@ -257,8 +254,7 @@ impl RankEstimate {
             QueueOrder::ShortestFirst => {
                 let prompts = gather(&mut self.together, work, took_ms);
                 let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
-                let period = self.together.take_if(|_| is_over);
-                period.map(|(work, ms, _)| (work, ms))
+                self.together.take_if(|_| is_over).map(|(work, ms, _)| (work, ms))
             }
         }
     }
@@ -390,11 +386,7 @@ impl RankEstimate {
 }
 
 /// Returns how many prompts are gathered now.
-fn gather(
-    together: &mut Option<(PrefillWork, f64, usize)>,
-    work: PrefillWork,
-    took_ms: f64,
-) -> usize {
+fn gather(together: &mut Option<GatheredWork>, work: PrefillWork, took_ms: f64) -> usize {
     let so_far = together.get_or_insert_default();
     *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
     so_far.2

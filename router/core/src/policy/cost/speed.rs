@@ -50,11 +50,6 @@ impl Default for PrefillSpeed {
 }
 
 impl PrefillSpeed {
-    #[cfg(test)]
-    pub fn new(fixed_ms: f64, per_kilotoken_ms: f64, attention_ms: f64) -> Self {
-        PrefillSpeed([fixed_ms, per_kilotoken_ms, attention_ms, 1_000.0])
-    }
-
     pub fn ms(&self, work: PrefillWork) -> f64 {
         dot(self.0, work.0)
     }
@@ -106,10 +101,7 @@ impl ObservedPace {
 
     /// The worker's T, given the fleet's.
     pub fn of(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
-        match self.seen == 0.0 {
-            true => fleet,
-            false => fleet.times(self.factor(now_ms)),
-        }
+        if self.seen == 0.0 { fleet } else { fleet.times(self.factor(now_ms)) }
     }
 }
 
@@ -140,8 +132,7 @@ impl SpeedFit {
 
     fn add(&mut self, PrefillWork(x): PrefillWork, ms: f64, weight: f64) {
         for (i, row) in self.xx.iter_mut().enumerate() {
-            let terms = row.iter_mut().zip(x);
-            terms.for_each(|(sum, term)| *sum += weight * x[i] * term);
+            row.iter_mut().zip(x).for_each(|(sum, term)| *sum += weight * x[i] * term);
             self.xy[i] += weight * x[i] * ms;
         }
     }
@@ -203,8 +194,7 @@ fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<
         for below in at + 1..4 {
             let factor = xx[below][at] / pivot;
             let above = xx[at];
-            let row = xx[below].iter_mut().zip(above);
-            row.for_each(|(value, above)| *value -= factor * above);
+            xx[below].iter_mut().zip(above).for_each(|(value, above)| *value -= factor * above);
             xy[below] -= factor * xy[at];
         }
     }
@@ -221,6 +211,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    impl PrefillSpeed {
+        fn new(fixed_ms: f64, per_kilotoken_ms: f64, attention_ms: f64) -> Self {
+            PrefillSpeed([fixed_ms, per_kilotoken_ms, attention_ms, 1_000.0])
+        }
+    }
 
     fn fitted(truth: PrefillSpeed, prompts: &[(f64, f64)]) -> PrefillSpeed {
         let mut fit = SpeedFit::default();

@@ -4,11 +4,12 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::decay::DecayingSum;
-use super::params::{CostModel, CostParams};
+use super::params::CostModel;
 use super::popularity::PrefixPopularity;
 use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
 use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
+use crate::explain::{CostTerms, RecomputePrice};
 use crate::kv::{CacheUpdate, NewsError};
 use crate::prompt::{PromptView, SizeUnit};
 use crate::types::{RequestView, Role, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView};
@@ -18,6 +19,7 @@ const CONFIDENCE_STEP: f64 = 0.1;
 
 #[derive(Debug)]
 pub(super) struct CostState {
+    pub(super) model: CostModel,
     pub(super) holdings: PrefixLocations,
     pub(super) ranks: BTreeMap<WorkerId, RankEstimate>,
     pub(super) tickets: HashMap<SendTicket, SentRequest>,
@@ -69,33 +71,17 @@ pub(super) struct CandidateCost {
     pub(super) id: WorkerId,
     pub(super) host: u32,
     pub(super) domain: Option<u32>,
-    /// Blocks of this prompt it holds.
-    pub(super) held: usize,
-    pub(super) cached: f64,
-    pub(super) backlog_ms: f64,
-    pub(super) prefill_ms: f64,
-    /// Requests and KV that run there.
-    pub(super) decode_ms: f64,
-    /// Addition of the other worker of a pair: see [`crate::explain::CostTerms`].
-    pub(super) partner_ms: f64,
-    /// Part of it that is there because the pair is not in one topology domain.
-    pub(super) crossing_ms: f64,
-    /// All of it.
-    pub(super) cost_ms: f64,
-    /// Blocks in its index.
-    pub(super) size: usize,
+    /// Requests in flight.
     pub(super) load: usize,
-    /// Work sent to it recently [ms].
-    pub(super) recent_ms: f64,
+    pub(super) terms: CostTerms,
 }
 
-/// (1 + beta) / (1 + 0.1 heat) and what it is made of; see the module `cost`.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct RecomputePrice {
-    pub(super) utilisation: f64,
-    pub(super) beta: f64,
-    pub(super) heat: f64,
-    pub(super) price: f64,
+impl CandidateCost {
+    /// Add what the other worker of a pair costs.
+    pub fn add_partner(&mut self, partner_ms: f64, crossing_ms: f64) {
+        (self.terms.partner_ms, self.terms.crossing_ms) = (partner_ms, crossing_ms);
+        self.terms.cost_ms += partner_ms;
+    }
 }
 
 /// Sizes of a prompt that do not depend on the candidate.
@@ -106,9 +92,10 @@ pub(super) struct PromptSize {
 }
 
 impl CostState {
-    pub(super) fn new(params: &CostParams) -> Self {
+    pub fn new(model: CostModel) -> Self {
         Self {
-            holdings: PrefixLocations::new(params.max_bytes),
+            holdings: PrefixLocations::new(model.params.max_bytes),
+            model,
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
             heat: PrefixPopularity::default(),
@@ -123,12 +110,12 @@ impl CostState {
         }
     }
 
-    pub(super) fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
+    pub fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
         self.holdings.add(worker);
         self.ranks.insert(worker, RankEstimate::new(facts));
     }
 
-    pub(super) fn size_of(&self, prompt: &PromptView<'_>) -> PromptSize {
+    pub fn size_of(&self, prompt: &PromptView<'_>) -> PromptSize {
         let ratio = self.counted.0 / self.counted.1;
         let tokens = match prompt.tokens {
             Some(tokens) => f64::from(tokens),
@@ -140,16 +127,13 @@ impl CostState {
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt any worker
     /// holds. The list is the scratch's: give it back.
-    pub(super) fn estimate(
+    pub fn estimate(
         &mut self,
-        policy: &CostModel,
         req: &RequestView<'_>,
         ready: &[WorkerView],
     ) -> (Vec<CandidateCost>, usize) {
         let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
-        let mut options = std::mem::take(&mut self.scratch.options);
-        let (mut ids, mut held) =
-            (std::mem::take(&mut self.scratch.ids), std::mem::take(&mut self.scratch.held));
+        let ScratchBuffers { mut ids, mut held, mut options } = std::mem::take(&mut self.scratch);
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
@@ -159,45 +143,36 @@ impl CostState {
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
-            let held = match rank.facts.is_cacheless {
-                true => HeldPrefix::default(),
-                false => held.unwrap_or_default(),
+            let held = held.ok().filter(|_| !rank.facts.is_cacheless).unwrap_or_default();
+            let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
+            let load = worker.load + rank.others(now_ms).requests;
+            let mut terms = CostTerms {
+                held_blocks: held.blocks,
+                cached_tokens: cached,
+                uncached_tokens: size.tokens - cached,
+                index_blocks: self.holdings.size_of(worker.id),
+                recent_ms: rank.work.at(now_ms, self.model.tau_ms()),
+                ..CostTerms::default()
             };
-            let mut option = CandidateCost {
-                id: worker.id,
-                host: worker.host,
-                domain: rank.facts.domain,
-                held: held.blocks,
-                cached: held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence),
-                backlog_ms: 0.0,
-                prefill_ms: 0.0,
-                decode_ms: 0.0,
-                partner_ms: 0.0,
-                crossing_ms: 0.0,
-                cost_ms: 0.0,
-                size: self.holdings.size_of(worker.id),
-                load: worker.load + rank.others(now_ms).requests,
-                recent_ms: rank.work.at(now_ms, policy.tau_ms()),
-            };
-            if policy.role != Role::Decode {
-                option.prefill_ms = rank
-                    .speed(self.speed, now_ms)
-                    .ms(PrefillWork::of(size.tokens - option.cached, option.cached));
-                option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
+            if self.model.role != Role::Decode {
+                let speed = rank.speed(self.speed, now_ms);
+                terms.prefill_ms = speed.ms(PrefillWork::of(terms.uncached_tokens, cached));
+                terms.backlog_ms = rank.backlog_ms(terms.prefill_ms, now_ms);
             }
-            if policy.role != Role::Prefill {
-                option.decode_ms =
-                    policy.decode_ms(rank, option.load, size.tokens + self.answer_tokens, now_ms);
-                option.cost_ms = option.decode_ms;
+            if self.model.role != Role::Prefill {
+                let kv_tokens = size.tokens + self.answer_tokens;
+                terms.decode_ms = self.model.decode_ms(rank, load, kv_tokens, now_ms);
+                terms.cost_ms = terms.decode_ms;
             }
-            options.push(option);
+            let (id, host, domain) = (worker.id, worker.host, rank.facts.domain);
+            options.push(CandidateCost { id, host, domain, load, terms });
         }
-        if policy.role != Role::Decode {
-            let price = self.price(policy, req, deepest).price;
-            let least = options.iter().map(|option| option.prefill_ms);
+        if self.model.role != Role::Decode {
+            let price = self.price(req, deepest).price;
+            let least = options.iter().map(|option| option.terms.prefill_ms);
             let least = least.fold(f64::INFINITY, f64::min);
-            for option in &mut options {
-                option.cost_ms += option.backlog_ms + least + price * (option.prefill_ms - least);
+            for CandidateCost { terms, .. } in &mut options {
+                terms.cost_ms += terms.backlog_ms + least + price * (terms.prefill_ms - least);
             }
         }
         (self.scratch.ids, self.scratch.held) = (ids, held);
@@ -205,40 +180,33 @@ impl CostState {
     }
 
     /// Price of a millisecond of computing again, with its factors.
-    pub(super) fn price(
-        &self,
-        policy: &CostModel,
-        req: &RequestView<'_>,
-        deepest: usize,
-    ) -> RecomputePrice {
+    pub fn price(&self, req: &RequestView<'_>, deepest: usize) -> RecomputePrice {
         let now_ms = req.now_ms as f64;
-        let utilisation = self.utilisation(policy, now_ms);
-        let beta_max = policy.params.beta_max;
-        let beta = if utilisation < beta_max / (1.0 + beta_max) {
-            utilisation / (1.0 - utilisation)
-        } else {
-            beta_max
-        };
+        let utilisation = self.utilisation(now_ms);
+        let beta_max = self.model.params.beta_max;
+        let is_below_max = utilisation < beta_max / (1.0 + beta_max);
+        let beta = if is_below_max { utilisation / (1.0 - utilisation) } else { beta_max };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
         RecomputePrice { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
-    pub(super) fn utilisation(&self, policy: &CostModel, now_ms: f64) -> f64 {
-        let tau_ms = policy.tau_ms();
+    pub fn utilisation(&self, now_ms: f64) -> f64 {
+        let tau_ms = self.model.tau_ms();
         self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
     }
 
-    pub(super) fn is_stale(&self, params: &CostParams, now_ms: f64) -> bool {
-        let newest = self.ranks.values().filter_map(|rank| rank.report);
-        let newest = newest.map(|report| report.at_ms).max_by(f64::total_cmp);
-        newest.is_some_and(|at_ms| now_ms - at_ms > 2.0 * params.report_interval_ms as f64)
+    /// True if workers report their queues, and the reports are old; never for decode workers.
+    pub fn is_stale(&self, now_ms: f64) -> bool {
+        let reports = self.ranks.values().filter_map(|rank| rank.report);
+        let newest = || reports.map(|report| report.at_ms).max_by(f64::total_cmp);
+        let limit_ms = 2.0 * self.model.params.report_interval_ms as f64;
+        self.model.role != Role::Decode && newest().is_some_and(|at_ms| now_ms - at_ms > limit_ms)
     }
 
-    pub(super) fn routed(
+    pub fn routed(
         &mut self,
-        policy: &CostModel,
         ticket: SendTicket,
         worker: WorkerId,
         req: &RequestView<'_>,
@@ -264,10 +232,10 @@ impl CostState {
         let Some(rank) = self.ranks.get_mut(&worker) else { return };
         let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
-        if policy.role != Role::Prefill {
+        if self.model.role != Role::Prefill {
             rank.book(ticket, kv_tokens, now_ms);
         }
-        if policy.role != Role::Decode {
+        if self.model.role != Role::Decode {
             let predicted_ms = rank.speed(speed, now_ms).ms(PrefillWork::of(uncached, cached));
             rank.sent(PendingPrompt {
                 ticket,
@@ -280,12 +248,11 @@ impl CostState {
             if tells {
                 rank.stream_began(now_ms);
             }
-            rank.work.add(predicted_ms, now_ms, policy.tau_ms());
-            self.work.add(predicted_ms, now_ms, policy.tau_ms());
+            rank.work.add(predicted_ms, now_ms, self.model.tau_ms());
+            self.work.add(predicted_ms, now_ms, self.model.tau_ms());
         }
-        let capacity = rank.facts.capacity_tokens;
-        let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
-        let most = self.blocks_of(capacity, size);
+        let capacity_tokens = self.model.capacity_tokens(rank);
+        let most = self.blocks_of(capacity_tokens, size);
         let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
         let sent = SentRequest {
             note: self.holdings.sent(worker, prompt, most, now_ms),
@@ -324,7 +291,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
+    pub fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
         if let Some(sent) = self.tickets.get_mut(&ticket) {
             sent.is_first_token_seen = true;
             self.holdings.prefilled(worker, sent.note, now_ms);
@@ -342,13 +309,8 @@ impl CostState {
         }
     }
 
-    pub(super) fn usage(
-        &mut self,
-        role: Role,
-        ticket: SendTicket,
-        worker: WorkerId,
-        usage: TokenUsage,
-    ) {
+    pub fn usage(&mut self, ticket: SendTicket, worker: WorkerId, usage: TokenUsage) {
+        let role = self.model.role;
         let Some(sent) = self.tickets.get_mut(&ticket) else { return };
         if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
             let tokens = f64::from(usage.prompt_tokens);
@@ -378,7 +340,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn finished(
+    pub fn finished(
         &mut self,
         ticket: SendTicket,
         worker: WorkerId,
@@ -403,11 +365,7 @@ impl CostState {
         }
     }
 
-    pub(super) fn reconcile(
-        &mut self,
-        worker: WorkerId,
-        news: &CacheUpdate<'_>,
-    ) -> Result<(), NewsError> {
+    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
         let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
         if *news == (CacheUpdate::Serve { is_exact: true }) {
             rank.confidence = 1.0; // what was learned of guesses does not hold for it
@@ -415,16 +373,10 @@ impl CostState {
         self.holdings.reconcile(worker, news)
     }
 
-    pub(super) fn reported(
-        &mut self,
-        policy: &CostModel,
-        worker: WorkerId,
-        mut report: WorkerReport,
-        now_ms: f64,
-    ) {
+    pub fn reported(&mut self, worker: WorkerId, mut report: WorkerReport, now_ms: f64) {
         let speed = self.speed;
         let Some(rank) = self.ranks.get_mut(&worker) else { return };
-        match policy.role {
+        match self.model.role {
             Role::Prefill => report.running = None,
             Role::Decode if report.running.is_none() => return,
             Role::Decode => report.queued_tokens = 0, // not of prompts to compute
@@ -434,6 +386,6 @@ impl CostState {
         if report.queued_tokens == 0 && report.running.is_none_or(|running| running.requests == 0) {
             report.age_ms = 0;
         }
-        rank.reported(report, policy.capacity_tokens(rank), speed, now_ms);
+        rank.reported(report, self.model.capacity_tokens(rank), speed, now_ms);
     }
 }

@@ -396,7 +396,8 @@ fn text_is_counted_as_reported() {
     for ticket in 0..300 {
         let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-        policy.choose(&request, &views(&[0]), &mut rng);
+        let (ready, rng) = (&views(&[0]), &mut rng);
+        policy.choose(&mut PolicyInput { request: &request, ready, rng, explains: false });
         let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
         policy.observe(&PolicyEvent::Routed {
             ticket,
@@ -584,16 +585,16 @@ proptest! {
         let blocks = blocks(&text);
         let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
         let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], 1).expect("a pair");
-        let (is, _) = p.lock().estimate(&p.model, &request, &p_ready);
-        let (ds, _) = d.lock().estimate(&d.model, &request, &d_ready);
+        let (is, _) = p.lock().estimate(&request, &p_ready);
+        let (ds, _) = d.lock().estimate(&request, &d_ready);
         let total = |i: &CandidateCost, j: &CandidateCost| {
             let token_ms = match (i.host == j.host, i.domain == j.domain) {
                 (true, _) => eager.pull_near_ms,
                 (false, true) => eager.pull_far_ms,
                 (false, false) => eager.pull_crossing_ms,
             };
-            let pull = (blocks.prompt().units as f64 - j.cached) * token_ms;
-            i.cost_ms + j.cost_ms + (pull - i.prefill_ms).max(0.0)
+            let pull = (blocks.prompt().units as f64 - j.terms.cached_tokens) * token_ms;
+            i.terms.cost_ms + j.terms.cost_ms + (pull - i.terms.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {
             let (i, j) = (is.iter().find(|o| o.id == i), ds.iter().find(|o| o.id == j));
@@ -753,7 +754,7 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         let all: Vec<CostTerms> = explanation.candidates.iter().map(terms).collect();
         let least = all.iter().map(|t| t.prefill_ms).fold(f64::INFINITY, f64::min);
         for t in &all {
-            let again = basis.price * (t.prefill_ms - least);
+            let again = basis.price.price * (t.prefill_ms - least);
             let sum = t.backlog_ms + least + again + t.decode_ms + t.partner_ms;
             assert!((sum - t.cost_ms).abs() < 1e-9, "side {side}: {t:?}");
             assert_eq!(t.cached_tokens + t.uncached_tokens, basis.prompt_tokens);
@@ -846,7 +847,7 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     }
     let blocks = blocks(&text);
     let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-    let (options, _) = policy.lock().estimate(&policy.model, &request, &views(&[0, 0]));
-    let cached: Vec<f64> = options.iter().map(|option| option.cached).collect();
+    let (options, _) = policy.lock().estimate(&request, &views(&[0, 0]));
+    let cached: Vec<f64> = options.iter().map(|option| option.terms.cached_tokens).collect();
     assert_eq!(cached, [10_000.0, 0.0]);
 }
