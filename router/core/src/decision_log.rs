@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::kv::{BlockChange, CacheNews};
+use crate::kv::{BlockChange, CacheUpdateOf};
 use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::prompt::{HashedPrompt, mix};
 use crate::types::{
@@ -72,7 +72,7 @@ pub enum LogEntry {
         role: Role,
         worker: WorkerId,
         #[serde(flatten)]
-        news: CacheNews<ChangeRecord>,
+        news: CacheUpdateOf<ChangeRecord>,
     },
     Evict {
         role: Role,
@@ -100,7 +100,7 @@ pub struct DecisionInput {
     pub sides: Vec<DecisionSide>,
     /// Fingerprints of the candidates of both sides, where not all can be paired.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub makes: Option<[Vec<WorkerFingerprint>; 2]>,
+    pub fingerprints: Option<[Vec<WorkerFingerprint>; 2]>,
 }
 
 /// The candidates of one role.
@@ -215,7 +215,7 @@ impl LogLine {
                 let text = asked.text.as_ref().map_or(0, String::len);
                 8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
-            LogEntry::Cached { news: CacheNews::Changed { changes, .. }, .. } => {
+            LogEntry::Cached { news: CacheUpdateOf::Changed { changes, .. }, .. } => {
                 9 * changes.signs.len()
             }
             LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
@@ -243,13 +243,13 @@ impl DecisionInput {
             seed: sending.seed,
             streams: sending.streams,
             prompt: prompt.with_hashes(HexHashes(prompt.hashes.to_vec())),
-            text: reads_text.then(|| disguised(text, secret)),
+            text: reads_text.then(|| pseudonymized(text, secret)),
             key: routing_key.map(|key| match key {
                 "" => String::new(), // counts as none
                 key => format!("{:016x}", chained(key, secret).last().unwrap_or(0)),
             }),
             sides: sides.collect(),
-            makes: None,
+            fingerprints: None,
         }
     }
 }
@@ -322,7 +322,7 @@ fn chained(text: &str, secret: u64) -> impl Iterator<Item = u64> {
 /// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20
 /// characters each, so two prompts seem equal for one character more than they are once in a
 /// million times.
-fn disguised(text: &str, secret: u64) -> String {
+fn pseudonymized(text: &str, secret: u64) -> String {
     const FIRST: u32 = 0x1_0000;
     let of = |hash: u64| char::from_u32(FIRST + (hash >> 44) as u32);
     chained(text, secret).filter_map(of).collect()
@@ -341,7 +341,7 @@ mod tests {
         ) {
             let shared = |a: &str, b: &str| a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
             let [a, b] = tails.map(|tail| format!("{common}{tail}"));
-            let (x, y) = (disguised(&a, secret), disguised(&b, secret));
+            let (x, y) = (pseudonymized(&a, secret), pseudonymized(&b, secret));
             prop_assert_eq!(x.chars().count(), a.chars().count());
             prop_assert_eq!(shared(&x, &y), shared(&a, &b));
             prop_assert!(!a.chars().any(|c| x.contains(c)));
@@ -350,7 +350,7 @@ mod tests {
 
     #[test]
     fn another_run_says_other_things_of_the_same_text() {
-        assert_ne!(disguised("the same", 7), disguised("the same", 8));
+        assert_ne!(pseudonymized("the same", 7), pseudonymized("the same", 8));
     }
 
     #[test]

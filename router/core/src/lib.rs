@@ -31,8 +31,8 @@ pub mod types;
 
 pub use explain::Explanation;
 pub use pairing::bootstrap_room::{LiveRooms, draw_room};
-pub use pairing::fingerprint::{ASPECTS, WorkerFingerprint};
-pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
+pub use pairing::fingerprint::{FINGERPRINT_FIELDS, WorkerFingerprint};
+pub use pairing::local_prefill::{LocalPrefillReason, LocalPrefillRule, LocalView};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
     Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,

@@ -63,7 +63,7 @@ impl DiscoveryFlags {
     }
 
     /// Problems between these flags.
-    pub fn complaints(&self, is_pd: bool) -> Vec<String> {
+    pub fn validate(&self, is_pd: bool) -> Vec<String> {
         let mut bad = Vec::new();
         let selectors = [
             ("--selector", &self.selector, !is_pd),

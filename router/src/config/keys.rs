@@ -47,7 +47,7 @@ impl FromStr for ControlKey {
 }
 
 /// Problems between several keys.
-pub fn complaints(keys: &[ControlKey]) -> Vec<String> {
+pub fn validate(keys: &[ControlKey]) -> Vec<String> {
     let mut bad = Vec::new();
     for (at, key) in keys.iter().enumerate() {
         let others = &keys[..at];
@@ -86,10 +86,10 @@ mod tests {
             assert!(why.contains(part) && !why.contains("secret"), "{why}");
         }
         let key = |text: &str| text.parse::<ControlKey>().unwrap();
-        assert!(complaints(&[key("a::user:1"), key("b::admin:2")]).is_empty());
+        assert!(validate(&[key("a::user:1"), key("b::admin:2")]).is_empty());
         assert!(
-            complaints(&[key("a::user:1"), key("a::admin:2")])[0].contains("id a is given twice")
+            validate(&[key("a::user:1"), key("a::admin:2")])[0].contains("id a is given twice")
         );
-        assert!(complaints(&[key("a::user:1"), key("b::admin:1")])[0].contains("a and b have"));
+        assert!(validate(&[key("a::user:1"), key("b::admin:1")])[0].contains("a and b have"));
     }
 }

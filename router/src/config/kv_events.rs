@@ -33,7 +33,7 @@ pub struct KvEventFlags {
 }
 
 impl KvEventFlags {
-    pub fn complaints(&self) -> Option<String> {
+    pub fn validate(&self) -> Option<String> {
         let is_alone =
             self.kv_events_replay_endpoint.is_some() && self.kv_events_endpoint.is_none();
         is_alone.then(|| "--kv-events-replay-endpoint needs --kv-events-endpoint".to_owned())

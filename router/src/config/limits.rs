@@ -71,7 +71,7 @@ pub struct LimitFlags {
 
 impl LimitFlags {
     /// `forecasts`: the policy predicts first tokens.
-    pub fn complaints(&self, forecasts: bool) -> Vec<String> {
+    pub fn validate(&self, forecasts: bool) -> Vec<String> {
         let mut bad = Vec::new();
         let rate = self.rate_limit_tokens_per_second;
         let at_least_one = [

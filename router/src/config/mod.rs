@@ -344,9 +344,9 @@ impl RouterConfig {
     /// Read `argv` (program name first) and the environment.
     pub fn parse(argv: &[String]) -> Result<RouterConfig, ParseStop> {
         let argv = spelled_out(argv);
-        let mut bad = unsupported_flags::complaints(argv.get(1..).unwrap_or_default());
-        if !bad.is_empty() {
-            return Err(ParseStop::Bad(bad.join("\n")));
+        let mut errors = unsupported_flags::validate(argv.get(1..).unwrap_or_default());
+        if !errors.is_empty() {
+            return Err(ParseStop::Bad(errors.join("\n")));
         }
         let mut config = RouterConfig::command_with_env()
             .try_get_matches_from(&argv)
@@ -362,12 +362,12 @@ impl RouterConfig {
         if config.listen.request_id_headers.is_empty() {
             config.listen.request_id_headers = REQUEST_ID_HEADERS.to_vec();
         }
-        config.check(&mut bad);
-        if bad.is_empty() { Ok(config) } else { Err(ParseStop::Bad(bad.join("\n"))) }
+        config.check(&mut errors);
+        if errors.is_empty() { Ok(config) } else { Err(ParseStop::Bad(errors.join("\n"))) }
     }
 
     /// Every rule between fields and ranges; each message names the flag, the value and what to do.
-    fn check(&self, bad: &mut Vec<String>) {
+    fn check(&self, errors: &mut Vec<String>) {
         for (flag, value, range) in self.ranges() {
             if !range.contains(&value) {
                 let (least, most) = range.into_inner();
@@ -376,20 +376,20 @@ impl RouterConfig {
                 // At f32's precision, which some flags have.
                 let fraction = (value as f32).to_string();
                 let given = if value.fract() == 0.0 { value.to_string() } else { fraction };
-                bad.push(format!("{flag} {given}: give at least {least}{most}"));
+                errors.push(format!("{flag} {given}: give at least {least}{most}"));
             }
         }
-        bad.extend(self.malformed_texts());
-        bad.extend(self.between_groups().map(str::to_owned));
-        bad.extend(self.discovery.complaints(self.workers.pd_disaggregation));
-        bad.extend(self.workers.complaints());
-        bad.extend(self.observe.complaints());
-        bad.extend(self.tls.complaints());
-        bad.extend(self.limits.complaints(self.forecasts()));
-        bad.extend(self.tokens.complaints());
-        bad.extend(self.kv_events.complaints());
-        bad.extend(keys::complaints(&self.listen.control_plane_api_keys));
-        bad.extend(self.worker_specs().err().unwrap_or_default());
+        errors.extend(self.malformed_texts());
+        errors.extend(self.between_groups().map(str::to_owned));
+        errors.extend(self.discovery.validate(self.workers.pd_disaggregation));
+        errors.extend(self.workers.validate());
+        errors.extend(self.observe.validate());
+        errors.extend(self.tls.validate());
+        errors.extend(self.limits.validate(self.forecasts()));
+        errors.extend(self.tokens.validate());
+        errors.extend(self.kv_events.validate());
+        errors.extend(keys::validate(&self.listen.control_plane_api_keys));
+        errors.extend(self.worker_specs().err().unwrap_or_default());
     }
 
     /// Numbers with bounds that their types do not have. `f64::MAX`: none but being finite.
@@ -431,17 +431,18 @@ impl RouterConfig {
     }
 
     fn malformed_texts(&self) -> Vec<String> {
-        let mut bad = Vec::new();
+        let mut errors = Vec::new();
         let path = &self.health.health_check_endpoint;
         if !path.starts_with('/') {
-            bad.push(format!("--health-check-endpoint {path}: give a path that starts with '/'"));
+            errors
+                .push(format!("--health-check-endpoint {path}: give a path that starts with '/'"));
         }
         for origin in &self.listen.cors_allowed_origins {
             if http::HeaderValue::try_from(origin.as_str()).is_err() {
-                bad.push(format!("--cors-allowed-origins {origin}: not an origin"));
+                errors.push(format!("--cors-allowed-origins {origin}: not an origin"));
             }
         }
-        bad
+        errors
     }
 
     /// Rules between flags of different groups.
@@ -477,28 +478,28 @@ impl RouterConfig {
     /// The workers named by flags.
     pub fn worker_specs(&self) -> Result<Vec<WorkerSpec>, Vec<String>> {
         let mut specs = Vec::new();
-        let mut bad = Vec::new();
-        let mut keep = |made: Result<WorkerSpec, String>| match made {
+        let mut errors = Vec::new();
+        let mut collect = |made: Result<WorkerSpec, String>| match made {
             Ok(spec) if specs.iter().any(|s: &WorkerSpec| s.url == spec.url) => {
-                bad.push(format!("worker {} is given twice; give it once", spec.url));
+                errors.push(format!("worker {} is given twice; give it once", spec.url));
             }
             Ok(spec) => specs.push(spec),
-            Err(text) => bad.push(text),
+            Err(text) => errors.push(text),
         };
         for url in &self.workers.worker_urls {
-            keep(WorkerSpec::new(url, Role::Regular, None));
+            collect(WorkerSpec::new(url, Role::Regular, None));
         }
         let mut prefill = self.workers.prefill.iter().peekable();
         while let Some(url) = prefill.next() {
             // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks
             // like a port.
             let port = prefill.next_if(|next| workers::is_port_or_none(next));
-            keep(WorkerSpec::new(url, Role::Prefill, port.map(String::as_str)));
+            collect(WorkerSpec::new(url, Role::Prefill, port.map(String::as_str)));
         }
         for url in &self.workers.decode {
-            keep(WorkerSpec::new(url, Role::Decode, None));
+            collect(WorkerSpec::new(url, Role::Decode, None));
         }
-        if bad.is_empty() { Ok(specs) } else { Err(bad) }
+        if errors.is_empty() { Ok(specs) } else { Err(errors) }
     }
 
     pub fn policy_params(&self) -> PolicyParams {

@@ -57,7 +57,7 @@ impl ObservabilityFlags {
     }
 
     /// A word that is no level would be read as a part of the program to show everything of.
-    pub fn complaints(&self) -> Vec<String> {
+    pub fn validate(&self) -> Vec<String> {
         let filter = self.log_filter();
         let is_unknown =
             |part: &&str| part.parse::<LevelFilter>().is_err() && !part.contains(['=', '[']);

@@ -43,7 +43,7 @@ impl TlsFlags {
     }
 
     /// Problems between these flags.
-    pub fn complaints(&self) -> Vec<String> {
+    pub fn validate(&self) -> Vec<String> {
         let pairs = [
             (("--tls-cert-path", &self.tls_cert_path), ("--tls-key-path", &self.tls_key_path)),
             (
@@ -88,7 +88,7 @@ mod tests {
     fn halves_are_refused() {
         let some = |text: &str| Some(text.to_owned());
         let none = TlsFlags::default();
-        assert!(none.complaints().is_empty());
+        assert!(none.validate().is_empty());
         for (tls, part) in [
             (
                 TlsFlags { tls_cert_path: some("c"), ..TlsFlags::default() },
@@ -119,7 +119,7 @@ mod tests {
                 "give a DNS name or an address",
             ),
         ] {
-            let bad = tls.complaints();
+            let bad = tls.validate();
             assert!(bad.iter().any(|text| text.contains(part)), "{bad:?}");
         }
     }

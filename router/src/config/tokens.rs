@@ -67,7 +67,7 @@ impl TokenizerFlags {
         self.model_path.is_some() || self.tokenizer_path.is_some()
     }
 
-    pub fn complaints(&self) -> Vec<String> {
+    pub fn validate(&self) -> Vec<String> {
         let mut bad = Vec::new();
         let size = self.block_size;
         if !(1..=MAX_BLOCK_SIZE).contains(&size) {

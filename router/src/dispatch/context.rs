@@ -32,7 +32,7 @@ const TTFT_HEADERS: [HeaderName; 2] =
 /// The whole answer is of use within this [ms].
 const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remaining-ms");
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
-const WORTH_TELLING: Duration = Duration::from_millis(10);
+const MIN_QUEUE_DELAY: Duration = Duration::from_millis(10);
 
 pub struct RequestContext {
     pub head: RequestHead,
@@ -56,7 +56,7 @@ pub struct RequestContext {
     /// Workers that failed it.
     pub avoid: Vec<WorkerId>,
     /// Set when its answer broke off.
-    pub begun: Option<ResumePoint>,
+    pub resume_point: Option<ResumePoint>,
     /// The answer has opened: the request is resumed, and only paced.
     pub is_accepted: bool,
     /// Attempts wait for their turn, and no retry budget applies to them.
@@ -73,7 +73,7 @@ pub struct RequestContext {
     pub header_deadlines: RequestDeadlines,
     /// Members that this attempt adds to the body or puts in the place of the client's, without
     /// braces.
-    pub again: String,
+    pub body_overrides: String,
     pub record: AccessLogEntry,
     pub permit: Option<OwnedSemaphorePermit>,
 }
@@ -82,7 +82,7 @@ pub struct RequestContext {
 #[derive(Debug, Clone)]
 pub struct ResumePoint {
     /// Fingerprint of the worker that gave it.
-    pub make: WorkerFingerprint,
+    pub fingerprint: WorkerFingerprint,
     pub tokens: usize,
     /// Member of the body; empty: the client has nothing of it after all.
     pub resume: String,
@@ -98,7 +98,7 @@ impl RequestContext {
             streams: self.scan.stream,
             timeline: Some(self.record.timeline.clone()),
             explains: self.explains,
-            resumes_on: self.begun.as_ref().map(|begun| begun.make),
+            resumes_on: self.resume_point.as_ref().map(|point| point.fingerprint),
         }
     }
 
@@ -110,14 +110,14 @@ impl RequestContext {
         ids: Option<&Bytes>,
         fields: &str,
     ) -> BodySegments {
-        if self.again.is_empty() {
+        if self.body_overrides.is_empty() {
             return match replaced.is_empty() && ids.is_none() && fields.is_empty() {
                 true => BodySegments::from(self.body.clone()),
                 false => self.scan.splice(&self.body, replaced, ids, fields),
             };
         }
         let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
-        let members = [fields, &self.again].into_iter().filter(|m| !m.is_empty());
+        let members = [fields, &self.body_overrides].into_iter().filter(|m| !m.is_empty());
         let fields = members.collect::<Vec<_>>().join(",");
         self.scan.splice(&self.body, &replaced, ids, &fields)
     }
@@ -187,8 +187,8 @@ impl RequestContext {
     }
 
     /// True if even the first worker must be sent a shorter deadline than the client's.
-    pub fn has_lost_time(&self) -> bool {
-        self.queued >= WORTH_TELLING && self.deadline_ms().is_some()
+    pub fn is_deadline_shrunk(&self) -> bool {
+        self.queued >= MIN_QUEUE_DELAY && self.deadline_ms().is_some()
     }
 
     /// When the client's time for the whole answer is over.
@@ -200,23 +200,23 @@ impl RequestContext {
 
     /// Get ready for another attempt, or a late first one: it has what is left of the client's
     /// time, and goes on with what was begun.
-    pub fn prepare_again(&mut self) -> Result<(), RouteError> {
+    pub fn prepare_retry(&mut self) -> Result<(), RouteError> {
         let waited_ms = ms_since(self.record.started);
         if self.ends_at().is_some_and(|end| end <= Instant::now()) {
             return Err(RouteError::DeadlineOver { waited_ms });
         }
         // The first token came, if only from another worker.
-        let begun = self.begun.as_ref().filter(|begun| !begun.resume.is_empty());
+        let point = self.resume_point.as_ref().filter(|point| !point.resume.is_empty());
         let left = |of: RequestDeadlines| {
             let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
-            [of.ttft.filter(|_| begun.is_none()), of.whole].map(|ms| ms.map(left))
+            [of.ttft.filter(|_| point.is_none()), of.whole].map(|ms| ms.map(left))
         };
         let members = ["ttft_deadline_ms", "deadline_ms"].into_iter();
         let members = members
             .zip(left(self.scan.deadlines))
             .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
-        let resume = begun.map(|begun| begun.resume.clone());
-        self.again = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
+        let resume = point.map(|point| point.resume.clone());
+        self.body_overrides = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
         let remaining = left(self.header_deadlines);
         let headers = &mut self.head.headers;
         for name in TTFT_HEADERS {

@@ -28,19 +28,19 @@ pub async fn merged(
     limit: Duration,
 ) -> UpstreamResponse {
     let limit = if opened.is_sse { limit.min(STREAM_WAIT) } else { limit };
-    if prefill.words.is_none() {
+    if prefill.response.is_none() {
         let _ = timeout(limit, prefill.ended()).await; // `words` are there if it ended well
     }
-    let Some(words) = prefill.words.as_ref().map(|words| words.concat()) else {
+    let Some(response) = prefill.response.as_ref().map(|response| response.concat()) else {
         tracing::debug!("the prefill leg did not tell its input logprobs");
         return opened;
     };
     let pieces = &mut opened.answer.pieces;
     if !opened.is_sse {
-        if let Some(whole) = merge_whole(&words, &pieces.concat()) {
+        if let Some(whole) = merge_whole(&response, &pieces.concat()) {
             *pieces = vec![whole];
         }
-    } else if let Some(merged) = pieces.first().and_then(|run| merge_first_event(&words, run)) {
+    } else if let Some(merged) = pieces.first().and_then(|run| merge_first_event(&response, run)) {
         pieces[0] = merged;
     }
     opened
@@ -59,14 +59,14 @@ fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
 }
 
 /// `run` of whole events with the logprobs in its first one.
-fn merge_first_event(words: &[u8], run: &[u8]) -> Option<Bytes> {
+fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
     let start = comments_len(run);
     let end = start + run[start..].iter().position(|b| *b == b'\n')?;
     let mut event: Value = serde_json::from_slice(run[start..end].strip_prefix(b"data:")?).ok()?;
     if event.get("index").is_some() {
         return None;
     }
-    merge(&logprobs_of(words)?, &mut event);
+    merge(&logprobs_of(response)?, &mut event);
     let mut merged = run[..start].to_vec();
     merged.extend_from_slice(b"data: ");
     merged.extend_from_slice(event.to_string().as_bytes());
@@ -75,11 +75,11 @@ fn merge_first_event(words: &[u8], run: &[u8]) -> Option<Bytes> {
 }
 
 /// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.
-fn logprobs_of(words: &[u8]) -> Option<Value> {
-    if let Ok(whole) = serde_json::from_slice(words) {
+fn logprobs_of(response: &[u8]) -> Option<Value> {
+    if let Ok(whole) = serde_json::from_slice(response) {
         return Some(whole);
     }
-    let lines = words.split(|b| *b == b'\n').rev();
+    let lines = response.split(|b| *b == b'\n').rev();
     lines
         .filter_map(|line| serde_json::from_slice::<Value>(line.strip_prefix(b"data:")?).ok())
         .find(|event| event["meta_info"][FIELD].is_array())
@@ -103,8 +103,8 @@ mod tests {
 
     const FIRST: &str = "data: {\"text\":\"a\",\"meta_info\":{\"input_token_logprobs\":[[-0.25,3,null]]}}\n\ndata: {\"text\":\"ab\"}\n\n";
 
-    fn streamed(words: &str, run: &str) -> Option<String> {
-        let merged = merge_first_event(words.as_bytes(), run.as_bytes())?;
+    fn streamed(response: &str, run: &str) -> Option<String> {
+        let merged = merge_first_event(response.as_bytes(), run.as_bytes())?;
         Some(String::from_utf8(merged.to_vec()).unwrap())
     }
 
@@ -112,9 +112,9 @@ mod tests {
     fn the_first_event_gets_them_and_the_rest_stays_as_it_is() {
         let whole = r#"{"meta_info":{"input_token_logprobs":[[null,1,null],[-0.5,2,null]]}}"#;
         let stream = format!("data: {{\"meta_info\":{{}}}}\n\ndata: {whole}\n\ndata: [DONE]\n\n");
-        for words in [whole, stream.as_str()] {
+        for response in [whole, stream.as_str()] {
             for comments in ["", ": keep-alive\n\n", ": baton {\"ids\":[5]}\n"] {
-                let merged = streamed(words, &format!("{comments}{FIRST}")).unwrap();
+                let merged = streamed(response, &format!("{comments}{FIRST}")).unwrap();
                 let merged = merged.strip_prefix(comments).unwrap();
                 let (event, rest) = merged.split_once('\n').unwrap();
                 let event: Value = serde_json::from_str(&event["data: ".len()..]).unwrap();
@@ -130,14 +130,14 @@ mod tests {
 
     #[test]
     fn what_cannot_be_merged_passes() {
-        for (words, piece) in [
+        for (response, piece) in [
             ("oops", FIRST),
             ("data: {\"text\":1}\n\n", FIRST),
             ("{}", "data: [DONE]\n\n"),
             ("{}", "data: {\"index\":1,\"meta_info\":{}}\n\n"),
             ("{}", "data: {\"half"),
         ] {
-            assert_eq!(streamed(words, piece), None, "{words} {piece}");
+            assert_eq!(streamed(response, piece), None, "{response} {piece}");
         }
         assert_eq!(merge_whole(b"{}", b"oops"), None);
     }

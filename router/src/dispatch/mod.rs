@@ -43,7 +43,7 @@ use crate::dispatch::attempt::{AttemptError, ErrorReply, UpstreamResponse};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::ProxyBody;
-use crate::dispatch::retry::commit;
+use crate::dispatch::retry::send_with_retries;
 use crate::dispatch::types::NoResponse;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
@@ -67,13 +67,13 @@ async fn attempts(app: Arc<AppState>, mut request: RequestContext) -> Response {
         Err(err) => return refuse(request.record, err),
     }
     app.retry_budget.lock().on_request(now_ms());
-    app.fleet.registry.introductions(app.fleet.serving_roles()).await;
-    match commit(&app, &mut request).await {
+    app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
+    match send_with_retries(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
         Err(_) if app.is_cut() => refuse(request.record, RouteError::Draining),
         Err(NoResponse::Refused(err)) => refuse(request.record, err),
-        Err(NoResponse::Failed(failure)) => tell(request, failure),
+        Err(NoResponse::Failed(failure)) => reply_with(request, failure),
     }
 }
 
@@ -104,7 +104,7 @@ pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
 }
 
 /// The last attempt failed: the worker's own words if it had any.
-fn tell(mut request: RequestContext, failure: AttemptError) -> Response {
+fn reply_with(mut request: RequestContext, failure: AttemptError) -> Response {
     match failure.reply {
         ErrorReply::Error(err) => refuse(request.record, err),
         ErrorReply::Answer { status, headers, body } => {

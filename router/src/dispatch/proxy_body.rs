@@ -31,7 +31,7 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error, upstream_error};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
-use crate::dispatch::retry::{commit, has_tries};
+use crate::dispatch::retry::{has_tries, send_with_retries};
 use crate::dispatch::types::{CommitResult, NoResponse};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
@@ -62,32 +62,32 @@ pub struct TruncatedResponse(RouteError);
 )]
 enum RequestState {
     /// Whole request of a stream that another worker can resume.
-    Whole(Box<RequestContext>),
-    Rest {
+    Resumable(Box<RequestContext>),
+    Recorded {
         record: AccessLogEntry,
         _permit: Option<OwnedSemaphorePermit>,
     },
     /// With `Resuming`.
-    Away,
+    Detached,
 }
 
 impl RequestState {
     fn record(&mut self) -> Option<&mut AccessLogEntry> {
         match self {
-            RequestState::Whole(request) => Some(&mut request.record),
-            RequestState::Rest { record, .. } => Some(record),
-            RequestState::Away => None,
+            RequestState::Resumable(request) => Some(&mut request.record),
+            RequestState::Recorded { record, .. } => Some(record),
+            RequestState::Detached => None,
         }
     }
 
-    fn rest(request: RequestContext) -> Self {
-        RequestState::Rest { record: request.record, _permit: request.permit }
+    fn recorded(request: RequestContext) -> Self {
+        RequestState::Recorded { record: request.record, _permit: request.permit }
     }
 
     /// Release what is needed to ask again.
-    fn slim(&mut self) {
-        *self = match std::mem::replace(self, RequestState::Away) {
-            RequestState::Whole(request) => RequestState::rest(*request),
+    fn drop_resume_state(&mut self) {
+        *self = match std::mem::replace(self, RequestState::Detached) {
+            RequestState::Resumable(request) => RequestState::recorded(*request),
             other => other,
         };
     }
@@ -100,7 +100,7 @@ struct Resuming {
     keepalive: KeepAlive,
     role: Role,
     /// Error for the client if no worker can.
-    words: Option<StreamFailure>,
+    failure: Option<StreamFailure>,
     /// Label of the metric; the client leaves unless another is set.
     outcome: &'static str,
     metrics: Arc<RouterMetrics>,
@@ -116,39 +116,39 @@ impl Drop for Resuming {
 
 /// How a stream ends that broke.
 enum StreamFailure {
-    Ours(RouteError),
+    Router(RouteError),
     /// The worker's own error event.
-    Theirs(BrokenStream),
+    Worker(BrokenStream),
 }
 
 impl StreamFailure {
     fn outcome(&self) -> &'static str {
         match self {
-            StreamFailure::Ours(err) => err.code(),
-            StreamFailure::Theirs(_) => "error_event",
+            StreamFailure::Router(err) => err.code(),
+            StreamFailure::Worker(_) => "error_event",
         }
     }
 
     /// True if the worker is to blame.
-    fn blames(&self) -> bool {
+    fn blames_worker(&self) -> bool {
         match self {
-            StreamFailure::Ours(err) => *err != RouteError::Draining,
-            StreamFailure::Theirs(broken) => broken.class.blames_worker(),
+            StreamFailure::Router(err) => *err != RouteError::Draining,
+            StreamFailure::Worker(broken) => broken.class.blames_worker(),
         }
     }
 }
 
 pub struct ProxyBody {
     app: Arc<AppState>,
-    asker: RequestState,
+    state: RequestState,
     out: VecDeque<Bytes>,
     rest: Option<ResponseBody>,
     events: EventSplitter,
     /// `Some` for streams.
     tail: Option<StreamTail>,
     /// `Some` for streams that tell their tokens.
-    said: Option<ResumeBuffer>,
-    /// Events that `said` let pass; empty between two pieces.
+    resume_buffer: Option<ResumeBuffer>,
+    /// Events that `buffer` let pass; empty between two pieces.
     passed: VecDeque<Bytes>,
     resuming: Option<Resuming>,
     status: StatusCode,
@@ -174,15 +174,15 @@ impl ProxyBody {
     ) -> Self {
         let many = request.scan.batch.is_some();
         let held = request.held_bytes();
-        let tells = opened.tells_tokens;
+        let has_token_ids = opened.has_token_ids;
         let mut relay = Self {
             out: VecDeque::with_capacity(opened.answer.pieces.len().max(2)),
             tail: opened.is_sse.then(|| StreamTail::new(many)),
-            said: tells.then(|| ResumeBuffer::new(&app.failover_memory, held)),
+            resume_buffer: has_token_ids.then(|| ResumeBuffer::new(&app.failover_memory, held)),
             passed: VecDeque::new(),
-            asker: match tells {
-                true => RequestState::Whole(Box::new(request)),
-                false => RequestState::rest(request),
+            state: match has_token_ids {
+                true => RequestState::Resumable(Box::new(request)),
+                false => RequestState::recorded(request),
             },
             resuming: None,
             status: opened.answer.status,
@@ -212,7 +212,7 @@ impl ProxyBody {
         self.prefill = prefill;
         for piece in opened.answer.pieces {
             if let Err(broken) = self.pass(piece) {
-                return self.theirs(broken);
+                return self.on_worker_error(broken);
             }
         }
         if self.rest.is_none() {
@@ -237,17 +237,17 @@ impl ProxyBody {
             self.out.push_back(piece);
             return Ok(());
         };
-        let Some(said) = &mut self.said else {
+        let Some(buffer) = &mut self.resume_buffer else {
             tail.pass(piece, &mut self.out);
             return Ok(());
         };
-        let result = said.pass(piece, &mut self.passed);
+        let result = buffer.pass(piece, &mut self.passed);
         for event in self.passed.drain(..) {
             tail.pass(event, &mut self.out);
         }
-        if let (Some(lost), RequestState::Whole(_)) = (said.lost(), &self.asker) {
+        if let (Some(lost), RequestState::Resumable(_)) = (buffer.lost(), &self.state) {
             self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
-            self.asker.slim();
+            self.state.drop_resume_state();
         }
         result
     }
@@ -262,7 +262,7 @@ impl ProxyBody {
         if let Some(last) = self.events.finish()
             && let Err(broken) = self.pass(last)
         {
-            return self.theirs(broken);
+            return self.on_worker_error(broken);
         }
         match self.ending() {
             Some(StreamEnd::Open) => {
@@ -290,13 +290,13 @@ impl ProxyBody {
         }
         self.end(outcome);
         if let Some(prefill) = self.prefill.take() {
-            prefill.linger();
+            prefill.drain_in_background();
         }
     }
 
     fn end(&mut self, outcome: &'static str) {
         let status = self.status;
-        if let Some(record) = self.asker.record() {
+        if let Some(record) = self.state.record() {
             record.end(status, outcome);
         }
     }
@@ -304,36 +304,36 @@ impl ProxyBody {
     /// The worker broke off.
     fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
         let err = upstream_error(self.guard.as_ref()?, cause);
-        self.fail(StreamFailure::Ours(err), "reset")
+        self.fail(StreamFailure::Router(err), "reset")
     }
 
     /// The worker ended its stream with an error that another could mend.
-    fn theirs(&mut self, broken: BrokenStream) {
+    fn on_worker_error(&mut self, broken: BrokenStream) {
         let code = broken.code;
-        self.fail(StreamFailure::Theirs(broken), code);
+        self.fail(StreamFailure::Worker(broken), code);
     }
 
     /// Handle the end of this worker's answer before its last event. Returns the error if the
     /// client can learn of it only by a cut connection.
     fn fail(
         &mut self,
-        mut words: StreamFailure,
+        mut failure: StreamFailure,
         reason: &'static str,
     ) -> Option<TruncatedResponse> {
         self.rest = None;
         let mut ending = self.ending().unwrap_or(StreamEnd::Open);
         if ending == StreamEnd::Open {
             if self.app.is_cut() {
-                words = StreamFailure::Ours(RouteError::Draining);
+                failure = StreamFailure::Router(RouteError::Draining);
             } else {
-                words = match self.fail_over(words, reason) {
+                failure = match self.fail_over(failure, reason) {
                     Ok(()) => return None,
-                    Err(words) => words,
+                    Err(failure) => failure,
                 };
             }
         }
-        if let (Some(said), Some(tail)) = (&mut self.said, &mut self.tail) {
-            said.release(&mut self.passed);
+        if let (Some(buffer), Some(tail)) = (&mut self.resume_buffer, &mut self.tail) {
+            buffer.release(&mut self.passed);
             for event in self.passed.drain(..) {
                 tail.pass(event, &mut self.out);
             }
@@ -345,37 +345,37 @@ impl ProxyBody {
             self.out.extend(missing);
             return None;
         }
-        self.blame(&words, reason);
+        self.attribute_failure(&failure, reason);
         self.prefill = None;
-        self.last_words(words)
+        self.finish_with_error(failure)
     }
 
     /// Attribute the worker's break.
-    fn blame(&mut self, words: &StreamFailure, reason: &'static str) {
+    fn attribute_failure(&mut self, failure: &StreamFailure, reason: &'static str) {
         let Some(guard) = &mut self.guard else { return };
-        if !words.blames() {
+        if !failure.blames_worker() {
             guard.settle(RequestOutcome::Unknown);
             return;
         }
         guard.settle(RequestOutcome::Failure);
         let worker = &guard.candidate.worker;
         worker.suspect.notify_one();
-        if let Some(record) = self.asker.record() {
+        if let Some(record) = self.state.record() {
             record.upstream_error(worker.role(), reason);
         }
     }
 
     /// The end of an answer that broke.
-    fn last_words(&mut self, words: StreamFailure) -> Option<TruncatedResponse> {
-        self.end(words.outcome());
-        if let (Some(record), StreamFailure::Ours(err)) = (self.asker.record(), &words) {
+    fn finish_with_error(&mut self, failure: StreamFailure) -> Option<TruncatedResponse> {
+        self.end(failure.outcome());
+        if let (Some(record), StreamFailure::Router(err)) = (self.state.record(), &failure) {
             tracing::warn!(rid = record.rid, %err, "answer broke off");
         }
-        match (words, &self.tail) {
-            (StreamFailure::Ours(err), None) => return Some(TruncatedResponse(err)),
-            (StreamFailure::Ours(err), Some(_)) => self.out.push_back(error_epilogue(&err)),
-            (StreamFailure::Theirs(broken), _) => {
-                self.out.extend([broken.words, Bytes::from_static(DONE)]);
+        match (failure, &self.tail) {
+            (StreamFailure::Router(err), None) => return Some(TruncatedResponse(err)),
+            (StreamFailure::Router(err), Some(_)) => self.out.push_back(error_epilogue(&err)),
+            (StreamFailure::Worker(broken), _) => {
+                self.out.extend([broken.event, Bytes::from_static(DONE)]);
             }
         }
         None
@@ -383,19 +383,19 @@ impl ProxyBody {
 
     /// True if another worker is to be asked to resume the answer.
     fn may_fail_over(&mut self, reason: &'static str) -> bool {
-        let (Some(said), Some(guard), RequestState::Whole(request)) =
-            (&self.said, &self.guard, &mut self.asker)
+        let (Some(buffer), Some(guard), RequestState::Resumable(request)) =
+            (&self.resume_buffer, &self.guard, &mut self.state)
         else {
             return false;
         };
-        if !said.can_resume() {
+        if !buffer.can_resume() {
             return false;
         }
         let (app, candidate) = (&self.app, &guard.candidate);
         let role = candidate.worker.role();
         let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
-        let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
-        if said.tokens() > resumed_at {
+        let resumed_at = request.resume_point.as_ref().map_or(0, |point| point.tokens);
+        if buffer.tokens() > resumed_at {
             (request.failed, request.breaks) = Default::default();
             request.avoid.clear();
         } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
@@ -404,10 +404,10 @@ impl ProxyBody {
         request.count_failure(reason);
         (request.is_accepted, request.is_paced) = (true, true);
         request.avoid.push(candidate.id);
-        request.begun = (said.tokens() > 0).then(|| ResumePoint {
-            make: candidate.make,
-            tokens: said.tokens(),
-            resume: said.member(),
+        request.resume_point = (buffer.tokens() > 0).then(|| ResumePoint {
+            fingerprint: candidate.fingerprint,
+            tokens: buffer.tokens(),
+            resume: buffer.to_json_field(),
         });
         // Who was silent once would be waited for as long again.
         let has_other = || app.fleet.registry.has_other(role, &request.wanted(), &request.avoid);
@@ -421,21 +421,21 @@ impl ProxyBody {
     /// Have another worker resume the answer. `Err`: no worker is asked.
     fn fail_over(
         &mut self,
-        words: StreamFailure,
+        failure: StreamFailure,
         reason: &'static str,
     ) -> Result<(), StreamFailure> {
         if !self.may_fail_over(reason) {
-            return Err(words);
+            return Err(failure);
         }
-        self.blame(&words, reason);
-        let asker = std::mem::replace(&mut self.asker, RequestState::Away);
-        let (RequestState::Whole(mut request), Some(guard), Some(said)) =
-            (asker, self.guard.take(), &mut self.said)
+        self.attribute_failure(&failure, reason);
+        let state = std::mem::replace(&mut self.state, RequestState::Detached);
+        let (RequestState::Resumable(mut request), Some(guard), Some(buffer)) =
+            (state, self.guard.take(), &mut self.resume_buffer)
         else {
-            return Err(words); // may_fail_over has seen them
+            return Err(failure); // may_fail_over has seen them
         };
-        said.cut();
-        let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
+        buffer.cut();
+        let (role, tokens) = (guard.candidate.worker.role(), buffer.tokens());
         request.record.timeline.failed(role, reason, Some(tokens));
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
@@ -450,8 +450,9 @@ impl ProxyBody {
             asking: Box::pin(async move {
                 let started = request.record.started;
                 let rest = match request.ends_at() {
-                    None => commit(&app, &mut request).await,
-                    Some(end) => match timeout_at(end, commit(&app, &mut request)).await {
+                    None => send_with_retries(&app, &mut request).await,
+                    Some(end) => match timeout_at(end, send_with_retries(&app, &mut request)).await
+                    {
                         Ok(rest) => rest,
                         Err(_) => {
                             let waited_ms = ms_since(started);
@@ -464,7 +465,7 @@ impl ProxyBody {
             since: Instant::now(),
             keepalive: KeepAlive::new(every),
             role,
-            words: Some(words),
+            failure: Some(failure),
             outcome: "client_gone",
             metrics,
         });
@@ -473,22 +474,22 @@ impl ProxyBody {
 
     /// Another worker was asked, this came of it.
     fn resumed(&mut self, mut resuming: Resuming, (request, rest): Resumed) {
-        self.asker = RequestState::Whole(request);
+        self.state = RequestState::Resumable(request);
         let why = match rest {
             Ok((opened, prefill)) if opened.is_sse => {
                 resuming.outcome = "resumed";
                 let pause = &self.app.metrics.failover_pause;
                 let pause = pause.with_label_values(&[resuming.role.into_str()]);
                 pause.observe(resuming.since.elapsed().as_secs_f64());
-                if !opened.tells_tokens {
-                    self.said = None;
-                    self.asker.slim();
+                if !opened.has_token_ids {
+                    self.resume_buffer = None;
+                    self.state.drop_resume_state();
                 }
                 return self.follow(opened, prefill);
             }
             Ok(_) => "the rest came as something else than a stream".to_owned(),
             Err(NoResponse::Refused(err)) if err.code() == "timeout" => {
-                resuming.words = Some(StreamFailure::Ours(err));
+                resuming.failure = Some(StreamFailure::Router(err));
                 String::new()
             }
             Err(NoResponse::Refused(err)) => err.to_string(),
@@ -497,35 +498,35 @@ impl ProxyBody {
             }
         };
         resuming.outcome = "failed";
-        if let Some(mut words) = resuming.words.take() {
+        if let Some(mut failure) = resuming.failure.take() {
             if self.app.is_cut() {
-                words = StreamFailure::Ours(RouteError::Draining);
-            } else if let StreamFailure::Ours(RouteError::Upstream { cause, .. }) = &mut words {
+                failure = StreamFailure::Router(RouteError::Draining);
+            } else if let StreamFailure::Router(RouteError::Upstream { cause, .. }) = &mut failure {
                 cause.push_str("; no other worker went on with it: ");
                 cause.push_str(&why);
             }
-            self.last_words(words);
+            self.finish_with_error(failure);
         }
     }
 
     /// Why the worker is not waited for any longer, if so.
     fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<StreamFailure> {
         let guard = self.guard.as_ref()?;
-        let can_resume = self.said.as_ref().is_some_and(ResumeBuffer::can_resume);
+        let can_resume = self.resume_buffer.as_ref().is_some_and(ResumeBuffer::can_resume);
         let pause = if can_resume { self.limit.min(LOOK_UP) } else { self.limit };
         let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
         let timer = self.silence.get_or_insert_with(|| Box::pin(sleep_until(next)));
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {
-                return Some(StreamFailure::Ours(silent_error(guard, self.limit)));
+                return Some(StreamFailure::Router(silent_error(guard, self.limit)));
             }
             let worker = &guard.candidate.worker;
             if now >= next
                 && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
                 let cause = format!("fell silent and fails its health checks: {reason}");
-                return Some(StreamFailure::Ours(upstream_error(guard, cause)));
+                return Some(StreamFailure::Router(upstream_error(guard, cause)));
             }
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();
@@ -549,7 +550,7 @@ impl Body for ProxyBody {
         loop {
             if let Some(piece) = this.out.pop_front() {
                 let status = this.status;
-                if let Some(record) = this.asker.record() {
+                if let Some(record) = this.state.record() {
                     record.first_byte(status);
                 }
                 return Poll::Ready(Some(Ok(Frame::data(piece))));
@@ -572,7 +573,7 @@ impl Body for ProxyBody {
                 Poll::Ready(Some(Ok(piece))) => {
                     this.last_piece = Instant::now();
                     if let Err(broken) = this.take(piece) {
-                        this.theirs(broken);
+                        this.on_worker_error(broken);
                     }
                     None
                 }
@@ -585,10 +586,10 @@ impl Body for ProxyBody {
                 }
                 Poll::Pending => match this.too_silent(cx) {
                     None => return Poll::Pending,
-                    Some(words @ StreamFailure::Ours(RouteError::UpstreamSilent { .. })) => {
-                        this.fail(words, SILENT)
+                    Some(failure @ StreamFailure::Router(RouteError::UpstreamSilent { .. })) => {
+                        this.fail(failure, SILENT)
                     }
-                    Some(words) => this.fail(words, "hung"),
+                    Some(failure) => this.fail(failure, "hung"),
                 },
             };
             if let Some(cut) = cut {

@@ -23,7 +23,7 @@ use crate::request::body::ManagedField;
 const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
-pub async fn commit(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
+pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
     let committed = try_until_committed(app, request).await;
     request.place = None;
     committed
@@ -33,9 +33,9 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
-    let (mut kept, mut wait) = (None, None);
+    let (mut reusable_prefill, mut wait) = (None, None);
     loop {
-        let (failure, is_stale) = match attempt_in_turn(app, request, &mut kept).await {
+        let (failure, is_stale) = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(committed) => {
                 if let Some((role, worker)) = suspect {
                     app.fleet.registry.count_failure(role, worker);
@@ -108,17 +108,17 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
 async fn attempt_in_turn(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    kept: &mut Option<PendingPrefill>,
+    reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     let _turn = if request.is_paced { Some(ResumeTurn::wait(app).await) } else { None };
-    if request.record.attempts > 0 || request.has_lost_time() {
-        request.prepare_again()?;
+    if request.record.attempts > 0 || request.is_deadline_shrunk() {
+        request.prepare_retry()?;
     }
     request.record.attempts += 1;
     request.attempted_at = Instant::now();
     match app.fleet.is_pd() {
         // Boxed: requests to regular workers need less than half of its size.
-        true => Box::pin(disaggregated::attempt(app, request, kept)).await,
+        true => Box::pin(disaggregated::attempt(app, request, reusable_prefill)).await,
         false => single(app, request).await,
     }
 }

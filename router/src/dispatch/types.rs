@@ -79,8 +79,8 @@ pub fn leg(
     if !is_prefill {
         observe_overhead(app, request);
     }
-    let tells_tokens = !is_prefill && request.is_resumable(app, candidate);
-    if tells_tokens {
+    let has_token_ids = !is_prefill && request.is_resumable(app, candidate);
+    if has_token_ids {
         head.headers.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
     UpstreamAttempt {
@@ -90,7 +90,7 @@ pub fn leg(
         limit: app.config.request_timeout(),
         probe_after: app.config.silent_request_probe(),
         counts: request.scan.batch.is_none(),
-        tells_tokens,
+        has_token_ids,
     }
 }
 

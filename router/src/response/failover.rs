@@ -64,7 +64,7 @@ pub struct BrokenStream {
     pub code: &'static str,
     pub class: RetryClass,
     /// The event.
-    pub words: Bytes,
+    pub event: Bytes,
 }
 
 /// Tokens and events that a stream has sent.
@@ -74,7 +74,7 @@ pub struct ResumeBuffer {
     /// Count of `ids` whose event passed.
     passed: usize,
     /// Something that is no comment passed.
-    has_begun: bool,
+    has_ids: bool,
     seed: Option<u64>,
     created: Option<u64>,
     /// Whole events whose tokens are not known yet.
@@ -88,10 +88,10 @@ impl ResumeBuffer {
     /// `memory`: of the resume buffers of all streams; `held`: bytes of the request that are kept
     /// to ask again.
     pub fn new(memory: &Arc<MemoryBudget>, held: usize) -> Self {
-        let mut said = Self {
+        let mut buffer = Self {
             ids: Vec::new(),
             passed: 0,
-            has_begun: false,
+            has_ids: false,
             seed: None,
             created: None,
             waiting: Vec::new(),
@@ -99,10 +99,10 @@ impl ResumeBuffer {
             share: memory.share(),
             lost: None,
         };
-        if said.share.grow(held).is_err() {
-            said.lose(NotResumable::Memory);
+        if buffer.share.grow(held).is_err() {
+            buffer.disable(NotResumable::Memory);
         }
-        said
+        buffer
     }
 
     /// Take a run of whole events; what is for the client comes to `out`.
@@ -113,7 +113,7 @@ impl ResumeBuffer {
             from += len;
         }
         if from < run.len() || self.waiting_len > MAX_WAITING {
-            self.lose(NotResumable::TooLong);
+            self.disable(NotResumable::TooLong);
             self.release(out);
             out.extend((from < run.len()).then(|| run.slice(from..))); // a part of an event that is too long
         }
@@ -133,7 +133,7 @@ impl ResumeBuffer {
             if self.lost.is_none()
                 && let Err(lost) = self.comment(&event[COMMENT.len()..end])
             {
-                self.lose(lost);
+                self.disable(lost);
             }
             self.release(out);
             out.push_back(text.slice(at.start + end..at.end));
@@ -149,8 +149,8 @@ impl ResumeBuffer {
             if let Some((code, class)) = worth_it(json)
                 && self.can_resume()
             {
-                let words = text.slice(at);
-                return Err(BrokenStream { code, class, words });
+                let event = text.slice(at);
+                return Err(BrokenStream { code, class, event });
             }
             self.release(out);
             out.push_back(text.slice(at));
@@ -168,7 +168,7 @@ impl ResumeBuffer {
     /// The usual form without a general parser: it comes with nearly every event.
     fn comment(&mut self, json: &[u8]) -> Result<(), NotResumable> {
         let before = self.ids.len();
-        if !self.plain_ids(json)? {
+        if !self.parse_ids_fast(json)? {
             self.ids.truncate(before);
             let comment: Comment =
                 serde_json::from_slice(json).map_err(|_| NotResumable::Malformed)?;
@@ -185,7 +185,7 @@ impl ResumeBuffer {
     }
 
     /// `{"ids":[1,2]}`; false: something else.
-    fn plain_ids(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
+    fn parse_ids_fast(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
         let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
         let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else { return Ok(false) };
         for number in list.split(|b| *b == b',') {
@@ -218,7 +218,7 @@ impl ResumeBuffer {
         Ok(())
     }
 
-    fn lose(&mut self, lost: NotResumable) {
+    fn disable(&mut self, lost: NotResumable) {
         self.lost.get_or_insert(lost);
         self.ids = Vec::new();
         self.share.free();
@@ -226,7 +226,7 @@ impl ResumeBuffer {
 
     /// All that waits goes to the client.
     pub fn release(&mut self, out: &mut VecDeque<Bytes>) {
-        self.has_begun = true;
+        self.has_ids = true;
         self.waiting_len = 0;
         out.extend(self.waiting.drain(..));
     }
@@ -242,11 +242,11 @@ impl ResumeBuffer {
 
     /// True if another worker could send the rest, or all of it if the client has seen nothing.
     pub fn can_resume(&self) -> bool {
-        self.lost.is_none() && (self.passed > 0 || !self.has_begun)
+        self.lost.is_none() && (self.passed > 0 || !self.has_ids)
     }
 
     /// The member of the body that asks for the rest; empty: for all of it.
-    pub fn member(&self) -> String {
+    pub fn to_json_field(&self) -> String {
         let (Some(seed), Some(created), true) = (self.seed, self.created, self.passed > 0) else {
             return String::new();
         };
@@ -289,25 +289,25 @@ mod tests {
         data: {\"role\":1}\n\ndata: {\"a\":1}\n\n: waiting\n\ndata: {\"b\":1}\n\n\
         data: {\"c\":1}\n\ndata: {\"usage\":1}\n\ndata: [DONE]\n\n";
 
-    fn said() -> ResumeBuffer {
+    fn buffer() -> ResumeBuffer {
         ResumeBuffer::new(&MemoryBudget::new(1 << 20, None), 100)
     }
 
     /// `text`: the next piece of a worker's stream.
     fn pass_piece(
         events: &mut EventSplitter,
-        said: &mut ResumeBuffer,
+        buffer: &mut ResumeBuffer,
         text: &str,
     ) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
         if let Some(run) = events.push(Bytes::copy_from_slice(text.as_bytes())) {
-            said.pass(run, &mut out)?;
+            buffer.pass(run, &mut out)?;
         }
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
     }
 
-    fn pass(said: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
-        pass_piece(&mut EventSplitter::default(), said, text)
+    fn pass(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
+        pass_piece(&mut EventSplitter::default(), buffer, text)
     }
 
     proptest! {
@@ -316,84 +316,87 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at % STREAM.len()).collect();
             cuts.extend([0, STREAM.len()]);
             cuts.sort_unstable();
-            let (mut events, mut said, mut shown) = (EventSplitter::default(), said(), String::new());
+            let (mut events, mut buffer, mut shown) = (EventSplitter::default(), buffer(), String::new());
             for pair in cuts.windows(2) {
-                shown += &pass_piece(&mut events, &mut said, &STREAM[pair[0]..pair[1]]).unwrap();
+                shown += &pass_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
                 let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {
                     (_, true) => 3,
                     (true, false) => 2,
                     (false, false) => 0,
                 };
-                prop_assert_eq!(said.tokens(), expected);
+                prop_assert_eq!(buffer.tokens(), expected);
                 prop_assert!(SHOWN.starts_with(&shown));
                 prop_assert!(shown.is_empty() || shown.ends_with("\n\n"));
                 // The role without its tokens, or the text without the end, would be said twice.
                 prop_assert_eq!(shown.contains("role"), expected > 0);
                 prop_assert_eq!(shown.contains("\"c\""), shown.contains("[DONE]"));
-                prop_assert!(said.can_resume());
+                prop_assert!(buffer.can_resume());
             }
             prop_assert_eq!(shown, SHOWN);
-            prop_assert_eq!(said.member(), "\"baton_resume\":{\"ids\":[5,6,8],\"seed\":7,\"created\":9}");
+            prop_assert_eq!(buffer.to_json_field(), "\"baton_resume\":{\"ids\":[5,6,8],\"seed\":7,\"created\":9}");
         }
 
         #[test]
         fn comments_are_read_as_json_however_they_are_written(ids in proptest::collection::vec(any::<u32>(), 0..6), spaced: bool) {
             let list = serde_json::to_string(&ids).unwrap();
             let list = if spaced { list.replace(',', " , ") } else { list };
-            let mut said = said();
-            pass(&mut said, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
-            pass(&mut said, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
-            prop_assert_eq!(said.lost(), None);
-            prop_assert_eq!(&said.ids[1..], &ids[..]);
+            let mut buffer = buffer();
+            pass(&mut buffer, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
+            pass(&mut buffer, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
+            prop_assert_eq!(buffer.lost(), None);
+            prop_assert_eq!(&buffer.ids[1..], &ids[..]);
         }
     }
 
     #[test]
     fn what_the_client_has_not_seen_is_forgotten() {
-        let mut said = said();
+        let mut buffer = buffer();
         let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
-        pass(&mut said, &STREAM[..cut]).unwrap();
-        said.cut();
-        assert_eq!(said.member(), "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}");
+        pass(&mut buffer, &STREAM[..cut]).unwrap();
+        buffer.cut();
+        assert_eq!(
+            buffer.to_json_field(),
+            "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}"
+        );
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
-        assert_eq!(pass(&mut said, next).unwrap(), "data: {\"b\":2}\n\n");
-        assert!(said.member().contains("[5,6,8,9],\"seed\":7,\"created\":9"));
+        assert_eq!(pass(&mut buffer, next).unwrap(), "data: {\"b\":2}\n\n");
+        assert!(buffer.to_json_field().contains("[5,6,8,9],\"seed\":7,\"created\":9"));
     }
 
     #[test]
     fn a_client_that_has_seen_nothing_gets_another_answer_whole() {
-        let mut said = said();
+        let mut buffer = buffer();
         let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
-        assert_eq!(pass(&mut said, &STREAM[..cut]).unwrap(), ": waiting\n\n");
-        assert!(said.can_resume());
-        assert_eq!(said.member(), "");
-        said.cut();
-        pass(&mut said, STREAM).unwrap();
-        assert!(said.member().contains("[5,6,8],\"seed\":7"));
+        assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
+        assert!(buffer.can_resume());
+        assert_eq!(buffer.to_json_field(), "");
+        buffer.cut();
+        pass(&mut buffer, STREAM).unwrap();
+        assert!(buffer.to_json_field().contains("[5,6,8],\"seed\":7"));
     }
 
     #[test]
     fn errors_that_another_worker_may_mend_end_it_and_others_pass() {
         let error = |code: &str| format!("data: {{\"error\":{{\"code\":\"{code}\"}}}}\n\n");
-        let mut said = said();
-        pass(&mut said, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
+        let mut buffer = buffer();
+        pass(&mut buffer, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
         for code in ["internal_error", "timeout", "queue_full", "unknown"] {
-            assert_eq!(pass(&mut said, &error(code)).unwrap(), error(code));
+            assert_eq!(pass(&mut buffer, &error(code)).unwrap(), error(code));
         }
         for code in ["engine_dead", "draining"] {
-            assert_eq!(pass(&mut said, &error(code)).unwrap_err().code, code);
+            assert_eq!(pass(&mut buffer, &error(code)).unwrap_err().code, code);
         }
     }
 
     #[test]
     fn what_is_lost_passes_on_as_it_comes() {
-        let mut said = said();
+        let mut buffer = buffer();
         let plain = "data: {\"a\":1}\n\n";
-        assert_eq!(pass(&mut said, &format!(": baton what\n{plain}")).unwrap(), plain);
-        assert_eq!(said.lost(), Some(NotResumable::Malformed));
-        assert!(!said.can_resume());
-        assert_eq!(pass(&mut said, plain).unwrap(), plain);
+        assert_eq!(pass(&mut buffer, &format!(": baton what\n{plain}")).unwrap(), plain);
+        assert_eq!(buffer.lost(), Some(NotResumable::Malformed));
+        assert!(!buffer.can_resume());
+        assert_eq!(pass(&mut buffer, plain).unwrap(), plain);
     }
 
     #[test]
@@ -414,9 +417,9 @@ mod tests {
 
     #[test]
     fn an_event_without_end_is_not_held_for_ever() {
-        let mut said = said();
+        let mut buffer = buffer();
         let long = "x".repeat(MAX_WAITING + 1);
-        assert_eq!(pass(&mut said, &long).unwrap(), long);
-        assert_eq!(said.lost(), Some(NotResumable::TooLong));
+        assert_eq!(pass(&mut buffer, &long).unwrap(), long);
+        assert_eq!(buffer.lost(), Some(NotResumable::TooLong));
     }
 }

@@ -17,12 +17,12 @@ pub struct HeaderReadTimeout {
     idle: Duration,
     head: Duration,
     /// A byte came since the connection began to wait for a head.
-    has_begun: Arc<AtomicBool>,
+    head_started: Arc<AtomicBool>,
 }
 
 impl HeaderReadTimeout {
     pub fn new(idle: Duration, head: Duration) -> Self {
-        Self { idle, head, has_begun: Arc::default() }
+        Self { idle, head, head_started: Arc::default() }
     }
 
     /// Timeout for hyper: it starts the timer, this one decides how long it runs.
@@ -31,22 +31,22 @@ impl HeaderReadTimeout {
     }
 
     /// True if a head was begun, and, as the connection ended for its time, never finished.
-    pub fn has_begun(&self) -> bool {
-        self.has_begun.load(Ordering::Relaxed)
+    pub fn head_started(&self) -> bool {
+        self.head_started.load(Ordering::Relaxed)
     }
 
     /// A byte of the connection was read.
     pub fn note_read(&self) {
-        self.has_begun.store(true, Ordering::Relaxed);
+        self.head_started.store(true, Ordering::Relaxed);
     }
 }
 
 impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
-        self.has_begun.store(false, Ordering::Relaxed);
+        self.head_started.store(false, Ordering::Relaxed);
         Box::pin(Wait {
             head: self.head,
-            has_begun: self.has_begun.clone(),
+            head_started: self.head_started.clone(),
             is_head: false,
             sleep: Box::pin(tokio::time::sleep(self.idle)),
         })
@@ -60,7 +60,7 @@ impl Timer for HeaderReadTimeout {
 /// hyper asks it after each read that did not complete the head.
 struct Wait {
     head: Duration,
-    has_begun: Arc<AtomicBool>,
+    head_started: Arc<AtomicBool>,
     /// True if it runs for a head already.
     is_head: bool,
     sleep: Pin<Box<tokio::time::Sleep>>,
@@ -72,7 +72,7 @@ impl Future for Wait {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.is_head && self.has_begun.load(Ordering::Relaxed) {
+        if !self.is_head && self.head_started.load(Ordering::Relaxed) {
             self.is_head = true;
             let until = Instant::now() + self.head;
             self.sleep.as_mut().reset(until);

@@ -62,14 +62,14 @@ const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
 const PREFACE: &[u8] = b"PRI ";
 /// Pauses between two looks at first bytes that came one by one.
-const FIRST_LOOK: Duration = Duration::from_millis(1);
+const PEEK_BACKOFF_MIN: Duration = Duration::from_millis(1);
 const LAST_LOOK: Duration = Duration::from_millis(100);
 /// An HTTP/2 client that does not answer a ping for this long is gone.
 const PING: Duration = Duration::from_secs(20);
 /// Most of one HTTP/2 stream's answer that waits here for its client [bytes].
 const SEND_BUFFER: usize = 64 << 10;
 /// How often an HTTP/2 connection's streams are looked after.
-const ROUND: Duration = Duration::from_secs(1);
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Configuration of every connection of a listener.
 #[derive(Clone)]
@@ -210,7 +210,7 @@ async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool>
     let mut first = [0; PREFACE.len()];
     let mut len = timeout(terms.limits.idle_timeout(), stream.peek(&mut first)).await.ok()?.ok()?;
     let until = Instant::now() + terms.limits.header_read_timeout();
-    let mut pause = FIRST_LOOK;
+    let mut pause = PEEK_BACKOFF_MIN;
     // A peek with some bytes there returns at once, so it cannot wait for more of them.
     while len < PREFACE.len() && PREFACE.starts_with(&first[..len]) {
         if len == 0 {
@@ -247,7 +247,7 @@ where
     // The client left, or sent no HTTP: its request's record says so where there was one.
     if let Err(err) = watcher.watch(connection).await {
         tracing::debug!(%err, "connection ended");
-        if err.is_timeout() && header_timeout.has_begun() {
+        if err.is_timeout() && header_timeout.head_started() {
             terms.cut("head");
         }
     }
@@ -291,8 +291,8 @@ async fn serve_h2<S>(
                 is_closing = true;
                 connection.as_mut().graceful_shutdown();
             }
-            () = sleep(ROUND) => {
-                let (open, stalled) = streams.look_after(limits.stall_timeout());
+            () = sleep(SWEEP_INTERVAL) => {
+                let (open, stalled) = streams.sweep_stalled(limits.stall_timeout());
                 (0..stalled).for_each(|_| terms.cut("stalled"));
                 if open > 0 {
                     busy_at = Instant::now();
@@ -333,7 +333,7 @@ impl Streams {
     }
 
     /// (open ones, ones just given up because their client takes nothing)
-    fn look_after(&self, stall: Duration) -> (usize, usize) {
+    fn sweep_stalled(&self, stall: Duration) -> (usize, usize) {
         let (mut open, mut stalled) = (0, 0);
         let now_ms = now_ms();
         self.0.lock().retain(|stream| {

@@ -382,7 +382,7 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     let objection = objection(worker, &description);
     let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected { reason });
     let is_news = fleet.registry.set_state(worker, state, Some(description));
-    if is_news && let Some(why) = fleet.registry.misfit(worker) {
+    if is_news && let Some(why) = fleet.registry.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
     }
     kv_events::start(fleet, worker);

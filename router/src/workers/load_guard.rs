@@ -28,7 +28,7 @@ pub struct Candidate {
     pub worker: Arc<Worker>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
-    pub make: WorkerFingerprint,
+    pub fingerprint: WorkerFingerprint,
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
@@ -69,7 +69,10 @@ impl Candidate {
 
     /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
-        of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(failover::FEATURE))
+        of.is_none_or(|fingerprint| {
+            fingerprint.is_compatible(&self.fingerprint)
+                && self.worker.has_feature(failover::FEATURE)
+        })
     }
 
     /// True if this rank of the worker is all that the candidate stands for.

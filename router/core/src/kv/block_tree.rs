@@ -58,12 +58,12 @@ struct Block {
     /// Stored less removed: vLLM may hold the same content twice. 0: a ghost.
     copies: u32,
     counts: bool,
-    rest: Rest,
+    rest: BlockRemainder,
 }
 
 /// Rest of a block: what it completes, and what it leaves for the next one.
 #[derive(Debug)]
-enum Rest {
+enum BlockRemainder {
     /// Completes one router block, `chain`, with its last token, and no sibling completes the same.
     Whole,
     /// A token in the middle of a router block: pages of 1 are SGLang's default.
@@ -94,7 +94,7 @@ pub struct EngineBlockTree {
     shared: HashMap<u64, u32>,
     /// Blocks whose copies changed in this batch.
     touched: Vec<Slot>,
-    /// Heap memory of `Rest::Other`.
+    /// Heap memory of `BlockRemainder::Other`.
     rest_bytes: usize,
     /// Tokens of a page, as last announced.
     page_tokens: u32,
@@ -207,7 +207,7 @@ impl EngineBlockTree {
                     slot
                 }
                 None => {
-                    let rest = Rest::new(&done, own_tail, width <= self.block_tokens);
+                    let rest = BlockRemainder::new(&done, own_tail, width <= self.block_tokens);
                     self.add(hash, chain.hash(), parent, rest)
                 }
             };
@@ -222,9 +222,9 @@ impl EngineBlockTree {
         while at != NONE {
             let block = &self.blocks[at as usize];
             match &block.rest {
-                Rest::Whole => break,
-                Rest::Token(token) => reversed.push(*token),
-                Rest::Other(other) => {
+                BlockRemainder::Whole => break,
+                BlockRemainder::Token(token) => reversed.push(*token),
+                BlockRemainder::Other(other) => {
                     reversed.extend(other.tail.iter().rev());
                     if !other.done.is_empty() {
                         break;
@@ -273,12 +273,12 @@ impl EngineBlockTree {
     fn tell(&mut self, slot: Slot, counts: bool, changes: &mut Vec<BlockChange>) {
         let block = &self.blocks[slot as usize];
         let done = match &block.rest {
-            Rest::Token(_) => return,
-            Rest::Whole => {
+            BlockRemainder::Token(_) => return,
+            BlockRemainder::Whole => {
                 changes.push(BlockChange::new(block.chain, counts));
                 return;
             }
-            Rest::Other(other) => &other.done,
+            BlockRemainder::Other(other) => &other.done,
         };
         for &hash in done {
             let users = self.shared.entry(hash).or_default();
@@ -294,7 +294,7 @@ impl EngineBlockTree {
         }
     }
 
-    fn add(&mut self, hash: EngineHash, chain: u64, parent: Slot, rest: Rest) -> Slot {
+    fn add(&mut self, hash: EngineHash, chain: u64, parent: Slot, rest: BlockRemainder) -> Slot {
         self.rest_bytes += rest.heap_bytes();
         let first_child = match parent {
             NONE => NONE,
@@ -352,7 +352,7 @@ impl EngineBlockTree {
                 _ => self.blocks[prev as usize].next = next,
             }
             let block = &mut self.blocks[at as usize];
-            (block.parent, block.rest) = (FREE, Rest::Whole);
+            (block.parent, block.rest) = (FREE, BlockRemainder::Whole);
             self.free.push(at);
             at = parent;
         }
@@ -370,21 +370,21 @@ impl BlockChange {
     }
 }
 
-impl Rest {
+impl BlockRemainder {
     /// `is_alone`: the block is no longer than a router block, so two that complete the same one
     /// are the same.
     fn new(done: &[u64], tail: &[u32], is_alone: bool) -> Self {
         match (done, tail) {
-            ([_], []) if is_alone => Rest::Whole,
-            ([], [token]) => Rest::Token(*token),
-            _ => Rest::Other(Box::new(Other { done: done.into(), tail: tail.into() })),
+            ([_], []) if is_alone => BlockRemainder::Whole,
+            ([], [token]) => BlockRemainder::Token(*token),
+            _ => BlockRemainder::Other(Box::new(Other { done: done.into(), tail: tail.into() })),
         }
     }
 
     fn heap_bytes(&self) -> usize {
         match self {
-            Rest::Whole | Rest::Token(_) => 0,
-            Rest::Other(other) => {
+            BlockRemainder::Whole | BlockRemainder::Token(_) => 0,
+            BlockRemainder::Other(other) => {
                 size_of::<Other>() + size_of_val(&*other.done) + size_of_val(&*other.tail)
             }
         }

@@ -35,7 +35,9 @@ mod model_test;
 
 pub use block_tree::{BlockChange, BrokenTree, EngineBlockTree};
 pub use index::{KvIndex, KvRank, NewsError};
-pub use replica::{ApplyResult, CacheNews, CacheReplica, CacheUpdate, ReplicaError, UpdateSink};
+pub use replica::{
+    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateOf, ReplicaError, UpdateSink,
+};
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before
 /// the block.

@@ -15,12 +15,12 @@ use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
-pub type CacheUpdate<'a> = CacheNews<&'a [BlockChange]>;
+pub type CacheUpdate<'a> = CacheUpdateOf<&'a [BlockChange]>;
 
 /// News of a replica, with its changes in one form or another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "news", rename_all = "snake_case")]
-pub enum CacheNews<C> {
+pub enum CacheUpdateOf<C> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
     Begin,
     /// Changes of the copy that was begun, or else of the one in use.
@@ -40,19 +40,19 @@ pub enum CacheNews<C> {
     Forget,
 }
 
-impl<C> CacheNews<C> {
+impl<C> CacheUpdateOf<C> {
     /// The same news with its changes in another form.
-    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheNews<D> {
+    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateOf<D> {
         match self {
-            Self::Begin => CacheNews::Begin,
-            Self::Changed { changes, page_tokens, bytes } => CacheNews::Changed {
+            Self::Begin => CacheUpdateOf::Begin,
+            Self::Changed { changes, page_tokens, bytes } => CacheUpdateOf::Changed {
                 changes: form(changes),
                 page_tokens: *page_tokens,
                 bytes: *bytes,
             },
-            Self::Serve { is_exact } => CacheNews::Serve { is_exact: *is_exact },
-            Self::Doubt => CacheNews::Doubt,
-            Self::Forget => CacheNews::Forget,
+            Self::Serve { is_exact } => CacheUpdateOf::Serve { is_exact: *is_exact },
+            Self::Doubt => CacheUpdateOf::Doubt,
+            Self::Forget => CacheUpdateOf::Forget,
         }
     }
 }

@@ -5,28 +5,29 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Deserialize, Serialize};
 
 /// Fields that a worker may report under `fingerprint`, in the order of a [`WorkerFingerprint`].
-pub const ASPECTS: [&str; 6] =
+pub const FINGERPRINT_FIELDS: [&str; 6] =
     ["model", "tokenizer", "chat_template", "page_size", "dtype", "kv_layout"];
 
 /// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and
 /// vLLM's report none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct WorkerFingerprint([u64; ASPECTS.len()]);
+pub struct WorkerFingerprint([u64; FINGERPRINT_FIELDS.len()]);
 
 impl WorkerFingerprint {
     /// `value_of` gives the value of each aspect.
     pub fn of(value_of: impl Fn(&str) -> Option<String>) -> Self {
-        Self(ASPECTS.map(|aspect| value_of(aspect).map_or(0, |text| number(&text))))
+        Self(FINGERPRINT_FIELDS.map(|aspect| value_of(aspect).map_or(0, |text| number(&text))))
     }
 
-    pub fn fits(&self, other: &WorkerFingerprint) -> bool {
+    pub fn is_compatible(&self, other: &WorkerFingerprint) -> bool {
         self.differs(other).next().is_none()
     }
 
     /// Aspects that both tell and that are not equal.
     pub fn differs(&self, other: &WorkerFingerprint) -> impl Iterator<Item = &'static str> + use<> {
-        let pairs: [(u64, u64); ASPECTS.len()] = std::array::from_fn(|i| (self.0[i], other.0[i]));
-        let all = ASPECTS.into_iter().zip(pairs);
+        let pairs: [(u64, u64); FINGERPRINT_FIELDS.len()] =
+            std::array::from_fn(|i| (self.0[i], other.0[i]));
+        let all = FINGERPRINT_FIELDS.into_iter().zip(pairs);
         all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b).map(|(aspect, _)| aspect)
     }
 }
@@ -41,7 +42,7 @@ fn number(text: &str) -> u64 {
 mod tests {
     use super::*;
 
-    fn make(page_size: &str, dtype: &str) -> WorkerFingerprint {
+    fn fingerprint(page_size: &str, dtype: &str) -> WorkerFingerprint {
         WorkerFingerprint::of(|aspect| match aspect {
             "page_size" if !page_size.is_empty() => Some(page_size.to_owned()),
             "dtype" if !dtype.is_empty() => Some(dtype.to_owned()),
@@ -52,9 +53,13 @@ mod tests {
     #[test]
     fn only_what_both_tell_can_differ() {
         let (a, b, unreported) =
-            (make("16", "bf16"), make("32", "bf16"), WorkerFingerprint::default());
+            (fingerprint("16", "bf16"), fingerprint("32", "bf16"), WorkerFingerprint::default());
         assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
-        assert!(a.fits(&a) && a.fits(&unreported) && unreported.fits(&b));
-        assert!(make("", "bf16").fits(&a) && !make("", "f32").fits(&a));
+        assert!(
+            a.is_compatible(&a) && a.is_compatible(&unreported) && unreported.is_compatible(&b)
+        );
+        assert!(
+            fingerprint("", "bf16").is_compatible(&a) && !fingerprint("", "f32").is_compatible(&a)
+        );
     }
 }

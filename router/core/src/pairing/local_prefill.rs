@@ -19,7 +19,7 @@ pub struct LocalView {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct LocalRule {
+pub struct LocalPrefillRule {
     /// Most tokens to compute on a decode worker while a prefill worker is there; 0: none.
     pub max_tokens: u32,
     /// Without a prefill worker: compute any prompt on a decode worker, rather than refuse it.
@@ -30,24 +30,24 @@ pub struct LocalRule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
-pub enum LocalWhy {
+pub enum LocalPrefillReason {
     NoPrefill,
     Short,
     PrefixHere,
 }
 
-impl LocalRule {
+impl LocalPrefillRule {
     /// `None`: let a prefill worker do it.
-    pub fn decide(&self, view: &LocalView) -> Option<LocalWhy> {
+    pub fn decide(&self, view: &LocalView) -> Option<LocalPrefillReason> {
         if !view.has_prefill {
-            return self.when_no_prefill.then_some(LocalWhy::NoPrefill);
+            return self.when_no_prefill.then_some(LocalPrefillReason::NoPrefill);
         }
         let is_few = |tokens| tokens <= self.max_tokens && self.max_tokens > 0;
         if is_few(view.prompt_tokens) {
-            return Some(LocalWhy::Short);
+            return Some(LocalPrefillReason::Short);
         }
         let uncached = view.prompt_tokens.saturating_sub(view.cached_tokens);
-        is_few(uncached).then_some(LocalWhy::PrefixHere)
+        is_few(uncached).then_some(LocalPrefillReason::PrefixHere)
     }
 }
 
@@ -57,24 +57,24 @@ mod tests {
 
     #[test]
     fn few_tokens_to_compute_stay_and_without_prefill_all_do() {
-        let rule = |max_tokens, when_no_prefill| LocalRule { max_tokens, when_no_prefill };
+        let rule = |max_tokens, when_no_prefill| LocalPrefillRule { max_tokens, when_no_prefill };
         let view = |prompt_tokens, cached_tokens, has_prefill| LocalView {
             prompt_tokens,
             cached_tokens,
             has_prefill,
         };
         for (rule, view, why) in [
-            (rule(32, true), view(32, 0, true), Some(LocalWhy::Short)),
+            (rule(32, true), view(32, 0, true), Some(LocalPrefillReason::Short)),
             (rule(32, true), view(33, 0, true), None),
-            (rule(32, true), view(1_000, 968, true), Some(LocalWhy::PrefixHere)),
+            (rule(32, true), view(1_000, 968, true), Some(LocalPrefillReason::PrefixHere)),
             (rule(32, true), view(1_000, 967, true), None),
             // An index may expect more than the prompt has.
-            (rule(32, true), view(100, 4_000, true), Some(LocalWhy::PrefixHere)),
-            (rule(32, true), view(100_000, 0, false), Some(LocalWhy::NoPrefill)),
+            (rule(32, true), view(100, 4_000, true), Some(LocalPrefillReason::PrefixHere)),
+            (rule(32, true), view(100_000, 0, false), Some(LocalPrefillReason::NoPrefill)),
             (rule(32, false), view(1, 0, false), None),
             (rule(0, true), view(0, 0, true), None),
             (rule(0, true), view(10, 10, true), None),
-            (rule(0, true), view(10, 10, false), Some(LocalWhy::NoPrefill)),
+            (rule(0, true), view(10, 10, false), Some(LocalPrefillReason::NoPrefill)),
         ] {
             assert_eq!(rule.decide(&view), why, "{rule:?} {view:?}");
         }

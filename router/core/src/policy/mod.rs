@@ -93,7 +93,7 @@ pub trait Policy: Send + Sync {
 
     /// The candidate that would begin to answer first; `None` when there is none, or the policy
     /// does not predict.
-    fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<TtftEstimate> {
+    fn best_ttft(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<TtftEstimate> {
         None
     }
 
@@ -149,19 +149,19 @@ pub struct RankStats {
 
 /// Test of who can be paired, in a fleet where not every prefill worker can hand its pages to every
 /// decode worker.
-pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
+pub type IsCompatible<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 
 /// Decide about a prefill and a decode worker: together if both sides are `cost`, else one after
 /// the other.
 ///
-/// With `fits` only about two that fit: the prefill policy decides among those that have a partner;
+/// With `is_compatible` only about two that fit: the prefill policy decides among those that have a partner;
 /// `cost` then decides again among the workers like that one, jointly. `None`: there is no pair.
 pub fn decide_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
     request: &RequestView<'_>,
     ready: [&[WorkerView]; 2],
-    fits: Option<&Fits<'_>>,
+    is_compatible: Option<&IsCompatible<'_>>,
     rng: &mut dyn RngCore,
     explains: bool,
 ) -> Option<[ExplainedChoice; 2]> {
@@ -169,18 +169,18 @@ pub fn decide_pair(
     let decide = |policy: &dyn Policy, ready: &[WorkerView], rng: &mut dyn RngCore| {
         policy.decide(&mut PolicyInput { request, ready, rng, explains })
     };
-    let Some(fits) = fits else {
+    let Some(is_compatible) = is_compatible else {
         if let Some((p, d)) = costs {
             return p.decide_pair(d, request, ready, rng, explains);
         }
         let p = decide(prefill, ready[0], rng)?;
         return Some([p, decide(decode, ready[1], rng)?]);
     };
-    let with_partner = passing(ready[0], |p| ready[1].iter().any(|d| fits(p, d.id)));
+    let with_partner = passing(ready[0], |p| ready[1].iter().any(|d| is_compatible(p, d.id)));
     let p = decide(prefill, &with_partner, rng)?;
     // The decode workers that it fits, and the prefill workers that fit all of these.
-    let partners = passing(ready[1], |d| fits(p.0.worker, d));
-    let alike = passing(&with_partner, |p| partners.iter().all(|d| fits(p, d.id)));
+    let partners = passing(ready[1], |d| is_compatible(p.0.worker, d));
+    let alike = passing(&with_partner, |p| partners.iter().all(|d| is_compatible(p, d.id)));
     if let Some((both, other)) = costs {
         return both.decide_pair(other, request, [&alike, &partners], rng, explains);
     }
@@ -307,7 +307,7 @@ mod tests {
                 ..RequestView::default()
             };
             let ready: Vec<_> = ids.map(view).collect();
-            policy.soonest(&request, &ready)
+            policy.best_ttft(&request, &ready)
         };
         for role in ROLES {
             let policy = build(PolicyKind::Cost, role, &PolicyParams::default());
@@ -357,15 +357,15 @@ mod tests {
                 policies.1.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
             let (p_views, d_views): (Vec<_>, Vec<_>) = ((0..p).map(view).collect(), (10..10 + d).map(view).collect());
-            let fits = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
-            let is_possible = (0..p).any(|p| (10..10 + d).any(|d| fits(WorkerId(p), WorkerId(d))));
+            let is_compatible = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
+            let is_possible = (0..p).any(|p| (10..10 + d).any(|d| is_compatible(WorkerId(p), WorkerId(d))));
             let pair = decide_pair(
-                &*policies.0, &*policies.1, &RequestView::default(), [&p_views, &d_views], Some(&fits),
+                &*policies.0, &*policies.1, &RequestView::default(), [&p_views, &d_views], Some(&is_compatible),
                 &mut rng(seed), false,
             );
             prop_assert_eq!(pair.is_some(), is_possible);
             if let Some([(p, _), (d, _)]) = pair {
-                prop_assert!(fits(p.worker, d.worker));
+                prop_assert!(is_compatible(p.worker, d.worker));
             }
         }
     }

@@ -17,7 +17,8 @@ use crate::decision_log::{ChangeRecord, DecisionInput, LogEntry, LogLine, LogSin
 use crate::kv::{CacheUpdate, NewsError};
 use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::policy::{
-    ExplainedChoice, Fits, Policy, PolicyInput, PolicyKind, PolicyParams, build, decide_pair,
+    ExplainedChoice, IsCompatible, Policy, PolicyInput, PolicyKind, PolicyParams, build,
+    decide_pair,
 };
 use crate::types::{
     PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
@@ -97,19 +98,21 @@ impl PolicySet {
         &self,
         sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
-        makes: Option<Makes<'_>>,
+        fingerprints: Option<Fingerprints<'_>>,
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
-            makes: makes.map(|makes| makes.map(<[WorkerFingerprint]>::to_vec)),
+            fingerprints: fingerprints
+                .map(|fingerprints| fingerprints.map(<[WorkerFingerprint]>::to_vec)),
             ..asked
         });
-        let fits = makes.map(|makes| fits_by(ready, makes));
+        let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
         let turn = self.turn();
         let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-        let decided = decide_pair(p, d, request, ready, fits.as_deref(), rng, sending.explains);
+        let decided =
+            decide_pair(p, d, request, ready, is_compatible.as_deref(), rng, sending.explains);
         if let Some([(p, _), (d, _)]) = &decided {
             self.sent(Role::Prefill, sending, *p, tickets[0]);
             self.sent(Role::Decode, sending, *d, tickets[1]);
@@ -142,13 +145,13 @@ impl PolicySet {
         &self,
         request: &RequestView<'_>,
         ready: [&[WorkerView]; 2],
-        makes: Option<Makes<'_>>,
+        fingerprints: Option<Fingerprints<'_>>,
         seed: u64,
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
-        let fits = makes.map(|makes| fits_by(ready, makes));
+        let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
         let rng = &mut SplitMix64(seed);
-        decide_pair(p, d, request, ready, fits.as_deref(), rng, true)
+        decide_pair(p, d, request, ready, is_compatible.as_deref(), rng, true)
     }
 
     /// A candidate is there; `name` is for readers of the log.
@@ -240,15 +243,20 @@ impl PolicySet {
 }
 
 /// Given where not all fit: the make of each candidate of both sides.
-pub type Makes<'a> = [&'a [WorkerFingerprint]; 2];
+pub type Fingerprints<'a> = [&'a [WorkerFingerprint]; 2];
 
 /// Test of who can be paired, by the makes of the candidates.
-pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'a>> {
-    let make = move |side: usize, id: WorkerId| {
+pub fn compatibility_by<'a>(
+    ready: [&'a [WorkerView]; 2],
+    fingerprints: Fingerprints<'a>,
+) -> Box<IsCompatible<'a>> {
+    let fingerprint = move |side: usize, id: WorkerId| {
         let at = ready[side].iter().position(|worker| worker.id == id);
-        at.and_then(|at| makes[side].get(at)).copied()
+        at.and_then(|at| fingerprints[side].get(at)).copied()
     };
-    Box::new(move |p, d| make(0, p).unwrap_or_default().fits(&make(1, d).unwrap_or_default()))
+    Box::new(move |p, d| {
+        fingerprint(0, p).unwrap_or_default().is_compatible(&fingerprint(1, d).unwrap_or_default())
+    })
 }
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every

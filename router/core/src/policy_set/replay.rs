@@ -31,7 +31,7 @@ use crate::types::{
 pub struct DecisionReplay {
     recorded: [&'static str; 3],
     policies: PolicySet,
-    judges: PolicySet,
+    evaluators: PolicySet,
     /// Prompts and forecasts of requests in flight.
     in_flight: HashMap<SendTicket, InFlight>,
     /// Number the next line should have.
@@ -63,7 +63,7 @@ pub struct DecisionCounts {
     /// Another worker.
     pub other_worker: u64,
     /// The same worker, for another reason or with another forecast.
-    pub other_why: u64,
+    pub other_reason: u64,
     pub first_difference: Option<DecisionDifference>,
     /// (recorded, again) by reason.
     pub whys: BTreeMap<&'static str, (u64, u64)>,
@@ -100,7 +100,7 @@ impl DecisionReplay {
         Self {
             recorded: Role::ALL.map(|role| recorded(role).into_str()),
             policies: PolicySet::new(kind, params),
-            judges: PolicySet::new(|_| PolicyKind::Cost, params),
+            evaluators: PolicySet::new(|_| PolicyKind::Cost, params),
             in_flight: HashMap::new(),
             next: 0,
             report: ReplayReport::default(),
@@ -121,7 +121,7 @@ impl DecisionReplay {
             LogEntry::Observed { role, observed } => self.observe(*role, observed),
             LogEntry::Cached { role, worker, news } => {
                 let news = news.map(ChangeRecord::changes);
-                for policies in [&self.policies, &self.judges] {
+                for policies in [&self.policies, &self.evaluators] {
                     // It was refused or taken when it was written, and is again.
                     let news = news.map(Vec::as_slice);
                     let _: Result<(), NewsError> = policies.reconcile(*role, *worker, &news);
@@ -147,18 +147,18 @@ impl DecisionReplay {
             now_ms: asked.now_ms,
         };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
-        let makes = asked.makes.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
+        let fingerprints = asked.fingerprints.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
         let dry_run = |policies: &PolicySet, seed: u64| match views.as_slice() {
             [ready] => vec![policies.dry_run(asked.role, &request, ready, seed)],
-            [p, d] => match policies.dry_run_pair(&request, [p, d], makes, seed) {
+            [p, d] => match policies.dry_run_pair(&request, [p, d], fingerprints, seed) {
                 Some(pair) => pair.map(Some).into(),
                 None => vec![None, None],
             },
             _ => Vec::new(), // no decision has no or three sides
         };
         let again = dry_run(&self.policies, asked.seed).into_iter();
-        let judged = dry_run(&self.judges, 0);
-        for (at, (again, judged)) in again.zip(judged).enumerate() {
+        let evaluated = dry_run(&self.evaluators, 0);
+        for (at, (again, evaluated)) in again.zip(evaluated).enumerate() {
             let role = if at == 0 { asked.role } else { Role::Decode };
             let again = again.map(|(choice, _)| choice);
             let recorded = choices.get(at).copied().flatten();
@@ -166,7 +166,7 @@ impl DecisionReplay {
             decisions.recorded_policy = self.recorded[role.index()];
             decisions.policy = self.policies.policy(role).name();
             decisions.compare(n, recorded, again);
-            if let Some((_, Some(explanation))) = judged {
+            if let Some((_, Some(explanation))) = evaluated {
                 decisions.recorded.judge(&explanation, recorded);
                 decisions.again.judge(&explanation, again);
             }
@@ -191,7 +191,7 @@ impl DecisionReplay {
             tells_first_token: asked.streams || role == Role::Prefill,
         };
         self.policies.observe(role, &event);
-        self.judges.observe(role, &event);
+        self.evaluators.observe(role, &event);
         let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
         self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
     }
@@ -209,7 +209,7 @@ impl DecisionReplay {
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
             *hashes = known; // the judge reads them whether or not the recorded policy did
         }
-        self.judges.observe(role, &event);
+        self.evaluators.observe(role, &event);
         if let Some(sent) = sent {
             let decisions = self.report.roles.entry(sent.role.into_str()).or_default();
             decisions.observed.observe(observed, sent);
@@ -242,14 +242,14 @@ impl DecisionCounts {
         }
         let worker = |choice: Option<WorkerChoice>| choice.map(|choice| choice.worker);
         match worker(recorded) == worker(again) {
-            true => self.other_why += 1,
+            true => self.other_reason += 1,
             false => self.other_worker += 1,
         }
         self.first_difference.get_or_insert(DecisionDifference { n, recorded, again });
     }
 
     fn total(&self) -> u64 {
-        self.same + self.other_worker + self.other_why
+        self.same + self.other_worker + self.other_reason
     }
 }
 
@@ -296,7 +296,7 @@ impl ReplayReport {
     /// True if every decision was made again as it was recorded.
     pub fn is_same(&self) -> bool {
         let mut roles = self.roles.values();
-        roles.all(|decisions| decisions.other_worker + decisions.other_why == 0)
+        roles.all(|decisions| decisions.other_worker + decisions.other_reason == 0)
     }
 }
 
@@ -326,7 +326,7 @@ impl DecisionCounts {
         for (what, count) in [
             ("same decision", self.same),
             ("other worker", self.other_worker),
-            ("same worker, other reason", self.other_why),
+            ("same worker, other reason", self.other_reason),
         ] {
             writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
         }
@@ -445,15 +445,20 @@ mod tests {
             self.tickets += 2;
             let (p, d) = (SendTicket(self.tickets - 1), SendTicket(self.tickets));
             if is_pair {
-                let make = |size: u32| {
+                let fingerprint = |size: u32| {
                     WorkerFingerprint::of(|aspect| {
                         (aspect == "page_size").then(|| size.to_string())
                     })
                 };
-                let makes = [16, 32, 16, 32].map(make);
-                let makes = seed.is_multiple_of(5).then_some([&makes[..], &makes[1..]]);
-                let pair =
-                    self.deciders.decide_pair(&sending, [&ready, &ready[1..]], makes, [p, d]);
+                let fingerprints = [16, 32, 16, 32].map(fingerprint);
+                let fingerprints =
+                    seed.is_multiple_of(5).then_some([&fingerprints[..], &fingerprints[1..]]);
+                let pair = self.deciders.decide_pair(
+                    &sending,
+                    [&ready, &ready[1..]],
+                    fingerprints,
+                    [p, d],
+                );
                 let [(first, _), (second, _)] = pair.expect("candidates");
                 sent(Role::Prefill, p, first);
                 sent(Role::Decode, d, second);

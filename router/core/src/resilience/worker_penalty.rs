@@ -244,7 +244,7 @@ mod tests {
                 fleet[1].answered(now_ms);
             }
             let ready = views(&[0, running.len()]);
-            let judged = ready.iter().map(|view| {
+            let evaluated = ready.iter().map(|view| {
                 let left_ms = fleet[view.id.0 as usize].left_ms(now_ms);
                 let objection = match left_ms {
                     0 => WorkerObjection::Nothing,
@@ -252,7 +252,7 @@ mod tests {
                 };
                 (*view, objection)
             });
-            let ready = least_objection(judged);
+            let ready = least_objection(evaluated);
             let request =
                 RequestView { text: "all say the same", now_ms, ..RequestView::default() };
             let (ready, rng) = (&ready, &mut rng);

@@ -1,7 +1,7 @@
 //! How a pair's request is sent.
 
 use clap::{Args, ValueEnum};
-use router_core::LocalRule;
+use router_core::LocalPrefillRule;
 
 /// Protocol by which prefill and decode workers find each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -32,8 +32,8 @@ pub struct PairFlags {
 }
 
 impl PairFlags {
-    pub fn local_rule(&self) -> LocalRule {
+    pub fn local_rule(&self) -> LocalPrefillRule {
         let max_tokens = if self.disable_local_prefill { 0 } else { self.local_prefill_max_tokens };
-        LocalRule { max_tokens, when_no_prefill: !self.disable_local_prefill }
+        LocalPrefillRule { max_tokens, when_no_prefill: !self.disable_local_prefill }
     }
 }

@@ -74,7 +74,7 @@ impl WorkerFlags {
         self.dp_aware || given.into_iter().flatten().any(|ranks| ranks > 1)
     }
 
-    pub fn complaints(&self) -> Vec<String> {
+    pub fn validate(&self) -> Vec<String> {
         let mut bad = Vec::new();
         for (flag, given, needs_pd) in [
             ("intra-node", self.intra_node_data_parallel_size, false),

@@ -39,7 +39,7 @@ pub struct UpstreamAttempt {
     /// True for one answer to one prompt: what the worker counts is about them.
     pub counts: bool,
     /// True if its stream has comments with the tokens (failover.rs).
-    pub tells_tokens: bool,
+    pub has_token_ids: bool,
 }
 
 /// Answer of a worker so far.
@@ -61,8 +61,8 @@ pub struct UpstreamResponse {
     pub is_sse: bool,
     /// See [`UpstreamAttempt::counts`].
     pub counts: bool,
-    /// See [`UpstreamAttempt::tells_tokens`].
-    pub tells_tokens: bool,
+    /// See [`UpstreamAttempt::has_token_ids`].
+    pub has_token_ids: bool,
     /// The engine's report of the way to its first token.
     pub stages: Option<EngineStages>,
 }
@@ -274,7 +274,7 @@ impl UpstreamAttempt {
                 }
                 Ok(UpstreamResponse {
                     counts: self.counts && self.guard.wants_usage(),
-                    tells_tokens: self.tells_tokens && is_sse,
+                    has_token_ids: self.has_token_ids && is_sse,
                     guard: self.guard,
                     answer,
                     is_sse,

@@ -26,7 +26,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use router_core::{LocalView, LocalWhy, Role};
+use router_core::{LocalPrefillReason, LocalView, Role};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
@@ -45,7 +45,7 @@ use crate::workers::registry::selection::Selection;
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to
 /// know whom to avoid.
-const BLAME_WAIT: Duration = Duration::from_millis(50);
+const FAULT_ATTRIBUTION_WAIT: Duration = Duration::from_millis(50);
 /// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
 const BYTES_PER_TOKEN: usize = 4;
 
@@ -60,9 +60,9 @@ pub struct PendingPrefill {
 pub async fn attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    kept: &mut Option<PendingPrefill>,
+    reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
-    match try_attempt(app, request, kept).await {
+    match try_attempt(app, request, reusable_prefill).await {
         Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
             if failure.reason == "duplicate_room" =>
         {
@@ -71,37 +71,41 @@ pub async fn attempt(
                 Role::Decode | Role::Regular => &request.record.worker,
             };
             failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
-            *kept = None;
+            *reusable_prefill = None;
             Err(AttemptFailure::Stale(failure))
         }
         other => other,
     }
 }
 
-/// Try once. `kept` is the prefill of an attempt before whose decode worker failed; it is left
+/// Try once. `reusable_prefill` is the prefill of an attempt before whose decode worker failed; it is left
 /// there again when the same may be tried with another.
 async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    kept: &mut Option<PendingPrefill>,
+    reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     let mut reader = None;
-    if let Some(prefilled) = kept.take() {
+    if let Some(prefilled) = reusable_prefill.take() {
         let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-        let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
+        let is_fit = prefilled
+            .meeting
+            .prefill
+            .fingerprint
+            .is_compatible(&decode.guard.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
     }
     let is_second_reader = reader.is_some();
     let (mut prefilled, decode) = match reader {
         Some(reader) => reader,
         None => match choose(app, request)? {
-            Placed::Pair(prefill, decode) if is_vllm(app, &prefill) => {
+            Placement::Pair(prefill, decode) if is_vllm(app, &prefill) => {
                 return vllm::attempt(app, request, prefill, decode).await;
             }
-            Placed::Pair(prefill, decode) => {
+            Placement::Pair(prefill, decode) => {
                 (start_prefill(app, request, prefill, &decode)?, decode)
             }
-            Placed::Local(decode, why) => return local(app, request, decode, why).await,
+            Placement::Local(decode, why) => return local(app, request, decode, why).await,
         },
     };
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
@@ -126,7 +130,7 @@ async fn try_attempt(
     }
     match opened {
         Ok(mut opened) => {
-            prefilled.leg.is_fetched = true;
+            prefilled.leg.pages_claimed = true;
             app.pair_traffic.opened(pair, opened.stages.as_ref(), now_ms());
             if request.scan.wants_input_logprobs && (opened.is_sse || opened.answer.rest.is_none())
             {
@@ -145,7 +149,7 @@ async fn try_attempt(
             let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
             let registry = &app.fleet.registry;
             if can_reopen && registry.has_other(Role::Decode, &request.wanted(), &tried) {
-                *kept = Some(prefilled);
+                *reusable_prefill = Some(prefilled);
             }
             Err(failure.into())
         }
@@ -159,7 +163,7 @@ async fn attribute_failure(
     prefilled: &mut PendingPrefill,
     is_second_reader: bool,
 ) -> AttemptFailure {
-    match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
+    match timeout(FAULT_ATTRIBUTION_WAIT, prefilled.leg.ended()).await {
         Ok(Some(Err(its))) => its.into(),
         // The pages of the earlier attempt are gone: no worker's fault, and P still has most of
         // them in its cache.
@@ -188,13 +192,13 @@ fn can_prefill(app: &AppState, decode: &Selection) -> bool {
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
-enum Placed {
+enum Placement {
     Pair(Selection, Selection),
     /// The decode worker does both phases.
-    Local(Selection, LocalWhy),
+    Local(Selection, LocalPrefillReason),
 }
 
-fn choose(app: &AppState, request: &RequestContext) -> Result<Placed, RouteError> {
+fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
     let (wanted, registry) = (request.wanted(), &app.fleet.registry);
     let (prefill, decode) = match registry.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
@@ -209,8 +213,8 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placed, RouteError
     let why = app.config.pairs.local_rule().decide(&view(request, &decode, prefill.is_ok()));
     match why.filter(|_| can_prefill(app, &decode)) {
         // Dropping P's guard takes back what its policy was sent.
-        Some(why) => Ok(Placed::Local(decode, why)),
-        None => Ok(Placed::Pair(prefill?, decode)),
+        Some(why) => Ok(Placement::Local(decode, why)),
+        None => Ok(Placement::Pair(prefill?, decode)),
     }
 }
 
@@ -222,9 +226,9 @@ fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> Loca
         (None, Some(forecast)) => forecast.prompt_tokens,
         (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
     };
-    let begun = request.begun.as_ref().map_or(0, |begun| begun.tokens);
+    let resumed_tokens = request.resume_point.as_ref().map_or(0, |point| point.tokens);
     LocalView {
-        prompt_tokens: prompt.saturating_add(u32::try_from(begun).unwrap_or(u32::MAX)),
+        prompt_tokens: prompt.saturating_add(u32::try_from(resumed_tokens).unwrap_or(u32::MAX)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
         has_prefill,
     }
@@ -234,7 +238,7 @@ async fn local(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     decode: Selection,
-    why: LocalWhy,
+    why: LocalPrefillReason,
 ) -> AttemptResult {
     app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
     let candidate = &decode.guard.candidate;
@@ -273,11 +277,11 @@ fn start_prefill(
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
     let leg = PrefillAttempt {
         task: Some(tokio::spawn(draining)),
-        words: None,
+        response: None,
         app: app.clone(),
         prefill: candidate,
         rooms,
-        is_fetched: false,
+        pages_claimed: false,
     };
     Ok(PendingPrefill { leg, meeting })
 }

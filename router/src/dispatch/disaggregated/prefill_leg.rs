@@ -52,12 +52,12 @@ impl Drop for RoomLease {
 pub struct PrefillAttempt {
     pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, AttemptError>>>,
     /// Answer when it has ended well, if it was to be kept.
-    pub words: Option<Vec<Bytes>>,
+    pub response: Option<Vec<Bytes>>,
     pub(super) app: Arc<AppState>,
     pub(super) prefill: Arc<Candidate>,
     pub(super) rooms: RoomLease,
     /// The decode worker has begun, so it has the pages.
-    pub(super) is_fetched: bool,
+    pub(super) pages_claimed: bool,
 }
 
 impl PrefillAttempt {
@@ -65,12 +65,12 @@ impl PrefillAttempt {
     pub async fn ended(&mut self) -> Option<Result<(), AttemptError>> {
         let ended = self.task.as_mut()?.await.ok();
         self.task = None;
-        Some(ended?.map(|words| self.words = Some(words)))
+        Some(ended?.map(|response| self.response = Some(response)))
     }
 
     /// The answer is complete: read the rest so that the connection can be used again, but not for
     /// long.
-    pub fn linger(mut self) {
+    pub fn drain_in_background(mut self) {
         if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
             let abort = task.abort_handle();
             tokio::spawn(async move {
@@ -91,7 +91,7 @@ impl Drop for PrefillAttempt {
         }
         // An aborted leg, too: the prompt may be computed, and only the answer that says so still
         // on its way.
-        if !self.is_fetched && (task.is_some() || self.words.is_some()) {
+        if !self.pages_claimed && (task.is_some() || self.response.is_some()) {
             release(&self.app, &self.prefill.worker, &self.rooms.rooms);
         }
     }

@@ -354,7 +354,7 @@ impl AttemptRecorder {
 /// The timelines that can be asked for.
 pub struct RequestHistory {
     /// Ended ones; 0: none.
-    kept: usize,
+    capacity: usize,
     next: AtomicU64,
     shelf: Mutex<Shelf>,
 }
@@ -368,8 +368,8 @@ struct Shelf {
 }
 
 impl RequestHistory {
-    pub fn new(kept: usize) -> Self {
-        Self { kept, next: AtomicU64::new(0), shelf: Mutex::default() }
+    pub fn new(capacity: usize) -> Self {
+        Self { capacity, next: AtomicU64::new(0), shelf: Mutex::default() }
     }
 
     pub fn begin(
@@ -387,7 +387,7 @@ impl RequestHistory {
             trace,
             records: Mutex::new(TimelineRecords { rid: rid.to_owned(), ..Default::default() }),
         });
-        if self.kept > 0 {
+        if self.capacity > 0 {
             self.shelf.lock().running.insert(number, timeline.clone());
         }
         timeline
@@ -396,7 +396,7 @@ impl RequestHistory {
     pub fn end(&self, timeline: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
         timeline.mark(RequestStage::Ended);
         timeline.records.lock().end = Some((status, outcome));
-        if self.kept == 0 {
+        if self.capacity == 0 {
             return;
         }
         let bytes = timeline.bytes();
@@ -404,7 +404,7 @@ impl RequestHistory {
         shelf.running.remove(&timeline.number);
         shelf.ended.push_back((timeline.clone(), bytes));
         shelf.bytes += bytes;
-        while shelf.ended.len() > self.kept || shelf.bytes > MAX_BYTES {
+        while shelf.ended.len() > self.capacity || shelf.bytes > MAX_BYTES {
             let Some((_, bytes)) = shelf.ended.pop_front() else { break };
             shelf.bytes -= bytes;
         }

@@ -113,7 +113,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "drained_by": state.drained_by(),
-        "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.registry.misfit(worker)),
+        "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.registry.incompatibility(worker)),
         "circuit": circuit.into_str(),
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),

@@ -132,9 +132,9 @@ async fn take_in(
     }
     Ok(move |record| RequestContext {
         header_deadlines: header_deadlines(&head.headers),
-        again: String::new(),
+        body_overrides: String::new(),
         avoid: Vec::new(),
-        begun: None,
+        resume_point: None,
         is_accepted: false,
         is_paced: false,
         failed: FailedAttempts::default(),

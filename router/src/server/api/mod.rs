@@ -90,7 +90,9 @@ fn routes() -> Vec<Route> {
         ("/v1/requests/{id}/resume", Control, post(proxy::about_request)),
         ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
     ];
-    routes.extend(proxy::PASSED.into_iter().map(|path| (path, Client, post(proxy::forward_work))));
+    routes.extend(
+        proxy::PROXIED_PATHS.into_iter().map(|path| (path, Client, post(proxy::forward_work))),
+    );
     routes
 }
 
@@ -178,7 +180,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
 
 /// Requests with a record of their own (access_log.rs) when they get as far as their handler.
 fn keeps_record(request: &Request) -> bool {
-    let is_passed = || proxy::PASSED.contains(&request.uri().path());
+    let is_passed = || proxy::PROXIED_PATHS.contains(&request.uri().path());
     is_generation(request) || (request.method() == Method::POST && is_passed())
 }
 

@@ -40,7 +40,7 @@ const MAX_PASSED: usize = 256 << 20;
 
 /// Paths of SGLang's and vLLM's workers that answer at once and generate nothing; ours say
 /// not_found.
-pub const PASSED: [&str; 12] = [
+pub const PROXIED_PATHS: [&str; 12] = [
     "/v1/embeddings",
     "/encode",
     "/v1/rerank",
@@ -58,13 +58,13 @@ pub const PASSED: [&str; 12] = [
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
-    to_one(&app, head, body, ASK_TIMEOUT, None).await
+    proxy_to_any(&app, head, body, ASK_TIMEOUT, None).await
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
 pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
     let path = request.uri().path();
-    let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
+    let path = PROXIED_PATHS.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     let mut record = AccessLogEntry::new(&app.sinks, path, "POST", request.headers(), rid);
     match work(&app, request, &mut record).await {
@@ -84,18 +84,18 @@ async fn work(app: &AppState, request: Request, record: &mut AccessLogEntry) -> 
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
-    to_one(app, head, body, app.config.request_timeout(), Some(record)).await
+    proxy_to_any(app, head, body, app.config.request_timeout(), Some(record)).await
 }
 
 /// The first role that has a worker ready.
-async fn to_one(
+async fn proxy_to_any(
     app: &AppState,
     head: RequestHead,
     body: Bytes,
     limit: Duration,
     mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
-    app.fleet.registry.introductions(app.fleet.serving_roles()).await;
+    app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
@@ -114,7 +114,7 @@ async fn to_one(
             limit,
             probe_after: app.config.silent_request_probe(),
             counts: false,
-            tells_tokens: false,
+            has_token_ids: false,
         };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,

@@ -110,14 +110,14 @@ impl FleetSnapshot {
 impl NodeView {
     fn of(app: &AppState, worker: &Worker, all: &[Arc<Candidate>], now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
-        let misfit = || app.fleet.registry.misfit(worker);
+        let incompatibility = || app.fleet.registry.incompatibility(worker);
         let ranks = all.iter().filter(|candidate| candidate.worker.id == worker.id);
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
             role: worker.role().into_str(),
             state: state.label(),
-            reason: state.reason().map(str::to_owned).or_else(misfit),
+            reason: state.reason().map(str::to_owned).or_else(incompatibility),
             circuit: app.fleet.registry.objections_to(worker).0.into_str(),
             load: worker.load(),
             model: description.served_model_name.clone(),

@@ -34,7 +34,7 @@ impl WorkerRegistry {
         avoid: &[WorkerId],
     ) -> Result<Selection, RouteError> {
         let chosen = {
-            let _turn = self.table(role).turn.lock();
+            let _lock = self.table(role).decision_lock.lock();
             let sending = wanted.sending(now_ms());
             let side = self.side(role, wanted, avoid, sending.request.now_ms);
             let ticket = self.ticket();
@@ -54,14 +54,17 @@ impl WorkerRegistry {
     ) -> Result<(Selection, Selection), RouteError> {
         let roles = [Role::Prefill, Role::Decode];
         let (pair, ready) = {
-            let _turns = roles.map(|role| self.table(role).turn.lock());
+            let _locks = roles.map(|role| self.table(role).decision_lock.lock());
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
             let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
             let tickets = [self.ticket(), self.ticket()];
-            let makes = self.makes([p, d]);
-            let makes = makes.as_ref().map(|makes| makes.each_ref().map(Vec::as_slice));
-            let decided = self.deciders.decide_pair(&sending, [&p.views, &d.views], makes, tickets);
+            let fingerprints = self.fingerprints([p, d]);
+            let fingerprints = fingerprints
+                .as_ref()
+                .map(|fingerprints| fingerprints.each_ref().map(Vec::as_slice));
+            let decided =
+                self.deciders.decide_pair(&sending, [&p.views, &d.views], fingerprints, tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
                 Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
@@ -75,7 +78,7 @@ impl WorkerRegistry {
     pub fn least_ttft(&self, role: Role, wanted: &SelectionRequest<'_>) -> Option<TtftEstimate> {
         let now_ms = now_ms();
         let side = self.side(role, wanted, &[], now_ms);
-        self.deciders.policy(role).soonest(&wanted.view(now_ms), &side.views)
+        self.deciders.policy(role).best_ttft(&wanted.view(now_ms), &side.views)
     }
 
     /// Decide for each of these roles (prefill and decode are chosen together), and tell why.
@@ -85,17 +88,20 @@ impl WorkerRegistry {
         roles: &[Role],
         wanted: &SelectionRequest<'_>,
     ) -> Result<Vec<DryRun>, RouteError> {
-        let turns: Vec<_> = roles.iter().map(|role| self.table(*role).turn.lock()).collect();
+        let locks: Vec<_> =
+            roles.iter().map(|role| self.table(*role).decision_lock.lock()).collect();
         let sending = wanted.sending(now_ms());
         let (request, seed) = (&sending.request, sending.seed);
         let sides = roles.iter().map(|role| self.side(*role, wanted, &[], request.now_ms));
         let sides: Vec<Side> = sides.collect();
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
-                let makes = self.makes([p, d]);
-                let makes = makes.as_ref().map(|makes| makes.each_ref().map(Vec::as_slice));
+                let fingerprints = self.fingerprints([p, d]);
+                let fingerprints = fingerprints
+                    .as_ref()
+                    .map(|fingerprints| fingerprints.each_ref().map(Vec::as_slice));
                 let ready = [p.views.as_slice(), &d.views];
-                self.deciders.dry_run_pair(request, ready, makes, seed).map(Vec::from)
+                self.deciders.dry_run_pair(request, ready, fingerprints, seed).map(Vec::from)
             }
             _ => roles
                 .iter()
@@ -103,7 +109,7 @@ impl WorkerRegistry {
                 .map(|(role, side)| self.deciders.dry_run(*role, request, &side.views, seed))
                 .collect(),
         };
-        drop(turns);
+        drop(locks);
         let decided = decided.ok_or_else(|| match sides.as_slice() {
             [p, d] => self.no_pair_error([p.views.len(), d.views.len()], wanted),
             _ => self.no_worker_error(roles[0], wanted),
@@ -128,22 +134,26 @@ impl WorkerRegistry {
         now_ms: u64,
     ) -> Side {
         let list = self.table(role).list_for(wanted.model);
-        let judged = list.iter().filter(|c| c.can_resume(wanted.resumes_on)).map(|c| {
+        let evaluated = list.iter().filter(|c| c.can_resume(wanted.resumes_on)).map(|c| {
             let view = WorkerView { id: c.id, load: c.load(), host: c.host };
             (view, c.objection(avoid, now_ms))
         });
-        let views = least_objection(judged.collect::<Vec<_>>().into_iter());
+        let views = least_objection(evaluated.collect::<Vec<_>>().into_iter());
         Side { list, views }
     }
 
     /// Fingerprints of the candidates of both sides, where not all of them can be paired.
-    fn makes(&self, sides: [&Side; 2]) -> Option<[Vec<WorkerFingerprint>; 2]> {
+    fn fingerprints(&self, sides: [&Side; 2]) -> Option<[Vec<WorkerFingerprint>; 2]> {
         (!self.all_fit.load(Ordering::Relaxed)).then(|| {
             sides.map(|side| {
-                let make = |view: &WorkerView| {
-                    side.list.iter().find(|c| c.id == view.id).map(|c| c.make).unwrap_or_default()
+                let fingerprint = |view: &WorkerView| {
+                    side.list
+                        .iter()
+                        .find(|c| c.id == view.id)
+                        .map(|c| c.fingerprint)
+                        .unwrap_or_default()
                 };
-                side.views.iter().map(make).collect()
+                side.views.iter().map(fingerprint).collect()
             })
         })
     }

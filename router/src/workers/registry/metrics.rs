@@ -26,7 +26,7 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
     for worker in registry.workers() {
         let role = worker.role().into_str();
         metrics.workers.with_label_values(&[role, worker.state().label()]).inc();
-        if registry.misfit(&worker).is_some() {
+        if registry.incompatibility(&worker).is_some() {
             metrics.unpaired.with_label_values(&[role]).inc();
         }
     }

@@ -60,7 +60,7 @@ const MAX_WORKERS: usize = 4096;
 #[derive(Default)]
 struct RoleTable {
     /// Held while deciding.
-    turn: Mutex<()>,
+    decision_lock: Mutex<()>,
     candidates: RwLock<Arc<Vec<Arc<Candidate>>>>,
 }
 
@@ -323,7 +323,7 @@ impl WorkerRegistry {
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let ranks: Vec<Option<u32>> =
             if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
-        let make = worker.description().make();
+        let fingerprint = worker.description().fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
             name: match rank {
@@ -332,7 +332,7 @@ impl WorkerRegistry {
             },
             worker: worker.clone(),
             rank,
-            make,
+            fingerprint,
             host: worker.host_number(),
             load: worker.load_of(rank),
             breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
@@ -351,7 +351,8 @@ impl WorkerRegistry {
         if !regular.is_empty() || self.has_pair() {
             self.has_served.store(true, Ordering::Relaxed);
         }
-        let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
+        let fits_all =
+            |p: &Arc<Candidate>| d_list.iter().all(|d| p.fingerprint.is_compatible(&d.fingerprint));
         self.all_fit.store(p_list.iter().all(fits_all), Ordering::Relaxed);
         self.changed.send_replace(());
     }
@@ -359,7 +360,7 @@ impl WorkerRegistry {
     fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
         let role = worker.role();
         let table = self.table(role);
-        let _turn = table.turn.lock();
+        let _lock = table.decision_lock.lock();
         let mut shared = table.candidates.write();
         let (gone, mut list): (Vec<_>, Vec<_>) =
             shared.iter().cloned().partition(|c| c.worker.id == worker.id);
@@ -398,7 +399,7 @@ impl WorkerRegistry {
     pub fn forget_prompts(&self) {
         for role in Role::ALL {
             let table = self.table(role);
-            let _turn = table.turn.lock();
+            let _lock = table.decision_lock.lock();
             for candidate in table.candidates.read().iter() {
                 let (worker, facts) = (candidate.id, candidate.worker.facts());
                 self.deciders.observe(role, &PolicyEvent::WorkerGone { worker });
@@ -409,7 +410,7 @@ impl WorkerRegistry {
 
     /// Reason why no worker of the other role can be paired with this ready one, though there are
     /// some.
-    pub fn misfit(&self, worker: &Worker) -> Option<String> {
+    pub fn incompatibility(&self, worker: &Worker) -> Option<String> {
         let other_role = match worker.role() {
             Role::Regular => return None,
             Role::Prefill => Role::Decode,
@@ -419,16 +420,16 @@ impl WorkerRegistry {
             return None;
         }
         let description = worker.description();
-        let make = description.make();
+        let fingerprint = description.fingerprint();
         let others = self.workers();
         let others = others.iter().filter(|w| w.role() == other_role && w.is_ready());
-        let theirs = |w: &Arc<Worker>| w.description().make();
-        if others.clone().any(|w| make.fits(&theirs(w))) {
+        let fingerprint_of = |w: &Arc<Worker>| w.description().fingerprint();
+        if others.clone().any(|w| fingerprint.is_compatible(&fingerprint_of(w))) {
             return None;
         }
-        let nearest = others.min_by_key(|w| make.differs(&theirs(w)).count())?;
+        let nearest = others.min_by_key(|w| fingerprint.differs(&fingerprint_of(w)).count())?;
         let there = nearest.description();
-        let differences = make.differs(&there.make()).map(|aspect| {
+        let differences = fingerprint.differs(&there.fingerprint()).map(|aspect| {
             let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
             let (here, there) = (value(&description), value(&there));
             format!("its {aspect} is {here}, there it is {there}")
@@ -444,7 +445,7 @@ impl WorkerRegistry {
     /// True if some prefill and some decode worker can work together.
     pub fn has_pair(&self) -> bool {
         let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
-        p_list.iter().any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
+        p_list.iter().any(|p| d_list.iter().any(|d| p.fingerprint.is_compatible(&d.fingerprint)))
     }
 
     /// True from the first moment on at which ready workers could answer a request.
@@ -499,7 +500,7 @@ impl WorkerRegistry {
 
     /// While one of these roles has no worker ready and a worker was not asked yet: wait for that,
     /// a second at most.
-    pub async fn introductions(&self, roles: &[Role]) {
+    pub async fn wait_for_first_probes(&self, roles: &[Role]) {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
         self.startup_gate.wait_unless(is_settled).await;
     }

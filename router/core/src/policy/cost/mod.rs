@@ -349,7 +349,7 @@ impl Policy for CostPolicy {
         decided
     }
 
-    fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
+    fn best_ttft(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
         let mut state = self.lock();
         if state.model.role == Role::Decode {
             return None; // it computes no prompts
@@ -359,12 +359,12 @@ impl Policy for CostPolicy {
             queue_ms: option.terms.backlog_ms,
             prefill_ms: option.terms.prefill_ms,
         });
-        let soonest = ahead.min_by(|a, b| {
+        let best_ttft = ahead.min_by(|a, b| {
             let sum = |ahead: &TtftEstimate| ahead.queue_ms + ahead.prefill_ms;
             sum(a).total_cmp(&sum(b))
         });
         state.scratch.options = options;
-        soonest
+        best_ttft
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {

@@ -21,9 +21,9 @@ use crate::types::WorkerId;
 /// a step later.
 const ANNOUNCED_MS: f64 = 2_000.0;
 /// Longest booking [ms]: a request that does not stream shows no first token.
-const BOOKED_MS: f64 = 60_000.0;
+const IN_FLIGHT_MS: f64 = 60_000.0;
 /// Confidence in a rank's entry when announcements were missed.
-const DOUBT: f64 = 0.5;
+const INEXACT_DISCOUNT: f64 = 0.5;
 /// Above this share of found prefixes announcements are taken at their word; below, the rank reuses
 /// less than it stores.
 const TRUSTED: f64 = 0.95;
@@ -49,7 +49,7 @@ impl HeldPrefix {
         let believed = |share: f64| (self.blocks as f64 * tokens_per_block * share).min(tokens);
         match self.source {
             Source::Remembered => believed(confidence),
-            Source::Doubtful => believed(confidence * DOUBT),
+            Source::Doubtful => believed(confidence * INEXACT_DISCOUNT),
             Source::Announced(rank) => {
                 let block_tokens = tokens_per_block.round() as usize;
                 let cached = rank.cached_tokens(self.blocks, block_tokens, tokens as usize) as f64;
@@ -70,9 +70,9 @@ pub(super) enum InsertionReceipt {
 pub(super) struct PrefixLocations {
     remembered: PrefixTree<[u64]>,
     announced: KvIndex,
-    booked: PrefixTree<[u64]>,
+    in_flight: PrefixTree<[u64]>,
     /// When each booking ends, in the order they were made.
-    bookings: BTreeMap<WorkerId, BTreeMap<AccessStamp, f64>>,
+    in_flight_ends: BTreeMap<WorkerId, BTreeMap<AccessStamp, f64>>,
     max_bytes: usize,
     /// Buffer of `held_by`.
     found: Vec<usize>,
@@ -83,8 +83,8 @@ impl PrefixLocations {
         Self {
             remembered: PrefixTree::new(max_bytes),
             announced: KvIndex::new(max_bytes / 8 * 5),
-            booked: PrefixTree::new(max_bytes / 8),
-            bookings: BTreeMap::new(),
+            in_flight: PrefixTree::new(max_bytes / 8),
+            in_flight_ends: BTreeMap::new(),
             max_bytes,
             found: Vec::new(),
         }
@@ -92,13 +92,13 @@ impl PrefixLocations {
 
     pub fn add(&mut self, worker: WorkerId) {
         self.remembered.add(worker, usize::MAX);
-        self.booked.add(worker, usize::MAX);
+        self.in_flight.add(worker, usize::MAX);
     }
 
     pub fn gone(&mut self, worker: WorkerId) {
         self.announced.forget(worker);
-        self.bookings.remove(&worker);
-        for tree in [&mut self.remembered, &mut self.booked] {
+        self.in_flight_ends.remove(&worker);
+        for tree in [&mut self.remembered, &mut self.in_flight] {
             while tree.retire(worker, usize::MAX) {}
         }
     }
@@ -150,10 +150,10 @@ impl PrefixLocations {
                 None => {}
             }
         }
-        if !self.bookings.is_empty() {
-            deepest = deepest.max(self.booked.held_by(prompt.hashes, workers, found));
-            for (held, &booked) in held.iter_mut().zip(&*found) {
-                held.blocks = held.blocks.max(booked);
+        if !self.in_flight_ends.is_empty() {
+            deepest = deepest.max(self.in_flight.held_by(prompt.hashes, workers, found));
+            for (held, &in_flight) in held.iter_mut().zip(&*found) {
+                held.blocks = held.blocks.max(in_flight);
             }
         }
         deepest
@@ -177,8 +177,8 @@ impl PrefixLocations {
     ) -> InsertionReceipt {
         let is_exact = self.announced.rank(worker).is_some_and(|rank| rank.is_exact);
         if is_exact && prompt.is_of_tokens() {
-            let stamp = self.booked.insert(worker, prompt.hashes);
-            self.bookings.entry(worker).or_default().insert(stamp, now_ms + BOOKED_MS);
+            let stamp = self.in_flight.insert(worker, prompt.hashes);
+            self.in_flight_ends.entry(worker).or_default().insert(stamp, now_ms + IN_FLIGHT_MS);
             return InsertionReceipt::Booked(stamp);
         }
         if let Some(most) = most {
@@ -190,8 +190,8 @@ impl PrefixLocations {
     /// Note that it was prefilled: the rank announces what it stored.
     pub fn prefilled(&mut self, worker: WorkerId, note: InsertionReceipt, now_ms: f64) {
         if let InsertionReceipt::Booked(stamp) = note
-            && let Some(bookings) = self.bookings.get_mut(&worker)
-            && let Some(end_ms) = bookings.get_mut(&stamp)
+            && let Some(in_flight_ends) = self.in_flight_ends.get_mut(&worker)
+            && let Some(end_ms) = in_flight_ends.get_mut(&stamp)
         {
             *end_ms = end_ms.min(now_ms + ANNOUNCED_MS);
         }
@@ -211,9 +211,9 @@ impl PrefixLocations {
                 self.remembered.retract(worker, hashes, stamp, keep)
             }
             InsertionReceipt::Booked(stamp) => {
-                self.booked.retract(worker, hashes, stamp, 0);
-                if let Some(bookings) = self.bookings.get_mut(&worker) {
-                    bookings.remove(&stamp);
+                self.in_flight.retract(worker, hashes, stamp, 0);
+                if let Some(in_flight_ends) = self.in_flight_ends.get_mut(&worker) {
+                    in_flight_ends.remove(&stamp);
                 }
             }
         }
@@ -221,24 +221,25 @@ impl PrefixLocations {
 
     /// Drop the bookings that are over.
     fn expire(&mut self, now_ms: f64) {
-        let booked = &mut self.booked;
-        self.bookings.retain(|worker, bookings| {
-            let before = bookings.len();
-            while let Some(first) = bookings.first_entry()
+        let in_flight = &mut self.in_flight;
+        self.in_flight_ends.retain(|worker, in_flight_ends| {
+            let before = in_flight_ends.len();
+            while let Some(first) = in_flight_ends.first_entry()
                 && *first.get() <= now_ms
             {
                 first.remove();
             }
-            if bookings.len() < before || bookings.is_empty() {
-                booked.expire(*worker, bookings.first_key_value().map(|(stamp, _)| *stamp));
+            if in_flight_ends.len() < before || in_flight_ends.is_empty() {
+                in_flight
+                    .expire(*worker, in_flight_ends.first_key_value().map(|(stamp, _)| *stamp));
             }
-            !bookings.is_empty()
+            !in_flight_ends.is_empty()
         });
     }
 
     /// Estimated memory.
     pub fn bytes(&self) -> usize {
-        self.remembered.bytes() + self.booked.bytes() + self.announced.bytes()
+        self.remembered.bytes() + self.in_flight.bytes() + self.announced.bytes()
     }
 
     /// Blocks dropped for a limit since the start.

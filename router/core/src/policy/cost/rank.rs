@@ -66,10 +66,10 @@ pub struct PendingPrompt {
 #[derive(Debug, Default)]
 pub struct RankEstimate {
     pub facts: WorkerFacts,
-    /// Tokens of KV that this router's requests use or will use: the sum of `bookings`.
+    /// Tokens of KV that this router's requests use or will use: the sum of `in_flight`.
     pub kv_tokens: f64,
     /// This router's requests that decode here.
-    bookings: BTreeMap<SendTicket, Booking>,
+    in_flight: BTreeMap<SendTicket, InFlightWork>,
     /// How much of what the index says it holds is found there, 0 to 1, from what it reports.
     pub confidence: f64,
     pub report: Option<QueueReport>,
@@ -105,7 +105,7 @@ type GatheredWork = (PrefillWork, f64, usize);
 
 /// A request of this router that decodes.
 #[derive(Debug, Clone, Copy)]
-struct Booking {
+struct InFlightWork {
     kv_tokens: f64,
     sent_ms: f64,
 }
@@ -180,7 +180,7 @@ impl RankEstimate {
 
     /// The part of a load at `at_ms` that this router's requests do not explain.
     fn not_booked(&self, requests: usize, kv_tokens: f64, at_ms: f64) -> OthersLoad {
-        let own = || self.bookings.values().filter(|own| own.sent_ms <= at_ms);
+        let own = || self.in_flight.values().filter(|own| own.sent_ms <= at_ms);
         let own_tokens: f64 = own().map(|own| own.kv_tokens).sum();
         OthersLoad {
             requests: requests.saturating_sub(own().count()),
@@ -190,15 +190,15 @@ impl RankEstimate {
 
     /// A request of this router will take `kv_tokens` here until it ends.
     pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
-        self.bookings.insert(ticket, Booking { kv_tokens, sent_ms });
+        self.in_flight.insert(ticket, InFlightWork { kv_tokens, sent_ms });
         self.kv_tokens += kv_tokens;
     }
 
     fn unbook(&mut self, ticket: SendTicket) {
-        if let Some(booking) = self.bookings.remove(&ticket) {
-            self.kv_tokens -= booking.kv_tokens;
+        if let Some(work) = self.in_flight.remove(&ticket) {
+            self.kv_tokens -= work.kv_tokens;
         }
-        if self.bookings.is_empty() {
+        if self.in_flight.is_empty() {
             self.kv_tokens = 0.0; // no rounding piles up
         }
     }

@@ -72,7 +72,7 @@ impl ObservedPace {
     /// Observations that count; as many as the last few seconds of a busy worker bring.
     const MEMORY: f64 = 50.0;
     /// "As fast as the fleet" counts for this many observations.
-    const DOUBT: f64 = 5.0;
+    const PRIOR_SAMPLES: f64 = 5.0;
     /// Most that one observation counts.
     const MOST: f64 = 8.0;
     /// Differences below this factor are taken for noise.
@@ -89,7 +89,7 @@ impl ObservedPace {
     }
 
     fn factor(&self, now_ms: f64) -> f64 {
-        let believed = (self.ratios + Self::DOUBT) / (self.seen + Self::DOUBT);
+        let believed = (self.ratios + Self::PRIOR_SAMPLES) / (self.seen + Self::PRIOR_SAMPLES);
         let beyond_noise = match believed {
             slower if slower > Self::NOISE => slower / Self::NOISE,
             faster if faster < 1.0 / Self::NOISE => faster * Self::NOISE,

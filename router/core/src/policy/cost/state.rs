@@ -139,9 +139,9 @@ impl CostState {
         ids.sort_unstable();
         let deepest = self.holdings.held_by(&req.prompt, &ids, &mut held, now_ms);
         options.clear();
-        let stranger = RankEstimate::new(WorkerFacts::default());
+        let unknown_rank = RankEstimate::new(WorkerFacts::default());
         for worker in ready {
-            let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
+            let rank = self.ranks.get(&worker.id).unwrap_or(&unknown_rank);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
             let held = held.ok().filter(|_| !rank.facts.is_cacheless).unwrap_or_default();
             let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
