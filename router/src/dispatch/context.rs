@@ -218,7 +218,7 @@ impl RequestContext {
         let resume = point.map(|point| point.resume.clone());
         self.body_overrides = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
         let remaining = left(self.header_deadlines);
-        let headers = &mut self.head.headers;
+        let headers = self.head.headers_mut();
         for name in TTFT_HEADERS {
             headers.remove(name);
         }

@@ -51,7 +51,7 @@ use crate::response::keepalive::{sse_headers, with_keepalive};
 use crate::transport::headers::end_to_end;
 
 /// Answer a generation request. Dropping the future drops everything the request holds.
-pub async fn generate(app: Arc<AppState>, request: RequestContext) -> Response {
+pub async fn generate(app: Arc<AppState>, request: Box<RequestContext>) -> Response {
     let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
     if request.scan.stream && !every.is_zero() {
         with_keepalive(Box::pin(attempts(app, request)), every).await
@@ -60,7 +60,7 @@ pub async fn generate(app: Arc<AppState>, request: RequestContext) -> Response {
     }
 }
 
-async fn attempts(app: Arc<AppState>, mut request: RequestContext) -> Response {
+async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Response {
     match request.is_poison(&app).await {
         Ok(false) => {}
         Ok(true) => return refuse(request.record, RouteError::PoisonRequest),
@@ -79,7 +79,7 @@ async fn attempts(app: Arc<AppState>, mut request: RequestContext) -> Response {
 
 fn answer(
     app: Arc<AppState>,
-    request: RequestContext,
+    request: Box<RequestContext>,
     opened: UpstreamResponse,
     prefill: Option<PrefillAttempt>,
 ) -> Response {
@@ -104,7 +104,7 @@ pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
 }
 
 /// The last attempt failed: the worker's own words if it had any.
-fn reply_with(mut request: RequestContext, failure: AttemptError) -> Response {
+fn reply_with(mut request: Box<RequestContext>, failure: AttemptError) -> Response {
     match failure.reply {
         ErrorReply::Error(err) => refuse(request.record, err),
         ErrorReply::Answer { status, headers, body } => {

@@ -80,14 +80,14 @@ impl RequestState {
         }
     }
 
-    fn recorded(request: RequestContext) -> Self {
+    fn recorded(request: Box<RequestContext>) -> Self {
         RequestState::Recorded { record: request.record, _permit: request.permit }
     }
 
     /// Release what is needed to ask again.
     fn drop_resume_state(&mut self) {
         *self = match std::mem::replace(self, RequestState::Detached) {
-            RequestState::Resumable(request) => RequestState::recorded(*request),
+            RequestState::Resumable(request) => RequestState::recorded(request),
             other => other,
         };
     }
@@ -168,7 +168,7 @@ pub struct ProxyBody {
 impl ProxyBody {
     pub fn new(
         app: Arc<AppState>,
-        request: RequestContext,
+        request: Box<RequestContext>,
         opened: UpstreamResponse,
         prefill: Option<PrefillAttempt>,
     ) -> Self {
@@ -181,7 +181,7 @@ impl ProxyBody {
             resume_buffer: has_token_ids.then(|| ResumeBuffer::new(&app.failover_memory, held)),
             passed: VecDeque::new(),
             state: match has_token_ids {
-                true => RequestState::Resumable(Box::new(request)),
+                true => RequestState::Resumable(request),
                 false => RequestState::recorded(request),
             },
             resuming: None,

@@ -72,7 +72,7 @@ pub fn leg(
 ) -> UpstreamAttempt {
     let mut head = request.head.clone();
     if let Some(traceparent) = chosen.guard.timeline.traceparent() {
-        head.headers.insert(TRACEPARENT, traceparent);
+        head.more.insert(TRACEPARENT, traceparent);
     }
     let candidate = &chosen.guard.candidate;
     let is_prefill = candidate.worker.role() == Role::Prefill;
@@ -81,7 +81,7 @@ pub fn leg(
     }
     let has_token_ids = !is_prefill && request.is_resumable(app, candidate);
     if has_token_ids {
-        head.headers.insert(failover::HEADER, HeaderValue::from_static("1"));
+        head.more.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
     UpstreamAttempt {
         guard: chosen.guard,

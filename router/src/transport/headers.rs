@@ -2,8 +2,7 @@
 
 use http::{HeaderMap, HeaderName, header};
 
-/// Headers that belong to one connection.
-const HOP_BY_HOP: [HeaderName; 9] = [
+static HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
     header::PROXY_AUTHENTICATE,
@@ -16,27 +15,28 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110,
-/// 7.6.1).
-pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
+/// 7.6.1), and `more`.
+pub fn remove_hop_by_hop(headers: &mut HeaderMap, more: &[HeaderName]) {
     let nominated: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
         .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
         .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
         .collect();
-    for name in nominated {
-        headers.remove(name);
-    }
-    for name in HOP_BY_HOP {
+    // Comparing a name is much cheaper than looking it up, and most are not there.
+    let is_removed = |name: &&HeaderName| {
+        [&HOP_BY_HOP, more, &nominated].iter().any(|names| names.contains(name))
+    };
+    let removed: Vec<HeaderName> = headers.keys().filter(is_removed).cloned().collect();
+    for name in removed {
         headers.remove(name);
     }
 }
 
-/// Headers of a worker's answer that belong to its connection, not to the answer.
+/// Headers of a worker's answer that belong to the answer, not to its connection.
 pub fn end_to_end(headers: &HeaderMap) -> HeaderMap {
     let mut kept = headers.clone();
-    remove_hop_by_hop(&mut kept);
-    kept.remove(header::CONTENT_LENGTH);
+    remove_hop_by_hop(&mut kept, &[header::CONTENT_LENGTH]);
     kept
 }
 
@@ -55,11 +55,12 @@ mod tests {
             ("x-secret", "1"),
             ("http2-settings", "AAMAAABk"),
             ("te", "trailers"),
+            ("x-more", "1"),
             ("x-kept", "1"),
         ] {
             headers.append(name, HeaderValue::from_static(value));
         }
-        remove_hop_by_hop(&mut headers);
+        remove_hop_by_hop(&mut headers, &[HeaderName::from_static("x-more")]);
         let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
         assert_eq!(left, ["x-kept"]);
     }

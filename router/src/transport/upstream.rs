@@ -74,7 +74,23 @@ pub struct RequestHead {
     pub method: Method,
     /// Path and query.
     pub uri: Uri,
-    pub headers: HeaderMap,
+    headers: Arc<HeaderMap>,
+    /// Headers of this attempt alone.
+    pub more: HeaderMap,
+}
+
+impl RequestHead {
+    pub fn new(method: Method, uri: Uri, headers: HeaderMap) -> Self {
+        Self { method, uri, headers: Arc::new(headers), more: HeaderMap::new() }
+    }
+
+    pub fn headers(&self) -> &HeaderMap {
+        &self.headers
+    }
+
+    pub fn headers_mut(&mut self) -> &mut HeaderMap {
+        Arc::make_mut(&mut self.headers)
+    }
 }
 
 /// See the module. One per worker.
@@ -211,8 +227,10 @@ impl ConnectionPool {
         let mut request = Request::new(body);
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
-        *request.headers_mut() = head.headers.clone();
-        request.headers_mut().insert(header::HOST, self.host.clone());
+        let headers = request.headers_mut();
+        *headers = (*head.headers).clone();
+        headers.extend(head.more.clone());
+        headers.insert(header::HOST, self.host.clone());
         let response = connection.sender.send_request(request).await;
         let response = response.map_err(|err| SendError::Broken(with_source(&err)))?;
         self.heard.fetch_add(1, Ordering::Relaxed);

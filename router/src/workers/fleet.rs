@@ -59,7 +59,7 @@ impl WorkerFleet {
 
     /// Head of a request of the router's own.
     pub fn own_request(&self, method: Method, path: &'static str) -> RequestHead {
-        RequestHead { method, uri: Uri::from_static(path), headers: self.worker_headers() }
+        RequestHead::new(method, Uri::from_static(path), self.worker_headers())
     }
 
     /// No new requests for this worker; it is removed when those in flight have ended.

@@ -288,7 +288,7 @@ fn probe_timeout(fleet: &WorkerFleet) -> Duration {
 
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Failed(err.to_string()))?;
-    let head = RequestHead { method: Method::GET, uri, headers: fleet.worker_headers() };
+    let head = RequestHead::new(Method::GET, uri, fleet.worker_headers());
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();

@@ -36,8 +36,7 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     runtime.spawn(async move {
         let mut headers = app.fleet.worker_headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        let head =
-            RequestHead { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
+        let head = RequestHead::new(Method::POST, Uri::from_static("/abort_request"), headers);
         let asking = async {
             let sent = worker.pool.send(&head, BodySegments::from(Bytes::from(body)), &|| ()).await;
             let mut answer = sent.ok().filter(|sent| sent.status().is_success())?.into_body();

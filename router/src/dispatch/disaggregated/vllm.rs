@@ -96,7 +96,7 @@ pub fn ranked(
     let rank = chosen.guard.candidate.rank;
     let mut leg = leg(app, request, chosen, body);
     if let Some(rank) = rank {
-        leg.head.headers.insert(RANK_HEADER, HeaderValue::from(rank));
+        leg.head.more.insert(RANK_HEADER, HeaderValue::from(rank));
     }
     leg
 }

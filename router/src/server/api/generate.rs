@@ -40,6 +40,10 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024
 /// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
+/// What belongs to the client's connection, cookies, which no worker set, and what is between
+/// clients, routers and their workers. No accept-encoding: streams are watched as they pass.
+static NOT_FORWARDED: [HeaderName; 7] =
+    [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE, explain::HEADER, failover::HEADER];
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 
@@ -79,7 +83,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
 }
 
 /// Decide without sending.
-fn dry_run(app: &AppState, mut inbound: RequestContext) -> Response {
+fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
     let decisions = app.fleet.registry.dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
@@ -99,7 +103,7 @@ async fn take_in(
     request: Request,
     timeline: &RequestTimeline,
     explains: bool,
-) -> Result<impl FnOnce(AccessLogEntry) -> RequestContext, RouteError> {
+) -> Result<impl FnOnce(AccessLogEntry) -> Box<RequestContext>, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
@@ -117,12 +121,9 @@ async fn take_in(
     timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body).await?;
     let mut headers = forwarded(parts.headers);
-    headers.remove(explain::HEADER);
-    // Between a router and its workers.
-    headers.remove(failover::HEADER);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let head = RequestHead { method: Method::POST, uri: Uri::from_static(api.path()), headers };
+    let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
     let (needs_text, needs_blocks) = app.fleet.registry.deciders.needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenised);
@@ -130,30 +131,32 @@ async fn take_in(
     if let Some(blocks) = &blocks {
         timeline.prompt(blocks);
     }
-    Ok(move |record| RequestContext {
-        header_deadlines: header_deadlines(&head.headers),
-        body_overrides: String::new(),
-        avoid: Vec::new(),
-        resume_point: None,
-        is_accepted: false,
-        is_paced: false,
-        failed: FailedAttempts::default(),
-        attempted_at: Instant::now(),
-        breaks: RequestBreaks::default(),
-        place: None,
-        head,
-        blocks,
-        prompt_tokens: prompt.tokens,
-        input_ids: prompt.input_ids,
-        explains,
-        needs_text,
-        body,
-        scan,
-        routing_key,
-        ready_at,
-        queued,
-        record,
-        permit,
+    Ok(move |record| {
+        Box::new(RequestContext {
+            header_deadlines: header_deadlines(head.headers()),
+            body_overrides: String::new(),
+            avoid: Vec::new(),
+            resume_point: None,
+            is_accepted: false,
+            is_paced: false,
+            failed: FailedAttempts::default(),
+            attempted_at: Instant::now(),
+            breaks: RequestBreaks::default(),
+            place: None,
+            head,
+            blocks,
+            prompt_tokens: prompt.tokens,
+            input_ids: prompt.input_ids,
+            explains,
+            needs_text,
+            body,
+            scan,
+            routing_key,
+            ready_at,
+            queued,
+            record,
+            permit,
+        })
     })
 }
 
@@ -267,13 +270,9 @@ pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_owned)
 }
 
-/// All but what belongs to the client's connection, and cookies, which no worker set. No
-/// accept-encoding: streams are watched as they pass.
+/// Headers of a client's request that its worker gets.
 pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
-    remove_hop_by_hop(&mut headers);
-    for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE] {
-        headers.remove(name);
-    }
+    remove_hop_by_hop(&mut headers, &NOT_FORWARDED);
     headers
 }
 

@@ -162,11 +162,8 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
 /// Every worker's list of models, as one. Those that do not answer are left out.
 pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     require_worker(&app)?;
-    let head = RequestHead {
-        method: Method::GET,
-        uri: Uri::from_static("/v1/models"),
-        headers: forwarded(request.into_parts().0.headers),
-    };
+    let headers = forwarded(request.into_parts().0.headers);
+    let head = RequestHead::new(Method::GET, Uri::from_static("/v1/models"), headers);
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let mut merged: Vec<Value> = Vec::new();
     for asked in answers.iter().filter(|answer| answer.is_success()) {
@@ -238,7 +235,7 @@ async fn read_request(
     let (parts, body) = request.into_parts();
     let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
     let uri = parts.uri.path_and_query().cloned().map(Uri::from).unwrap_or_default();
-    Ok((RequestHead { method: parts.method, uri, headers: forwarded(parts.headers) }, body))
+    Ok((RequestHead::new(parts.method, uri, forwarded(parts.headers)), body))
 }
 
 /// The same request to every ready worker.

@@ -36,7 +36,7 @@ pub async fn follow(
 ) -> Result<Infallible, SubscriptionEnd> {
     let uri = Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"));
     let uri = uri.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
-    let head = RequestHead { method: Method::GET, uri, headers: headers.clone() };
+    let head = RequestHead::new(Method::GET, uri, headers.clone());
     let silent = || SubscriptionEnd::Silent { secs: SILENCE.as_secs() };
     let response = timeout(SILENCE, pool.send_alone(&head)).await.map_err(|_| silent())?;
     let response = response.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
