@@ -62,7 +62,7 @@ def answers(engine: EngineLoop, count: int, **params: object) -> list[Answer]:
         if todo and turn % 2 == 0:
             handle, prompt = todo.pop(0)
             engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), wanted, arrival=time.monotonic()))
-        outputs, busy = engine.advance(time.monotonic())
+        outputs, busy = engine.step(time.monotonic())
         turn += 1
         for out in outputs:
             assert out.error is None, out.error
@@ -206,10 +206,10 @@ def test_idle_time_between_decode_steps(tmp_path: Path, batch: int) -> None:
             prompt = array("i", [handle % 300 + 3] * 64)
             engine.submit(ValidatedRequest(handle, f"r{handle}", prompt, asked, arrival=time.monotonic()))
         for _ in range(60):
-            engine.advance(time.monotonic())
+            engine.step(time.monotonic())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(100):
-                engine.advance(time.monotonic())
+                engine.step(time.monotonic())
             torch.cuda.synchronize()
         shares[graphs] = idle_share(profile)
         engine.close()

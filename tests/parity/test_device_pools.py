@@ -186,7 +186,7 @@ def test_cancelled_requests_leave_no_page_behind(reference: Callable[[str], Refe
             rig.pair.until(lambda: rig.pair.p.engine.sched.is_idle and rig.pair.d.engine.sched.is_idle)
             for half in (rig.pair.p, rig.pair.d):
                 half.engine.gauges()  # checks the ledger: every page is free or cached
-                assert half.engine.trouble is None
+                assert half.engine.not_accepting_reason is None
         prompts, want = work(ref, [9, 70])
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
 

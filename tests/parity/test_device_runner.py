@@ -124,7 +124,7 @@ def until_idle(
         engine.submit(ValidatedRequest(i, f"r{i}", array("i", prompt), params))
     busy = True
     while busy:
-        outputs, busy = engine.advance(time.monotonic())
+        outputs, busy = engine.step(time.monotonic())
         for out in outputs:
             got[out.handle] += out.tokens
             if out.error is not None:
@@ -135,7 +135,7 @@ def until_idle(
 def test_other_ranks_get_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:
     """The first of several tensor-parallel ranks waits for a step's tokens to tell them; who follows computes alike."""
     path, orders = reference("llama").path, []
-    first = device.late(path, tell=orders.append)
+    first = device.late(path, broadcast=orders.append)
     assert answer(first, prompts(), greedy(STEPS)) == answer(make_engine(path), prompts(), greedy(STEPS))
     assert device.stream.held_up > 0
     assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
@@ -145,7 +145,7 @@ def test_other_ranks_get_tokens_that_are_known(reference: Callable[[str], Refere
     assert leader is not None
     assert follower is not None
     for order in orders:
-        follower.follow(order)  # raises PlanDiverged where its arrays differ
+        follower.execute_remote(order)  # raises StepMismatch where its arrays differ
     assert torch.equal(follower._kv.data, leader._kv.data)
 
 
@@ -161,7 +161,7 @@ def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:
         engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompts()[handle % 6]), params))
         got[handle] = []
     while True:
-        outputs, busy = engine.advance(time.monotonic())
+        outputs, busy = engine.step(time.monotonic())
         for out in outputs:
             got[out.handle] += out.tokens
             if out.logprobs is not None:

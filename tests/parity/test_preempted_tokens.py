@@ -76,7 +76,7 @@ def test_through_the_host_pool_and_back_the_tokens_are_transformers(
     assert engine.counters['kv_host_copies_total{direction="out"}'] > 0
     assert engine.counters['kv_host_copies_total{direction="in"}'] > 0
     engine.gauges()
-    assert engine.trouble is None
+    assert engine.not_accepting_reason is None
     engine.sched.flush_cache()
     host = engine.sched.host_ledger()
     assert host is not None

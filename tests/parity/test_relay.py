@@ -125,6 +125,6 @@ def test_a_prompt_that_no_decode_node_fetches_is_released_on_request(reference: 
         assert p.abort_where([77], None, all_leases=False) == 1
         pair.until(lambda: p.sched.is_idle)  # long before the lease is over
         p.gauges()
-        assert p.trouble is None
+        assert p.not_accepting_reason is None
     finally:
         pair.close()

@@ -203,4 +203,4 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
     ):
         answer(engine, [[1, 2, 3]], greedy(STEPS))
     assert len(sent) >= 4
-    assert helpers.said[0].startswith(f"PlanDiverged: step {sent[3].number}: what this tensor-parallel rank would")
+    assert helpers.said[0].startswith(f"StepMismatch: step {sent[3].number}: what this tensor-parallel rank would")

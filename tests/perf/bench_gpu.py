@@ -144,7 +144,7 @@ class Driver:
 
     def turn(self) -> dict[int, int]:
         """One turn: how many tokens each request got."""
-        outputs, _ = self.engine.advance(time.monotonic())
+        outputs, _ = self.engine.step(time.monotonic())
         got: dict[int, int] = {}
         for out in outputs:
             got[out.handle] = got.get(out.handle, 0) + len(out.tokens)
@@ -153,13 +153,13 @@ class Driver:
     def drain(self, open_handles: set[int]) -> None:
         """Until all these have ended."""
         while open_handles:
-            outputs, busy = self.engine.advance(time.monotonic())
+            outputs, busy = self.engine.step(time.monotonic())
             open_handles -= {out.handle for out in outputs if out.finish is not None}
             assert busy or not open_handles, f"the engine stopped with {len(open_handles)} requests open"
         self.rest()
 
     def rest(self) -> None:
-        while self.engine.advance(time.monotonic())[1]:
+        while self.engine.step(time.monotonic())[1]:
             pass
 
     def prompt(self, rng: random.Random, n: int) -> list[int]:

@@ -247,7 +247,7 @@ def bench_order(seconds: float) -> None:
 
     for name in POLICIES:
         policy = POLICIES[name](PolicyParams())
-        keys = list(policy.keys(queue, view, policy.inputs(len(queue), view)))
+        keys = list(policy.sort_keys(queue, view, policy.cache_key(len(queue), view)))
         ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
         by_key = [handle for _, _, _, handle in sorted(ready)]
         waiting = WaitingQueue(policy, PriorityRule(), lambda: view, SharingStrategy())
@@ -427,7 +427,7 @@ def _decode_alone(engine: object, req: ValidatedRequest) -> tuple[list[int], lis
         engine.submit(req)
         busy = True
         while busy:
-            outputs, busy = engine.advance(time.monotonic())
+            outputs, busy = engine.step(time.monotonic())
             for out in outputs:
                 tokens.extend(out.tokens)
                 ends.append(time.perf_counter())

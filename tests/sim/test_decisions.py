@@ -55,9 +55,9 @@ def test_a_preempted_request_is_in_the_record_of_the_plan_that_preempted_it() ->
     node.add(1, 0.5, 4, max_new=2, priority=20)
     node.step(1.0)
     last = node.sched.decisions.recent(1)[0]
-    assert (last["sent_back"], last["admitted"]) == (((0, "slots"),), (1,))
+    assert (last["requeued"], last["admitted"]) == (((0, "slots"),), (1,))
     node.step(2.0)
-    assert node.sched.decisions.recent(1)[0]["sent_back"] == ()
+    assert node.sched.decisions.recent(1)[0]["requeued"] == ()
 
 
 def test_waiting_without_a_plan_is_recorded_once() -> None:

@@ -131,21 +131,21 @@ def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pyte
     engine = EngineLoop(Scheduler(limits), device, None, overlap=True, clock=lambda: 0.0)  # type: ignore[arg-type]
     try:
         engine.submit(request(1, [1, 2, 3], 5, ignore_eos=True))
-        engine.advance(0.0)
+        engine.step(0.0)
         lost = engine.sched._state.memory.allocator.alloc(1)
         assert lost is not None
         assert not any(name.startswith("kv_pages") for name in engine.gauges())
-        assert engine.trouble is not None
-        assert "sums to 29 of 30" in engine.trouble
+        assert engine.not_accepting_reason is not None
+        assert "sums to 29 of 30" in engine.not_accepting_reason
         assert engine.gauges()["page_ledger_healthy"] == 0
         (record,) = caplog.records
         assert '"rid": "r1"' in record.message
         with pytest.raises(EngineDead, match="sums to 29 of 30") as refused:
             engine.submit(request(2, [1, 2, 3], 5))
         assert refused.value.retry_after_secs == 5
-        said, busy = engine.advance(0.0)
+        said, busy = engine.step(0.0)
         while busy:
-            more, busy = engine.advance(0.0)
+            more, busy = engine.step(0.0)
             said += more
         assert engine.sched.is_idle
         (ended,) = said
@@ -182,7 +182,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
             for _ in range(rng.choice([0, 0, 1, 3])):
                 if todo:
                     engine.submit(todo.pop(0))
-            outputs, busy = engine.advance(0.0)
+            outputs, busy = engine.step(0.0)
             for out in outputs:
                 if out.handle in ends:
                     raise AssertionError("output after the end")
@@ -193,7 +193,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
                     engine.abort(out.handle)
                     ends[out.handle] = FinishReason.ABORT
         assert engine.gauges()["max_running_requests"] == limits.max_running_requests
-        assert engine.trouble is None
+        assert engine.not_accepting_reason is None
         assert engine.sched.is_idle
     finally:
         engine.close()
@@ -262,7 +262,7 @@ def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_e
         engine.submit(req)
     busy = True
     while busy:
-        outputs, busy = engine.advance(0.0)
+        outputs, busy = engine.step(0.0)
         for out in outputs:
             got[out.handle].extend(out.tokens)
     assert got == {req.handle: reference(req.prompt, 12, True) for req in asked}
@@ -276,7 +276,7 @@ def test_an_error_after_the_launch_names_the_step() -> None:
     engine, _ = going_on(overlap=True, fails_at=2)
     engine.submit(request(0, [1, 2, 3], 12, ignore_eos=True))
     for _ in range(2):
-        engine.advance(0.0)  # the second turn plans step 2 and collects step 1
+        engine.step(0.0)  # the second turn plans step 2 and collects step 1
     with pytest.raises(RuntimeError, match="step 2 failed on the device: ValueError: an illegal memory access"):
-        engine.advance(0.0)
+        engine.step(0.0)
     engine.close()

@@ -53,7 +53,7 @@ def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, 
 
 def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: float = 0.0, born: int = 0) -> Seq:
     req = dataclasses.replace(request(handle, [first] + [2] * (length - 1), max_new), arrival=arrival)
-    return Seq(req, array("i", req.prompt), max_new, born_tokens=born)
+    return Seq(req, array("i", req.prompt), max_new, tokens_computed_at_arrival=born)
 
 
 def order(

@@ -51,7 +51,7 @@ def test_the_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more
     head = Seq(asked(99, [1, 2], 4, rng.choice([3, 6, 9])), request(99, [1, 2], 4).prompt, 4)
     freed = {s.handle: state.memory.freed_by(s) for s in running}
     short = rng.randint(-2, 60)
-    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by, PRIORITY.place(head, 0.0))
+    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by, PRIORITY.sort_key(head, 0.0))
 
     below = PRIORITY.base(head) - PRIORITY.preemption_threshold
     eligible = [s for s in running if PRIORITY.base(s) < below and may_preempt(s, node.limits)]

@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from baton.errors import DuplicateRoom, QueueFull
-from baton.sched.queue.admission import AdmissionController, MovingRate
+from baton.sched.queue.admission import AdmissionController, DrainRate
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -68,18 +68,18 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
         if excess(expected):
             with pytest.raises(QueueFull):
                 admission.make_room(req, now, 100.0)
-            assert len(admission._inside) == len(inside)
+            assert len(admission._queued) == len(inside)
         else:
             assert admission.make_room(req, now, 100.0) == expected
             for gone in expected:
-                admission.leave(gone, now)
+                admission.remove(gone, now)
                 del inside[gone.handle]
             inside[handle] = Seq(req, req.prompt, 1, has_started=rng.random() < 0.2)
-            admission.enter(inside[handle], len(req.prompt), now)
+            admission.add(inside[handle], len(req.prompt), now)
         if inside and rng.random() < 0.3:
             gone = inside.pop(rng.choice(list(inside)))
-            admission.leave(gone, now)
-            admission.leave(gone, now)
+            admission.remove(gone, now)
+            admission.remove(gone, now)
         assert admission.queued_tokens == sum(s.prompt_len for s in inside.values())
 
 
@@ -144,9 +144,9 @@ def test_a_request_that_entered_twice_times_out_once() -> None:
     req = ask(1)
     seq = Seq(req, req.prompt, 40)
     for _ in range(2):
-        admission.enter(seq, 5, 0.0)
-        admission.leave(seq, 0.0)
-    admission.enter(seq, 5, 0.0)
+        admission.add(seq, 5, 0.0)
+        admission.remove(seq, 0.0)
+    admission.add(seq, 5, 0.0)
     assert admission.overdue(req.arrival + 11) == [seq]
     assert admission.timed_out == 1
 
@@ -213,10 +213,10 @@ def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
     for handle in range(40):
         req = ask(handle, length=20)
         seqs.append(Seq(req, req.prompt, 1))
-        admission.enter(seqs[-1], 20, 0.0)
+        admission.add(seqs[-1], 20, 0.0)
     assert admission.retry_after(0.0, prefill_rate=10.0) == 2, "nothing has moved: 20 tokens at 10/s"
     for i, seq in enumerate(seqs[:30]):
-        admission.leave(seq, 4.0 * (i + 1))
+        admission.remove(seq, 4.0 * (i + 1))
     assert 3 < admission.retry_after(120.0, 10.0) <= 5, "one in 4 s"
     assert 18 < admission.retry_after(120.0, 10.0, requests=5) < 22
     assert 37 < admission.retry_after(120.0, 10.0, tokens=200) < 43
@@ -239,7 +239,7 @@ def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time()
 
 
 def test_moving_rate_forgets_the_past() -> None:
-    rate = MovingRate(horizon_secs=10.0)
+    rate = DrainRate(horizon_secs=10.0)
     assert rate.per_second(5.0) == (0.0, 0.0)
     rate.start(0.0)
     for second in range(1, 101):
@@ -271,9 +271,9 @@ def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(i
 
     admission = AdmissionController(limits())
     first, second = (Seq(req, array("i", req.prompt), 1) for req in (ask(0), ask(1, length=20)))
-    admission.enter(first, 5, 0.0)
-    admission.leave(first, 1.0)
-    admission.enter(second, 20, 1.0 + idle_secs)
+    admission.add(first, 5, 0.0)
+    admission.remove(first, 1.0)
+    admission.add(second, 20, 1.0 + idle_secs)
     if idle_secs > 30.0:
         assert admission.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, "20 tokens at 10/s: nothing has moved"
     assert 1 <= admission.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, "stuck for as long"
@@ -344,8 +344,8 @@ def test_admission_controller_keeps_no_records_of_requests_that_left() -> None:
     for handle in range(20_000):
         req = dataclasses.replace(request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1]))
         seq = Seq(req, req.prompt, 1)
-        admission.enter(seq, 1, 0.0)
-        admission.leave(seq, 0.0)
+        admission.add(seq, 1, 0.0)
+        admission.remove(seq, 0.0)
     assert max(len(admission._least), len(admission._due)) <= 1025
 
 
@@ -354,16 +354,16 @@ def test_a_request_that_entered_twice_without_having_started_is_refused_once() -
     admission = AdmissionController(limits(max_queued_requests=2, queue_timeout_secs=5.0))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1]), 1) for handle in range(2)]
     for seq in seqs:
-        admission.enter(seq, 1, 0.0)
-    admission.leave(seqs[0], 1.0)
-    admission.enter(seqs[0], 1, 1.0)
+        admission.add(seq, 1, 0.0)
+    admission.remove(seqs[0], 1.0)
+    admission.add(seqs[0], 1, 1.0)
     assert admission.make_room(ask(7, 99), 2.0, 1000.0) == [seqs[0]]
 
     again = AdmissionController(limits(queue_timeout_secs=5.0))
     for _ in range(3):
-        again.enter(seqs[1], 1, 0.0)
-        again.leave(seqs[1], 0.0)
-    again.enter(seqs[1], 1, 0.0)
+        again.add(seqs[1], 1, 0.0)
+        again.remove(seqs[1], 0.0)
+    again.add(seqs[1], 1, 0.0)
     assert again.overdue(5.0) == [seqs[1]]
     assert again.timed_out == 1
 
@@ -373,6 +373,6 @@ def test_two_victims_are_two_requests() -> None:
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1] * 5), 1) for handle in range(2)]
     for seq in (*seqs, seqs[0]):
         if seq is seqs[0]:
-            admission.leave(seq, 0.0)
-        admission.enter(seq, 5, 0.0)
+            admission.remove(seq, 0.0)
+        admission.add(seq, 5, 0.0)
     assert admission.make_room(ask(7, 99, length=10), 1.0, 1000.0) == seqs

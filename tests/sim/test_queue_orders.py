@@ -55,7 +55,7 @@ class World:
             namespace=rng.choice([b"", b"t"]),
             ttft_deadline=rng.choice([None, self.now + rng.randrange(16) / 4]),
         )
-        return Seq(req, array("i", req.prompt), req.params.max_new_tokens, born_tokens=self.computed)
+        return Seq(req, array("i", req.prompt), req.params.max_new_tokens, tokens_computed_at_arrival=self.computed)
 
     def publish(self) -> None:
         tokens = array("i", self.prompt())
@@ -101,9 +101,9 @@ class World:
     def defined(self, under_way: list[Seq]) -> list[int]:
         policy: Policy = POLICIES[self.name](PARAMS)
         view = self.view()
-        if policy.redecides_chunks:
+        if policy.reorders_partial_prefills:
             return [s.handle for s in ordered(self.members + under_way, policy, self.rule, view)]
-        entries = ranks(self.members, policy, self.rule, view, policy.inputs(len(self.members), view))
+        entries = ranks(self.members, policy, self.rule, view, policy.cache_key(len(self.members), view))
         entries += [(self.rule.key(s, self.now), -math.inf, s.req.arrival, s.handle) for s in under_way]
         return [entry[3] for entry in sorted(entries)]
 
@@ -124,7 +124,11 @@ def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> No
         world = World(policy, RULES[rule], seed)
         for _ in range(120):
             world.change()
-            running = [world.new() for _ in range(world.rng.choice([0, 0, 2]))] if world.queue.policy.each_alone else []
+            running = (
+                [world.new() for _ in range(world.rng.choice([0, 0, 2]))]
+                if world.queue.policy.keys_are_independent
+                else []
+            )
             assert [s.handle for s in world.queue.in_order(running)] == world.defined(running), f"seed {seed}"
             assert len(world.queue) == len(world.members)
 
@@ -163,14 +167,14 @@ def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
     for _ in range(50):
         world.change()
     calls = 0
-    keys = world.queue.policy.keys
+    keys = world.queue.policy.sort_keys
 
-    def counted(queue: list[Seq], view: PolicyContext, inputs: object) -> object:
+    def counted(queue: list[Seq], view: PolicyContext, cache_key: object) -> object:
         nonlocal calls
         calls += 1
-        return keys(queue, view, inputs)
+        return keys(queue, view, cache_key)
 
-    world.queue.policy.keys = counted  # type: ignore[method-assign, assignment]
+    world.queue.policy.sort_keys = counted  # type: ignore[method-assign, assignment]
     list(world.queue.in_order())
     calls = 0
     for _ in range(20):
@@ -274,13 +278,13 @@ def crowd(policy: str, rule: PriorityRule, count: int) -> tuple[World, list[int]
     """A queue of many and a list that grows by the number of keys of each call of the policy."""
     world = World(policy, rule, 5)
     made: list[int] = []
-    keys = world.queue.policy.keys
+    keys = world.queue.policy.sort_keys
 
-    def counted(queue: list[Seq], view: PolicyContext, inputs: object) -> object:
+    def counted(queue: list[Seq], view: PolicyContext, cache_key: object) -> object:
         made.append(len(queue))
-        return keys(queue, view, inputs)
+        return keys(queue, view, cache_key)
 
-    world.queue.policy.keys = counted  # type: ignore[method-assign, assignment]
+    world.queue.policy.sort_keys = counted  # type: ignore[method-assign, assignment]
     for _ in range(count):
         world.members.append(world.new())
         world.queue.add(world.members[-1])
@@ -329,7 +333,7 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     params = dataclasses.replace(PARAMS, in_batch_check_threshold=2, in_batch_deprioritize_threshold=3)
     world, _ = crowd(policy, RULES[rule], 0)
     world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view, SharingStrategy())
-    assert not world.queue.policy.each_alone
+    assert not world.queue.policy.keys_are_independent
     entered: list[int] = []
     enter = waiting_queue._Order.enter
 

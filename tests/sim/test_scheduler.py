@@ -406,5 +406,5 @@ def test_disabled_cache_takes_and_finds_nothing() -> None:
     memory.cache.unlock(match.node)
     cache = memory.cache
     assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
-    memory.let_go(seq)
+    memory.release_pages(seq)
     assert memory.allocator.free_count == 4

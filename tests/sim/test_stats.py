@@ -237,7 +237,7 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     reasons = [n for name, n in node.stats.counters().items() if name.startswith("request_retraction_reasons")]
     classes = [n for name, n in node.stats.counters().items() if name.startswith("priority_preemption")]
     assert sum(reasons) == sum(classes) == node.sched.retractions + node.sched.preemptions
-    assert node.stats._lives == node.stats._last_token_at == {}
+    assert node.stats._request_stats == node.stats._last_token_at == {}
 
 
 def test_a_decode_node_waits_until_its_pages_are_reserved() -> None:

@@ -51,7 +51,7 @@ def answer(
             engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
         if disturb is not None:
             disturb(sorted(open_handles))
-        outputs, busy = engine.advance(time.monotonic())
+        outputs, busy = engine.step(time.monotonic())
         turn += 1
         for out in outputs:
             got[out.handle].extend(out.tokens)
@@ -59,10 +59,10 @@ def answer(
                 assert out.finish is not FinishReason.ERROR, out.error
                 open_handles.discard(out.handle)
         assert busy or todo or disturb or not open_handles, "the engine stopped with requests open"
-    while engine.advance(time.monotonic())[1]:
+    while engine.step(time.monotonic())[1]:
         pass
     engine.gauges()
-    assert engine.trouble is None
+    assert engine.not_accepting_reason is None
     return [got[h] for h in handles]
 
 

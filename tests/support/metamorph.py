@@ -59,7 +59,7 @@ class Cluster:
         """One turn of every engine; the client hears the last one. Waits for the wire when nothing else is to do."""
         busy = False
         for engine in self.engines:
-            outputs, more = engine.advance(time.monotonic())
+            outputs, more = engine.step(time.monotonic())
             busy |= more
             for out in outputs:
                 assert out.finish is not FinishReason.ERROR, out.error
@@ -83,10 +83,10 @@ class Cluster:
         """Let everything end, and balance the books."""
         self.until(lambda: all(engine.sched.is_idle for engine in self.engines))
         for engine in self.engines:
-            while engine.advance(time.monotonic())[1]:
+            while engine.step(time.monotonic())[1]:
                 pass
             engine.gauges()
-            assert engine.trouble is None
+            assert engine.not_accepting_reason is None
 
     def resume_all(self) -> None:
         for engine in self.engines:

@@ -15,7 +15,7 @@ from typing import Any
 from baton._native import BootstrapServer, TransferNode
 
 from baton.config import build
-from baton.disagg.relay import DecodeRelay, PrefillRelay
+from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
 from baton.runtime import build as runtime
 from baton.runtime.communicators import make_backend
 from baton.runtime.engine_loop import EngineLoop
@@ -60,15 +60,15 @@ class Half:
         self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
         watched = self.node if stand_in is None else stand_in.watched(self.node)
         if role == "prefill":
-            self.engine: EngineLoop = loaded.engine(PrefillRelay(watched, TIMEOUT_SECS))
+            self.engine: EngineLoop = loaded.engine(PrefillTransferDriver(watched, TIMEOUT_SECS))
         else:
-            self.engine = loaded.engine(DecodeRelay(watched, TIMEOUT_SECS, loaded.vocab_size))
+            self.engine = loaded.engine(DecodeTransferDriver(watched, TIMEOUT_SECS, loaded.vocab_size))
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finished: set[int] = set()
 
     def turn(self) -> bool:
-        outputs, busy = self.engine.advance(time.monotonic())
+        outputs, busy = self.engine.step(time.monotonic())
         for out in outputs:
             assert out.finish is not FinishReason.ERROR, out.error
             self.got.setdefault(out.handle, []).extend(out.tokens)
@@ -111,7 +111,7 @@ class Pair:
         self.until(lambda: self.p.engine.sched.is_idle and self.d.engine.sched.is_idle)
         for half in (self.p, self.d):
             half.engine.gauges()
-            assert half.engine.trouble is None
+            assert half.engine.not_accepting_reason is None
         return [self.d.got[room] for room in rooms]
 
     def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:

@@ -105,7 +105,7 @@ class Relay:
     def _was_released(self, room: int) -> bool:
         """A suspended prompt lets announced pages go when P is stuck without them (State.release_retained)."""
         (handle,) = self.p.sched.in_rooms([room])
-        return self.p.sched._state.seqs[handle].has_let_go
+        return self.p.sched._state.seqs[handle].pages_were_released
 
     def close(self, room: int, tell_d: bool = True, code: str = "DONE") -> None:
         self.over.add(room)

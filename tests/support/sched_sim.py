@@ -240,16 +240,16 @@ def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> 
 
 
 def ranks(
-    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, inputs: Hashable
+    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, cache_key: Hashable
 ) -> list[Rank]:
     """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
-    keys = policy.keys(queue, view, inputs)
+    keys = policy.sort_keys(queue, view, cache_key)
     aged = [priority.key(seq, view.now) for seq in queue]
     return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
 
 
 def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext) -> list[Seq]:
     """The queue in the order in which the planner should look at it, computed afresh."""
-    found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
+    found = ranks(queue, policy, priority, view, policy.cache_key(len(queue), view))
     entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])
     return [seq for _, seq in entries]

@@ -25,7 +25,7 @@ from baton.layers import collectives
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
 from baton.server.tensor_parallel import channel
-from baton.server.tensor_parallel.process import follow, lead
+from baton.server.tensor_parallel.process import run_leader, run_worker
 from tests.support.engine_run import FLAGS
 from tests.support.front import REPO
 
@@ -64,7 +64,7 @@ class Helpers:
             context: zmq.Context[Any] = zmq.Context()
             try:
                 team = channel.TpGroup(0, tp_size, Path(folder), 0)
-                loaded, orders = lead(config, team, context, show_nothing)
+                loaded, orders = run_leader(config, team, context, show_nothing)
                 touch(loaded)
                 engine = loaded.engine()
                 try:
@@ -90,7 +90,7 @@ def main() -> None:
         config = EngineConfig(**job["config"])
         try:
             team = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
-            follow(config, team, context, None, show_nothing)
+            run_worker(config, team, context, None, show_nothing)
             said = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
             collectives.leave()

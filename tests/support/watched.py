@@ -158,7 +158,7 @@ class WatchedScheduler(Scheduler):
                 total=len(seq.tokens) + seq.inflight,
                 rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, clip),
                 waited=self.clock - seq.req.arrival,
-                overtaken_work=state.computed_tokens - seq.born_tokens,
+                overtaken_work=state.computed_tokens - seq.tokens_computed_at_arrival,
                 drawn=uniform(state.planned_step, seq.handle),
             )
             for seq in state.waiting
@@ -178,10 +178,10 @@ class WatchedScheduler(Scheduler):
 
     def _key(self, f: Fact) -> float:
         params = self.limits.policy_params
-        policy, inputs, work = self._state.policy, self._state.waiting._order.inputs, f.total - f.cached
+        policy, cache_key, work = self._state.policy, self._state.waiting._order.cache_key, f.total - f.cached
         name = policy.name
         if isinstance(policy, AdaptivePolicy):
-            name, inputs = inputs  # type: ignore[misc]
+            name, cache_key = cache_key  # type: ignore[misc]
         arrival = f.seq.req.arrival
         match name:
             case "fcfs":
@@ -191,9 +191,9 @@ class WatchedScheduler(Scheduler):
             case "lpm":
                 return -f.cached - params.lpm_aging_tokens_per_s * f.waited
             case "short-first":
-                return work + inputs * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
+                return work + cache_key * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
             case "srpt-aging":
-                rate, share = inputs  # type: ignore[misc]
+                rate, share = cache_key  # type: ignore[misc]
                 return work - params.srpt_aging * rate * share * f.waited
             case "hrrn":
                 return -f.overtaken_work / max(work, 1)
@@ -202,7 +202,7 @@ class WatchedScheduler(Scheduler):
             case "edf":
                 due = f.seq.req.ttft_deadline
                 due = arrival + params.default_deadline_secs if due is None else due
-                is_lost = params.demote_hopeless and self.clock + work / inputs > due  # type: ignore[operator]
+                is_lost = params.demote_hopeless and self.clock + work / cache_key > due  # type: ignore[operator]
                 return due + params.edf_demotion_secs * is_lost
         raise KeyError(name)
 
@@ -325,7 +325,7 @@ class WatchedScheduler(Scheduler):
             queue = [s.handle for s in order if s.handle in came or (s.handle in alive and not s.inflight_steps)]
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
-                assert self._state.waiting._order.inputs == pytest.approx(before.ratio, rel=0.06)
+                assert self._state.waiting._order.cache_key == pytest.approx(before.ratio, rel=0.06)
             assert came == [h for h in queue if h in came], f"{self.limits.policy}: {came} were admitted of {queue}"
             if came and queue[0] != came[0]:
                 self.checked["passed a request without room"] += 1
@@ -352,7 +352,7 @@ class WatchedScheduler(Scheduler):
         state, limits = self._state, self.limits
         unfinished = [s for s in state.running.values() if _left(s) > 0 and not _decodes(s) and _wants(s)]
         ahead = sum(self._importance(s) >= self._importance(seq) for s in unfinished)
-        together = state.policy.redecides_chunks or limits.priority.enabled
+        together = state.policy.reorders_partial_prefills or limits.priority.enabled
         if not together or ahead < limits.max_partial_prefills:
             return False
         cached = state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens

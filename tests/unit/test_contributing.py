@@ -80,7 +80,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
     assert [place for place in places if not (ROOT / place).exists()] == []
     for path, names in {
         "engine/baton/sched/policies/__init__.py": ["_ALL"],
-        "engine/baton/sched/policies/base.py": ["each_alone", "inputs", "expiries"],
+        "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
         "tests/support/watched.py": ["_key"],
         "engine/baton/layers/model_spec.py": ["_FAMILIES"],
         "tests/support/checkpoints.py": ["VARIANTS"],

@@ -111,12 +111,12 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
 
 def test_a_followers_step_has_ended_before_it_gets_the_next_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next order may be to announce the pages of that step."""
-    monkeypatch.setattr(ModelRunner, "follow", lambda self, order: None)
+    monkeypatch.setattr(ModelRunner, "execute_remote", lambda self, order: None)
     for native, reached in ((object(), 1), (None, 0)):
         runner = object.__new__(DeviceRunner)
         runner._kv = SimpleNamespace(native=native)  # type: ignore[assignment]
         runner._stream = stream = LateStream()
-        runner.follow(b"")
+        runner.execute_remote(b"")
         assert stream.reached == reached
 
 

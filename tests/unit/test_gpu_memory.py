@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.config import EngineConfig, build
 from baton.errors import ConfigError
 from baton.layers.attention.reference import TorchAttention
-from baton.layers.collectives import Place, join, leave
+from baton.layers.collectives import TpContext, join, leave
 from baton.layers.shard import Shard
 from baton.models.load import load_model
 from baton.runtime.graphs import warmup
@@ -279,12 +279,12 @@ def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.
 
 def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made: Any) -> None:
     class Least:
-        def least(self, n: int) -> int:
+        def all_reduce_min(self, n: int) -> int:
             return min(n, 1234)
 
     orders: list[bytes] = []
-    first = Place(Shard(0, 2), Path(), tell=orders.append)
-    other = Place(Shard(1, 2), Path(), hear=lambda: orders.pop(0))
+    first = TpContext(Shard(0, 2), Path(), broadcast=orders.append)
+    other = TpContext(Shard(1, 2), Path(), receive=lambda: orders.pop(0))
     group: Any = Least()
     assert fit(made, config(), 512, None, CPU, Counted(), first, group) == 1234
     assert len(orders) == 8
@@ -295,6 +295,6 @@ def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made:
 def test_the_least_of_a_group(tmp_path: Path) -> None:
     group = join(Shard(0, 1), CPU, tmp_path / "meet", 30)
     try:
-        assert group.least(1 << 40) == 1 << 40
+        assert group.all_reduce_min(1 << 40) == 1 << 40
     finally:
         leave()

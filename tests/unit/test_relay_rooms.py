@@ -1,4 +1,4 @@
-"""The relay between scheduler and transfer runtime: what goes wrong with one room ends that room and nothing else."""
+"""The driver between scheduler and transfer runtime: what goes wrong with one room ends that room and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.disagg.relay import DecodeRelay, PrefillRelay
+from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import EmittedTokens
@@ -43,51 +43,51 @@ class Runtime:
 FULL = RuntimeError("8320 rooms are live or not yet polled, which is this node's limit (max_rooms)")
 
 
-def decode(node: Runtime) -> tuple[Scheduler, DecodeRelay]:
-    return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeRelay(node, 60.0, VOCAB)
+def decode(node: Runtime) -> tuple[Scheduler, DecodeTransferDriver]:
+    return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(node, 60.0, VOCAB)
 
 
-def carry_out(sched: Scheduler, relay: DecodeRelay | PrefillRelay) -> list[EmittedTokens]:
+def carry_out(sched: Scheduler, driver: DecodeTransferDriver | PrefillTransferDriver) -> list[EmittedTokens]:
     said = []
     while events := sched.drain_events():
         for event in events:
             if isinstance(event, EmittedTokens):
                 said.append(event)
-            relay.carry_out(event, sched)
+            driver.apply_event(event, sched)
     return said
 
 
-def granted(node: Runtime, rooms: int = 1) -> tuple[Scheduler, DecodeRelay]:
+def granted(node: Runtime, rooms: int = 1) -> tuple[Scheduler, DecodeTransferDriver]:
     """A decode node whose rooms 101.. have pages."""
-    sched, relay = decode(node)
+    sched, driver = decode(node)
     for handle in range(1, rooms + 1):
         sched.add(request(handle, [handle] * 12, 3, room=100 + handle))
-    carry_out(sched, relay)
+    carry_out(sched, driver)
     sched.plan()
-    carry_out(sched, relay)
-    return sched, relay
+    carry_out(sched, driver)
+    return sched, driver
 
 
-def errors(relay: DecodeRelay | PrefillRelay, kind: str) -> float:
-    return relay.counters[f'kv_room_errors_total{{kind="{kind}"}}']
+def errors(driver: DecodeTransferDriver | PrefillTransferDriver, kind: str) -> float:
+    return driver.counters[f'kv_room_errors_total{{kind="{kind}"}}']
 
 
 def test_full_runtime_refuses_the_request_on_p() -> None:
     node = Runtime(offer=FULL)
-    relay = PrefillRelay(node, 60.0)
+    driver = PrefillTransferDriver(node, 60.0)
     with pytest.raises(QueueFull, match="NO_CAPACITY: 8320 rooms") as refused:
-        relay.accept(request(1, [1, 2, 3], 3, room=101))
+        driver.accept(request(1, [1, 2, 3], 3, room=101))
     assert refused.value.retry_after_secs == 2
-    assert errors(relay, "refused") == 1
+    assert errors(driver, "refused") == 1
 
 
 def test_full_runtime_ends_the_request_on_d() -> None:
-    sched, relay = decode(Runtime(open=FULL))
+    sched, driver = decode(Runtime(open=FULL))
     sched.add(request(1, [1, 2, 3], 3, room=101))
-    (said,) = carry_out(sched, relay)
+    (said,) = carry_out(sched, driver)
     assert said.error is not None
     assert (said.error[0], said.retry_after_secs) == ("queue_full", 2)
-    assert errors(relay, "refused") == 1
+    assert errors(driver, "refused") == 1
     assert sched.is_idle
     sched.ledger().check_idle(32)
 
@@ -108,15 +108,15 @@ def test_full_runtime_ends_the_request_on_d() -> None:
 )
 def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why: str) -> None:
     node = Runtime()
-    sched, relay = granted(node, rooms=2)
+    sched, driver = granted(node, rooms=2)
     node.events = [("committed", 101, payload, 3, 4, PULLED), ("committed", 102, GOOD, 3, 4, PULLED)]
-    relay.pump(sched)
-    failed, other = carry_out(sched, relay)
+    driver.poll(sched)
+    failed, other = carry_out(sched, driver)
     assert failed.error is not None
     assert failed.error[0] == "kv_transfer_failed"
     assert why in failed.error[1]
     assert (other.handle, list(other.tokens)) == (2, [42])
-    assert errors(relay, "payload") == 1
+    assert errors(driver, "payload") == 1
     sched.abort(2)
     sched.ledger().check_idle(32)
 
@@ -124,67 +124,67 @@ def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why
 @pytest.mark.parametrize("error", [ValueError("page 99 is outside the pool"), RuntimeError("the runtime is closed")])
 def test_call_that_fails_on_d_ends_its_request(error: Exception) -> None:
     node = Runtime(grant=error)
-    sched, relay = decode(node)
+    sched, driver = decode(node)
     sched.add(request(1, [1] * 12, 3, room=101))
-    carry_out(sched, relay)
+    carry_out(sched, driver)
     sched.plan()
-    (said,) = carry_out(sched, relay)
+    (said,) = carry_out(sched, driver)
     assert said.error is not None
     assert said.error[0] == "kv_transfer_failed"
     assert node.calls[-1] == ("abort", 101, "TRANSPORT_BROKEN")
     node.events = [("aborted", 101)]
-    relay.pump(sched)
+    driver.poll(sched)
     sched.ledger().check_idle(32)
 
 
 @pytest.mark.parametrize("call", ["publish", "finish"])
 def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
     runtime = Runtime(**{call: RuntimeError("the runtime is 65536 commands behind")})
-    p, relay = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillRelay(runtime, 60.0)
+    p, driver = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillTransferDriver(runtime, 60.0)
     req = request(1, [1] * 12, 3, room=101)
-    relay.accept(req)
+    driver.accept(req)
     p.sched.add(req)
     plan = p.sched.plan()
     assert plan is not None
     p.sched.commit(plan, p.device.execute(plan))
-    carry_out(p.sched, relay)
+    carry_out(p.sched, driver)
     assert ("abort", 101, "TRANSPORT_BROKEN") in runtime.calls
     runtime.events = [("released", 101, "TRANSPORT_BROKEN")]
-    relay.pump(p.sched)
+    driver.poll(p.sched)
     p.sched.ledger().check_idle(8)
 
 
 def test_room_given_up_by_one_rank_fails_its_request() -> None:
     node = Runtime()
-    sched, relay = granted(node)
+    sched, driver = granted(node)
     node.events = [("aborted", 101)]
-    relay.pump(sched)
-    (said,) = carry_out(sched, relay)
+    driver.poll(sched)
+    (said,) = carry_out(sched, driver)
     assert said.error is not None
     sched.ledger().check_idle(32)
 
 
 def test_the_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     node = Runtime()
-    p, relay = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillRelay(node, 60.0)
+    p, driver = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillTransferDriver(node, 60.0)
     first, second = (request(handle, [handle] * 12, 3, room=101) for handle in (1, 2))
-    relay.accept(first)
+    driver.accept(first)
     p.sched.add(first)
     p.sched.abort(1)
-    relay.accept(second)  # the runtime has ended the first; its event was not polled yet
+    driver.accept(second)  # the runtime has ended the first; its event was not polled yet
     p.sched.add(second)
     node.events = [("released", 101, "CLIENT_GONE")]
-    relay.pump(p.sched)
+    driver.poll(p.sched)
     p.run()
     assert p.sched.leased(None) == [2]
     node.events = [("released", 101, "DONE")]
-    relay.pump(p.sched)
+    driver.poll(p.sched)
     p.sched.ledger().check_idle(8)
 
 
 def test_prompt_too_long_for_p_is_not_retried() -> None:
     node = Runtime()
-    relay = PrefillRelay(node, 60.0)
+    driver = PrefillTransferDriver(node, 60.0)
     for error in (PromptTooLong("prompt has 9000 tokens"), QueueFull("full")):
-        relay.refuse(request(1, [1], 3, room=101), error)
+        driver.refuse(request(1, [1], 3, room=101), error)
     assert [code for _, _, code in node.calls] == ["PROMPT_TOO_LONG", "NO_CAPACITY"]

@@ -285,7 +285,7 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}))
         await until(lambda: seen == [1])
         assert stage.ranks.ranks[1].stats.gauges == {"g": 1.0}
-        assert stage.ranks.ranks[1].stats.trouble is None
+        assert stage.ranks.ranks[1].stats.not_accepting_reason is None
         await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
         await until(lambda: seen == [1, 1])
         now = ServerLifecycle(stage.ranks).condition()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.channel import FollowerStuck
-from baton.server.tensor_parallel.transfer_node import EventMerger, TeamNode, execute_call
+from baton.server.tensor_parallel.transfer_node import EventMerger, TpTransferNode, execute_call
 
 ROOM = 7
 
@@ -68,7 +68,7 @@ class Team:
     def __init__(self, size: int, rng: random.Random) -> None:
         self.ranks = [Rank() for _ in range(size)]
         self.rng = rng
-        self.merger = EventMerger(size, self.tell)
+        self.merger = EventMerger(size, self.broadcast)
         self.merger.begin(ROOM)
         self.heard: list[tuple[Any, ...]] = []
         self.granted = self.revoking = self.aborted = False
@@ -222,7 +222,7 @@ class Following:
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
-    def tell_node(self, call: str, *args: Any) -> None:
+    def send_call(self, call: str, *args: Any) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
             if refused := execute_call(node, team, call, args):
                 self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
@@ -232,10 +232,10 @@ class Following:
         return reports
 
 
-def team_of(nodes: list[FakeNode]) -> tuple[TeamNode, Following]:
+def team_of(nodes: list[FakeNode]) -> tuple[TpTransferNode, Following]:
     teams = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
     followers = Following(teams, nodes[1:])
-    return TeamNode(nodes[0], followers, late_secs=60.0), followers
+    return TpTransferNode(nodes[0], followers, late_secs=60.0), followers
 
 
 def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:

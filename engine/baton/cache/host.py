@@ -250,13 +250,13 @@ class HostTier:
             if self._duplicates:
                 self._drop(next(iter(self._duplicates.values())))
                 continue
-            victim = self._least()
+            victim = self._next_victim()
             if victim is None or (worth is not None and (self._policy.key(victim), -victim.index) >= worth):
                 break
             self._drop(victim)
         return min(wanted, self._slots.free_count)
 
-    def _least(self) -> HostPage | None:
+    def _next_victim(self) -> HostPage | None:
         """The cached page that the policy values least; among equals the deepest."""
         while self._heap:
             key, _, _, page = self._heap[0]

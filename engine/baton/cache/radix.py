@@ -349,7 +349,7 @@ class RadixCache:
             if at.locks == 0:
                 self.evictable_pages += len(at.pages)
                 self.locked_pages -= len(at.pages)
-                self._offer(at)
+                self._push_candidate(at)
             at = at.parent
 
     def pages_locked_once(self, node: RadixNode) -> int:
@@ -397,7 +397,7 @@ class RadixCache:
             if node.locks or node.children:
                 continue  # offered again when it becomes an evictable leaf
             if self._policy.key(node) != key:
-                self._offer(node)  # used since it was queued
+                self._push_candidate(node)  # used since it was queued
                 continue
             wanted = n_pages - freed
             if len(node.pages) > wanted:
@@ -498,7 +498,7 @@ class RadixCache:
         for watch in self._watches:
             watch.on_child(parent, key[: self._page_bytes])
         self.evictable_pages += len(pages)
-        self._offer(leaf)
+        self._push_candidate(leaf)
         return leaf
 
     def _remove_leaf(self, leaf: RadixNode, for_good: bool = False) -> int:
@@ -515,7 +515,7 @@ class RadixCache:
         if self._log is not None:
             self._log.removed(leaf.pages)
         if parent.parent is not None:
-            self._offer(parent)
+            self._push_candidate(parent)
         elif not parent.children:
             if parent in self._quarantine:
                 self._quarantine.remove(parent)
@@ -527,7 +527,7 @@ class RadixCache:
         for watch in self._watches:
             watch.on_changed(node)
 
-    def _offer(self, node: RadixNode) -> None:
+    def _push_candidate(self, node: RadixNode) -> None:
         """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""
         if node.locks or node.children:
             return
@@ -552,7 +552,7 @@ class RadixCache:
             node.stamp = self.clock
             node = node.parent
         if self._policy.falls_with_use and leaf.queued is not None:
-            self._offer(leaf)
+            self._push_candidate(leaf)
 
     @staticmethod
     def _raise_priority(node: RadixNode, priority: int) -> None:

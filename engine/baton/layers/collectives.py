@@ -1,7 +1,7 @@
 """How tensor-parallel ranks put their parts together: the one seam between a model and the other processes.
 
 1. `ALONE` is the group of one: it returns what it is given;
-2. `join` meets the other processes of the group (a file of this engine's private directory is the meeting point: no
+2. `init_group` meets the other processes of the group (a file of this engine's private directory is the meeting point: no
    port is opened for it) and returns a `ProcessGroup`: gloo on the CPU, NCCL on CUDA devices;
 3. the model calls `all_reduce` and `gather`; all ranks make the same calls in the same order;
 4. a rank that dies breaks the connections of the others, whose calls raise `PeerLost`; one that hangs does so after a
@@ -62,20 +62,20 @@ ALONE = SingleProcess()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TpContext:
     """Where a process stands among the tensor-parallel ranks of its DP rank."""
 
     shard: Shard
     meeting_point: Path
-    """See `join`."""
-    tell: Callable[[bytes], None] | None = None
+    """See `init_group`."""
+    broadcast: Callable[[bytes], None] | None = None
     """The first rank's way to tell all others a step (Runner)."""
-    hear: Callable[[], bytes] | None = None
+    receive: Callable[[], bytes] | None = None
     """Another rank's way to wait for the next one."""
 
 
 class ProcessGroup:
-    """torch.distributed's default group, as `join` made it.
+    """torch.distributed's default group, as `init_group` made it.
 
     `calls` and `seconds` count since the start; CUDA's calls return before they are done, so their time says little.
     """
@@ -114,7 +114,7 @@ class ProcessGroup:
         self._do(lambda: dist.gather(padded, parts, dst=0))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
-    def least(self, n: int) -> int:
+    def all_reduce_min(self, n: int) -> int:
         """The smallest of all ranks' n, on every rank."""
         value = torch.tensor(n, dtype=torch.int64, device=self._device)
         self._do(lambda: dist.all_reduce(value, op=dist.ReduceOp.MIN))
@@ -133,7 +133,7 @@ class ProcessGroup:
         self.seconds += time.monotonic() - started
 
 
-def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float) -> ProcessGroup:
+def init_group(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float) -> ProcessGroup:
     """Meet the other ranks. Raises PeerLost when they are not all there in time.
 
     Args:
@@ -157,6 +157,6 @@ def join(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: 
 
 
 def leave() -> None:
-    """Close the connections of `join`, so that the process can end in any order with the others."""
+    """Close the connections of `init_group`, so that the process can end in any order with the others."""
     if dist.is_initialized():
         dist.destroy_process_group()

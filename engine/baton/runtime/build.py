@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from baton.config import EngineConfig
-from baton.disagg.relay import Relay
+from baton.disagg.transfer_driver import TransferDriver
 from baton.errors import ConfigError
 from baton.layers import ops
 from baton.layers.attention import make_backend
-from baton.layers.collectives import ALONE, Place, ProcessGroup, join
+from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.layers.model_spec import read_spec
@@ -27,7 +27,7 @@ from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.graphs.capture import CudaRecorder, rows_to_record
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
-from baton.runtime.memory.profile import check_weights, fit, no_room
+from baton.runtime.memory.profile import check_weights, no_room, profile_memory
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
 
@@ -53,10 +53,10 @@ class LoadedModel:
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
-    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
+    def engine(self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
         sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
-        return make_engine(self.config, sizes, self.runner, relay, trace, device_thread())
+        return make_engine(self.config, sizes, self.runner, driver, trace, device_thread())
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +74,10 @@ def compute_threads(config: EngineConfig) -> int:
 
 
 def load(
-    config: EngineConfig, model_dir: str, place: Place | None = None, on_progress: OnProgress = lambda done, total: None
+    config: EngineConfig,
+    model_dir: str,
+    place: TpContext | None = None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> LoadedModel:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 
@@ -92,7 +95,7 @@ def load(
             "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
         )
     share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
-    group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
+    group = None if place is None else init_group(shard, compute, place.meeting_point, config.dist_timeout)
     memory = None if on_cpu else DeviceMemory(compute)
     if memory is not None:
         check_weights(weight_bytes(whole, shard), memory)
@@ -110,7 +113,7 @@ def load(
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     if memory is not None:
         ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
-        pages = fit(model, config, context, pages, compute, memory, place, group)
+        pages = profile_memory(model, config, context, pages, compute, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
@@ -126,7 +129,7 @@ def load(
         config.max_running_requests,
         announces_writes=config.disaggregation_mode == "prefill",
         host=make_host_pool(kv, host_pages) if host_pages else None,
-        tell=None if place is None else place.tell,
+        broadcast=None if place is None else place.broadcast,
     )
     if memory is not None and isinstance(runner, DeviceRunner):
         _record(runner, config, compute, context, memory)

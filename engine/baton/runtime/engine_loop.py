@@ -1,6 +1,6 @@
-"""Engine of one rank: scheduler, device and (on P and D) the transfer relay, advanced by one thread.
+"""Engine of one rank: scheduler, device and (on P and D) the transfer driver, advanced by one thread.
 
-Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
+Life of a step: (1) `step` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
 pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
 step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
 
@@ -40,7 +40,7 @@ from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import ValidatedRequest
 
 if TYPE_CHECKING:
-    from baton.disagg.relay import Relay
+    from baton.disagg.transfer_driver import TransferDriver
 
 log = logging.getLogger("baton.engine")
 
@@ -130,7 +130,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Device,
-        relay: Relay | None,
+        driver: TransferDriver | None,
         *,
         overlap: bool,
         hook: PriorityHook | None = None,
@@ -140,14 +140,14 @@ class EngineLoop:
     ) -> None:
         self.sched = scheduler
         self._runner = runner
-        self._relay = relay
+        self._driver = driver
         self._hook = hook
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
         self._clock = clock
         self._page_bytes = page_bytes
         self._flight: deque[InFlightStep] = deque()
-        self.trouble: str | None = None
+        self.not_accepting_reason: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
         self._outputs: list[EmittedTokens] = []
         self._timelines: list[RequestTimeline] = []
@@ -168,16 +168,16 @@ class EngineLoop:
 
     def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        relay = None if req.rendezvous is None else self._relay
-        if relay is not None:
-            relay.accept(req)
+        driver = None if req.rendezvous is None else self._driver
+        if driver is not None:
+            driver.accept(req)
         try:
-            if self.trouble is not None:
-                raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
+            if self.not_accepting_reason is not None:
+                raise EngineDead(f"this rank takes no new requests: {self.not_accepting_reason}", retry_after_secs=5)
             self.sched.add(req)
         except EngineError as err:
-            if relay is not None:
-                relay.refuse(req, err)
+            if driver is not None:
+                driver.refuse(req, err)
             raise
         if self._hook is not None:
             self._hook.watch(req.handle, req.arrival)
@@ -203,15 +203,15 @@ class EngineLoop:
 
     # ------------------------------------------------------------------ the loop
 
-    def advance(self, now: float) -> tuple[list[EmittedTokens], bool]:
+    def step(self, now: float) -> tuple[list[EmittedTokens], bool]:
         """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
         self.at(now)
-        if self._relay is not None:
-            self._relay.pump(self.sched)
+        if self._driver is not None:
+            self._driver.poll(self.sched)
         self.sched.expire(now)
         if self._hook is not None:
             self._hook.run(self.sched, now)
-        plan = self.sched.plan(now) if self.trouble is None else None
+        plan = self.sched.plan(now) if self.not_accepting_reason is None else None
         self._carry_out()
         if plan is not None:
             self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
@@ -268,8 +268,8 @@ class EngineLoop:
                 log.info("queue order: %s instead of %s", event.after, event.before)
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("queue order replay: %s", event.line())
-        elif self._relay is not None:
-            self._relay.carry_out(event, self.sched)
+        elif self._driver is not None:
+            self._driver.apply_event(event, self.sched)
 
     def close(self) -> None:
         self._device.close()
@@ -279,7 +279,7 @@ class EngineLoop:
     @property
     def relay_counters(self) -> Mapping[str, float]:
         """Counters of the transfer relay; empty on a node without one."""
-        return {} if self._relay is None else self._relay.counters
+        return {} if self._driver is None else self._driver.counters
 
     @property
     def hook_errors(self) -> int:
@@ -287,7 +287,7 @@ class EngineLoop:
         return 0 if self._hook is None else self._hook.errors
 
     def page_gauges(self) -> dict[str, float]:
-        """Where the pages are. Empty when the ledger does not balance, which fences the pool: `trouble` is set."""
+        """Where the pages are. Empty when the ledger does not balance, which fences the pool: `not_accepting_reason` is set."""
         sched = self.sched
         try:
             ledger, host = sched.ledger(), sched.host_ledger()
@@ -296,20 +296,20 @@ class EngineLoop:
                 if host is not None:
                     host.check_idle(sched.limits.host_pages)
         except LedgerError as err:
-            if self.trouble is None:
+            if self.not_accepting_reason is None:
                 self._fence(f"its page ledger is broken: {err}")
             return {}
         total, host_gauges = sched.limits.num_pages, {} if host is None else host.gauges()
         return ledger.gauges() | host_gauges | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
 
-    def _fence(self, trouble: str) -> None:
+    def _fence(self, reason: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
 
-        The state is logged first. The process stays: /health reports `trouble`, and a router goes elsewhere.
+        The state is logged first. The process stays: /health reports `not_accepting_reason`, and a router goes elsewhere.
         """
-        self.trouble = trouble
-        log.error("%s; all requests end, no new ones are taken; %s", trouble, json.dumps(self.sched.dump()))
-        error = EngineDead(f"the request ended because this rank has failed: {trouble}", retry_after_secs=5)
+        self.not_accepting_reason = reason
+        log.error("%s; all requests end, no new ones are taken; %s", reason, json.dumps(self.sched.dump()))
+        error = EngineDead(f"the request ended because this rank has failed: {reason}", retry_after_secs=5)
         for handle in self.sched.handles():
             try:
                 if self.sched.is_alive(handle):
@@ -325,7 +325,7 @@ class EngineLoop:
         values = self.page_gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
         values.update(self.sched.order_gauges())
-        values["page_ledger_healthy"] = float(self.trouble is None)
+        values["page_ledger_healthy"] = float(self.not_accepting_reason is None)
         values["new_token_ratio"] = self.sched.new_token_ratio
         values["max_running_requests"] = float(self.sched.limits.max_running_requests)
         return values
@@ -341,7 +341,7 @@ def make_engine(
     config: EngineConfig,
     sizes: PoolSizes,
     runner: Device,
-    relay: Relay | None,
+    driver: TransferDriver | None,
     trace: Callable[[str], None] | None,
     device: DeviceThread | None = None,
 ) -> EngineLoop:
@@ -357,4 +357,4 @@ def make_engine(
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
     overlap, page_bytes = not config.disable_overlap_schedule, sizes.page_bytes
-    return EngineLoop(scheduler, runner, relay, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)
+    return EngineLoop(scheduler, runner, driver, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)

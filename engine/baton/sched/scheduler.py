@@ -82,7 +82,9 @@ class Scheduler:
         self._make_room(req)
         is_lease = limits.role == "prefill" and meet is not None
         limit = 1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
-        seq = Seq(req, array("i", req.prompt), limit, is_lease=is_lease, born_tokens=state.computed_tokens)
+        seq = Seq(
+            req, array("i", req.prompt), limit, is_lease=is_lease, tokens_computed_at_arrival=state.computed_tokens
+        )
         seq.start_priority = state.start_priority(req)
         state.seqs[req.handle] = seq
         if meet is not None:
@@ -329,14 +331,14 @@ class Scheduler:
     def _note(self, outcome: PlanOutcome, now: float) -> None:
         """Keep a record of what was just decided."""
         state, limits, plan = self._state, self.limits, outcome.plan
-        sent_back = tuple(state.stats.sent_back)
+        requeued = tuple(state.stats.requeued)
         if plan is not None:
             self.decisions.steps[plan.mode, plan.stopped_by] += 1
-        elif not sent_back:
+        elif not requeued:
             waits = state.waiting or state.opening
             if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(outcome.stopped_by):
                 return
-        state.stats.sent_back.clear()
+        state.stats.requeued.clear()
         decode_rows = plan.num_decode if plan else 0
         decision = StepDecision(
             step=state.planned_step,
@@ -356,7 +358,7 @@ class Scheduler:
             new_token_ratio=state.memory.ratio.value,
             queued=dict(state.stats.queued),
             admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
-            sent_back=sent_back,
+            requeued=requeued,
         )
         self.decisions.note(decision)
 

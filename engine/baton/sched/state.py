@@ -137,7 +137,7 @@ class SchedulerState:
         """Queue a sequence by its state. One whose prompt P computes adds no tokens to those that wait here."""
         is_opening = seq.state is SeqState.OPENING
         (self.opening if is_opening else self.waiting).add(seq)
-        self.admission.enter(seq, 0 if is_opening else seq.prompt_len, self.now)
+        self.admission.add(seq, 0 if is_opening else seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
@@ -145,7 +145,7 @@ class SchedulerState:
         self.waiting.discard(seq)
         self.opening.discard(seq)
         self.announced.pop(seq.handle, None)
-        self.admission.leave(seq, self.now)
+        self.admission.remove(seq, self.now)
 
     # ------------------------------------------------------------------ running
 
@@ -153,9 +153,9 @@ class SchedulerState:
         """WAITING or TRANSFER → RUNNING."""
         seq.to(SeqState.RUNNING)
         self.retained.pop(seq.handle, None)
-        seq.place = self.limits.priority.place(seq, self.now)
+        seq.sort_key = self.limits.priority.sort_key(seq, self.now)
         last = next(reversed(self.running.values()), None)
-        self._is_unsorted |= last is not None and seq.place < last.place
+        self._is_unsorted |= last is not None and seq.sort_key < last.sort_key
         self.running[seq.handle] = seq
 
     def sort_running(self) -> None:
@@ -163,9 +163,9 @@ class SchedulerState:
         rule = self.limits.priority
         if rule.is_capped:
             for seq in self.running.values():
-                seq.place = rule.place(seq, self.now)
+                seq.sort_key = rule.sort_key(seq, self.now)
         if self._is_unsorted or rule.is_capped:
-            in_order = sorted(self.running.values(), key=operator.attrgetter("place"))
+            in_order = sorted(self.running.values(), key=operator.attrgetter("sort_key"))
             self.running = {seq.handle: seq for seq in in_order}
             self._is_unsorted = False
 
@@ -174,37 +174,37 @@ class SchedulerState:
         seq.adjusted_priority = priority
         self.waiting.reprioritize(seq)
         self.opening.reprioritize(seq)
-        seq.place = self.limits.priority.place(seq, self.now)
+        seq.sort_key = self.limits.priority.sort_key(seq, self.now)
         self._is_unsorted = True
 
-    def send_back(self, seq: Seq, mode: str) -> None:
+    def requeue(self, seq: Seq, mode: str) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
         self._vacate(seq, mode)
         seq.to(SeqState.WAITING)
         self.enqueue(seq)
 
     def _vacate(self, seq: Seq, mode: str) -> None:
-        """Take a sequence off the device: its slot and its pages are free for others (Memory.vacate for `mode`)."""
-        self.memory.vacate(seq, mode, self.times.prefill_rate)
+        """Take a sequence off the device: its slot and its pages are free for others (Memory.release_device_memory for `mode`)."""
+        self.memory.release_device_memory(seq, mode, self.times.prefill_rate)
         self._free_slot(seq)
         self.running.pop(seq.handle, None)
-        seq.computed = seq.committed = seq.sent_pages = 0
+        seq.computed = seq.committed = seq.pages_sent_to_runner = 0
 
     def _park(self, seq: Seq) -> None:
         """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
         del self.running[seq.handle]
         self._free_slot(seq)
-        seq.sent_pages = 0
+        seq.pages_sent_to_runner = 0
         self.retained[seq.handle] = seq
 
-    def unadmit(self, seq: Seq) -> None:
+    def cancel_admission(self, seq: Seq) -> None:
         """Undo an admission that no row came of."""
         if seq.announced_pages:
             self._park(seq)
             seq.to(SeqState.WAITING)
             self.enqueue(seq)
         else:
-            self.send_back(seq, "recompute")
+            self.requeue(seq, "recompute")
 
     def release_retained(self) -> bool:
         """P: release one retained sequence's pages, the newest's, suspended ones first. False: nothing is retained.
@@ -225,7 +225,7 @@ class SchedulerState:
         self.retractions += 1
         seq.retractions += 1
         mode = self.limits.preemption_mode
-        self.send_back(seq, "cache" if mode == "recompute" else mode)
+        self.requeue(seq, "cache" if mode == "recompute" else mode)
         self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
@@ -233,7 +233,7 @@ class SchedulerState:
         self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
         self.preemptions += 1
         seq.preemptions += 1
-        self.send_back(seq, self.limits.preemption_mode)
+        self.requeue(seq, self.limits.preemption_mode)
 
     # ------------------------------------------------------------------ suspended by an operator
 
@@ -372,7 +372,7 @@ class SchedulerState:
             self.outbox.append(timeline)
 
     def _let_go(self, seq: Seq) -> None:
-        self.memory.let_go(seq)
+        self.memory.release_pages(seq)
         self._free_slot(seq)
 
     def _free_slot(self, seq: Seq) -> None:

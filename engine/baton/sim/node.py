@@ -105,7 +105,7 @@ class SameThread:
 
 
 class VirtualLink:
-    """disagg.Relay of a P node: a prompt's pages are released when a link of the modeled speed has carried them."""
+    """disagg.TransferDriver of a P node: a prompt's pages are released when a link of the modeled speed has carried them."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
@@ -118,13 +118,13 @@ class VirtualLink:
     def refuse(self, req: ValidatedRequest, error: EngineError) -> None:
         """No room was opened."""
 
-    def carry_out(self, event: Event, sched: Scheduler) -> None:
+    def apply_event(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, PrefillDone):
             setting, handle = self._node.setting, event.req.handle
             seconds = setting.model.transfer_seconds(setting.trace[handle].input_length)
             heapq.heappush(self.releases, (self._node.now + seconds, handle))
 
-    def pump(self, sched: Scheduler) -> None:
+    def poll(self, sched: Scheduler) -> None:
         while self.releases and self.releases[0][0] <= self._node.now:
             sched.release(heapq.heappop(self.releases)[1])
 
@@ -179,7 +179,7 @@ class SimNode:
 
     def _turn(self) -> bool:
         self._take_in()
-        outputs, busy = self._loop.advance(self.now)
+        outputs, busy = self._loop.step(self.now)
         self._hear(outputs)
         return busy or self._jump()
 

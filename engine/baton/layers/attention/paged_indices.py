@@ -97,12 +97,12 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
     return (*(r for r in sizes if r < largest), largest)
 
 
-def capture_size(ladder: tuple[int, ...], rows: int) -> int | None:
+def capture_size(sizes: tuple[int, ...], rows: int) -> int | None:
     """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without a graph."""
     if rows < 1:
         raise ValueError(f"{rows} rows: an empty batch has no graph")
-    at = int(np.searchsorted(ladder, rows))
-    return ladder[at] if at < len(ladder) else None
+    at = int(np.searchsorted(sizes, rows))
+    return sizes[at] if at < len(sizes) else None
 
 
 def pad_decode(rows: PagedRows, batch_size: int, dummy_page: int) -> PagedRows:

@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._table = table
         self._stream = stream
         self._kv = kv
-        self.ladder = capture_sizes(largest)
+        self.sizes = capture_sizes(largest)
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
         pages = min(largest * -(-context // kv.page_size), 2 * kv.num_pages) + largest
@@ -103,14 +103,14 @@ class DecodeGraphs:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
-        for done, size in enumerate(reversed(self.ladder), 1):
+        for done, size in enumerate(reversed(self.sizes), 1):
             self._attn.prepare_capture(size, self._static)
             self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
             replays[size] = recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
             now = time.monotonic()
-            if done == len(self.ladder) or now - said >= PROGRESS_SECS:
+            if done == len(self.sizes) or now - said >= PROGRESS_SECS:
                 said = now
-                log.info("capturing CUDA graphs: %d/%d, %.1f s", done, len(self.ladder), now - started)
+                log.info("capturing CUDA graphs: %d/%d, %.1f s", done, len(self.sizes), now - started)
         return replays
 
     def _decode(self, size: int) -> None:
@@ -145,7 +145,7 @@ class DecodeGraphs:
         rows = len(step.slots)
         if step.num_decode < rows or len(indices.sample_index) < rows:
             return None
-        size = capture_size(self.ladder, rows)
+        size = capture_size(self.sizes, rows)
         if size is None or len(indices.page_indices) + size - rows > self._static.pages:
             return None
         return size

@@ -20,7 +20,7 @@ from baton.errors import ConfigError, EngineError
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import GraphAttention
 from baton.layers.attention.paged_indices import capture_sizes
-from baton.layers.collectives import Place, ProcessGroup
+from baton.layers.collectives import ProcessGroup, TpContext
 from baton.layers.flashinfer_loader import SLOWER, reason
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
@@ -42,14 +42,14 @@ def check_weights(needed: int, memory: DeviceMemory) -> None:
         )
 
 
-def fit(
+def profile_memory(
     model: Decoder,
     config: EngineConfig,
     context: int,
     wanted_pages: int | None,
     device: torch.device,
     memory: DeviceMemory,
-    place: Place | None = None,
+    place: TpContext | None = None,
     group: ProcessGroup | None = None,
 ) -> int:
     """Pages of the pool.
@@ -81,7 +81,7 @@ def fit(
     needs = MemoryNeeds(total, free, weights, **tried)
     page_bytes = model.spec.kv.page_bytes(config.page_size)
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
-    pages = sized.pages if group is None else group.least(sized.pages)
+    pages = sized.pages if group is None else group.all_reduce_min(sized.pages)
     log.info(
         "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
         account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
@@ -95,16 +95,20 @@ def _try(
     limits: warmup.WarmupLimits,
     device: torch.device,
     memory: DeviceMemory,
-    place: Place | None,
+    place: TpContext | None,
 ) -> dict[str, int]:
     """Fields of `MemoryNeeds` that depend on the attention backend."""
     pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)
     before = memory.held()
     attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before
-    runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
-    hear = None if place is None else place.hear
-    took = warmup.run_warmup(limits, runner.run if hear is None else lambda _: runner.follow(hear()), memory)
+    runner = make_runner(
+        model, pool, attn, config.max_running_requests, broadcast=None if place is None else place.broadcast
+    )
+    receive = None if place is None else place.receive
+    took = warmup.run_warmup(
+        limits, runner.run if receive is None else lambda _: runner.execute_remote(receive()), memory
+    )
     graphs, rows = 0, rows_to_record(config)
     if rows and isinstance(attn, GraphAttention):
         workspace += attn.capture_bytes(rows)

@@ -94,7 +94,7 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
         """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
-        if self._tell is not None:
+        if self._broadcast is not None:
             self._read()
         step, indices = self._begin(plan)
         if indices is None:
@@ -111,8 +111,8 @@ class DeviceRunner(ModelRunner):
         self._advance(rows, step.slots[step.samples], launched)
         return launched
 
-    def follow(self, order: bytes) -> None:
-        super().follow(order)
+    def execute_remote(self, order: bytes) -> None:
+        super().execute_remote(order)
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
@@ -148,7 +148,7 @@ class DeviceRunner(ModelRunner):
         """The rows stand one token further, which the host does not know yet."""
         later = []
         for i, row in enumerate(rows):
-            if row.needs_tokens or self._tell is not None:
+            if row.needs_tokens or self._broadcast is not None:
                 later.append((i, int(slots[i]), row))
             elif not row.is_always_plain:
                 row.append(UNKNOWN_TOKEN)
@@ -167,7 +167,7 @@ class DeviceRunner(ModelRunner):
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Known to the host only where other ranks need it; else a reference stands for what the table holds."""
-        return super()._open_tokens(slots) if self._tell is not None else self._table.reference(slots)
+        return super()._open_tokens(slots) if self._broadcast is not None else self._table.reference(slots)
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return self._upload(step, indices)[0]

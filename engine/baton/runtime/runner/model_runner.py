@@ -6,12 +6,12 @@ Pages that the plan moves between device and host are copied before its rows run
 
 With tensor parallelism the first rank executes plans and tells the others each step (runtime.runner.step_inputs),
 before it computes
-its own part; they `follow`.
+its own part; they run `execute_remote`.
 
 Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
 table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
 
-Not thread-safe: one thread calls `execute` or `follow`, in plan order.
+Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import Growth, PlanDiverged, StepIndices, StepInputs, checksum, decode, encode
+from baton.runtime.runner.step_inputs import Growth, StepIndices, StepInputs, StepMismatch, checksum, decode, encode
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
@@ -43,7 +43,7 @@ class ModelRunner:
     """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
 
     `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
-    `tell`: on the first of several tensor-parallel ranks, sends a step's order to all others.
+    `broadcast`: on the first of several tensor-parallel ranks, sends a step's order to all others.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ModelRunner:
         *,
         announces_writes: bool = False,
         host: Tensor | None = None,
-        tell: Callable[[bytes], None] | None = None,
+        broadcast: Callable[[bytes], None] | None = None,
     ) -> None:
         self.vocab_size = model.spec.vocab_size
         self._model = model
@@ -67,9 +67,9 @@ class ModelRunner:
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
-        self._tell = tell
+        self._broadcast = broadcast
         self._check = 0
-        """Checksum of the last step, with `tell` or `follow`."""
+        """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
@@ -92,16 +92,16 @@ class ModelRunner:
         outcome = self.execute(plan)
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 
-    def follow(self, order: bytes) -> None:
+    def execute_remote(self, order: bytes) -> None:
         """Do this rank's part of a step that the first tensor-parallel rank has sent.
 
-        Raises PlanDiverged, and what torch and the group raise; the runner is then unusable.
+        Raises StepMismatch, and what torch and the group raise; the runner is then unusable.
         """
         step, check = decode(order)
         indices = self._indices(step)
         self._check = checksum(step, indices, self._check)
         if self._check != check:
-            raise PlanDiverged(
+            raise StepMismatch(
                 f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
                 f"(checks {self._check:08x} and {check:08x}); nothing was computed"
             )
@@ -117,9 +117,9 @@ class ModelRunner:
         step = self._step(plan)
         self._begin_write(step)
         indices = self._indices(step)
-        if self._tell is not None:
+        if self._broadcast is not None:
             self._check = checksum(step, indices, self._check)
-            self._tell(encode(step, self._check))
+            self._broadcast(encode(step, self._check))
         return step, indices
 
     def _begin_write(self, step: StepInputs) -> None:

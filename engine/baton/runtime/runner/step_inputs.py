@@ -6,7 +6,7 @@ step's tokens, admissions' prompts and growth of page tables all travel in one m
 
 The message ends with a number over the index arrays that the first rank computes with, chained to those of all steps
 before it. A rank whose own arrays give another number (a message lost or altered, a page table that differs) raises
-`PlanDiverged` before it computes or writes anything: every rank does what was planned, or the group ends.
+`StepMismatch` before it computes or writes anything: every rank does what was planned, or the group ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-class PlanDiverged(Exception):
+class StepMismatch(Exception):
     """This rank would have executed something else than the first rank."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from baton.config import EngineConfig
 from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, Simulated, read
-from baton.disagg.relay import Relay, TransferNode
+from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
 from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
 from baton.runtime.simulated.device import SimRunner, answer_tokens
@@ -40,13 +40,13 @@ class SimLoaded:
     vocab_size: ClassVar[int] = 2**31
     """Simulated tokens are four bytes of text without the top bit."""
 
-    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
+    def engine(self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
-        return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, relay, trace)
+        return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, driver, trace)
 
     def paced(self, node: TransferNode) -> TransferNode:
-        """The transfer runtime as a P node's relay should see it."""
+        """The transfer runtime as a P node's driver should see it."""
         return PacedTransfer(node, self.simulated, self.config.page_size)
 
 

@@ -77,7 +77,7 @@ class FairnessRules:
         return priority, asked if rule.priority_class is None else self.classes.no_better(asked, rule.priority_class)
 
 
-class _Lane:
+class _ClassQueue:
     """Candidates of one class in this step. Candidates are taken from the policy's order as far as needed."""
 
     def __init__(
@@ -262,11 +262,11 @@ class FairQueue(SharingStrategy):
             holders: every sequence that holds pages now.
             most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
-        lanes = self._lanes(view, order, most_skipped)
-        ready = {c for c, lane in enumerate(lanes) if lane.first or lane.tenants}
+        class_queues = self._class_queues(view, order, most_skipped)
+        ready = {c for c, class_queue in enumerate(class_queues) if class_queue.first or class_queue.tenants}
         if not ready:
             self._rounds.settle()
-        for idle in set(range(len(lanes))) - ready:
+        for idle in set(range(len(class_queues))) - ready:
             self._rounds.leave(idle)
         ahead = 0
         used = self._use(holders)
@@ -277,14 +277,14 @@ class FairQueue(SharingStrategy):
             return is_open and self._fits(seq, used)
 
         def has_room(seq: Seq) -> bool:
-            return view is None or ahead < view.max_partial or not lanes[c].ahead or view.completes(seq)
+            return view is None or ahead < view.max_partial or not class_queues[c].ahead or view.completes(seq)
 
         while ready:
             is_open = is_open and (view is None or view.has_slot())
             c = self._rounds.turn(ready) if is_open else self._rounds.least_served(ready)
             seq = None
-            if is_open or lanes[c].first or lanes[c].pending:
-                seq = lanes[c].next(may_start, has_room)
+            if is_open or class_queues[c].first or class_queues[c].pending:
+                seq = class_queues[c].next(may_start, has_room)
             if seq is None:
                 ready.discard(c)
                 if is_open or not self._waiting[c]:
@@ -293,13 +293,13 @@ class FairQueue(SharingStrategy):
             was = seq.state
             yield seq
             if seq.state is was and was is not SeqState.RUNNING:
-                lanes[c].skip(self.tenant_of(seq.req))  # no pages for it: others may pass
+                class_queues[c].skip(self.tenant_of(seq.req))  # no pages for it: others may pass
                 continue
             if was is not SeqState.RUNNING and seq.state in _HOLDING:
                 self._count(seq, used)
             is_ahead = seq.state is SeqState.RUNNING and is_partial(seq)
             ahead += is_ahead
-            lanes[c].ahead += is_ahead
+            class_queues[c].ahead += is_ahead
 
     def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
         """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
@@ -309,28 +309,28 @@ class FairQueue(SharingStrategy):
         finally:
             self._rounds.restore(saved)
 
-    def _lanes(self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int) -> list[_Lane]:
+    def _class_queues(self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int) -> list[_ClassQueue]:
         source = iter(order)
-        lanes: list[_Lane] = []
+        class_queues: list[_ClassQueue] = []
 
         def pull(c: int, tenant: str) -> bool:
             for seq in source:
                 home, owner = self.class_of(seq), self.tenant_of(seq.req)
-                lanes[home].queues[owner].append(seq)
+                class_queues[home].queues[owner].append(seq)
                 if home == c and owner == tenant:
                     return True
             return False
 
         for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
-            lanes.append(_Lane(counters, waiting, functools.partial(pull, c), most_skipped))
+            class_queues.append(_ClassQueue(counters, waiting, functools.partial(pull, c), most_skipped))
         for seq in view.unfinished if view is not None else ():
-            lane = lanes[self.class_of(seq)]
+            class_queue = class_queues[self.class_of(seq)]
             if view is not None and view.together:
-                lane.tenants.setdefault(self.tenant_of(seq.req))
-                lane.pending += 1
+                class_queue.tenants.setdefault(self.tenant_of(seq.req))
+                class_queue.pending += 1
             else:
-                lane.first.append(seq)
-        return lanes
+                class_queue.first.append(seq)
+        return class_queues
 
     def startable(self, seqs: Iterable[Seq], holders: Callable[[], Iterable[Seq]]) -> Iterator[Seq]:
         """Those whose tenants are below their limits."""

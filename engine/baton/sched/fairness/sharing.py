@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.sched.types.request import ValidatedRequest
-from baton.sched.types.sequence import Place, Seq, SeqState, is_partial
+from baton.sched.types.sequence import Seq, SeqState, SortKey, is_partial
 
 
 class PrefillView(Protocol):
@@ -51,7 +51,7 @@ class PrefillView(Protocol):
     def untried(self) -> list[Seq]:
         """The request with a reservation, if it may start and has not been tried."""
 
-    def place(self, seq: Seq) -> Place:
+    def sort_key(self, seq: Seq) -> SortKey:
         """Place in the order of importance."""
 
 
@@ -105,7 +105,7 @@ class SharingStrategy:
         if together and len(given) < len(view.unfinished):
             rest = [seq for seq in view.sorted_unfinished() if seq.handle not in given]
         rest += view.untried()
-        rest.sort(key=lambda seq: view.place(seq)[0])  # stable: behind prompts under way as important
+        rest.sort(key=lambda seq: view.sort_key(seq)[0])  # stable: behind prompts under way as important
         for seq in rest:
             if seq.state is SeqState.WAITING and ahead >= view.max_partial and not view.completes(seq):
                 continue

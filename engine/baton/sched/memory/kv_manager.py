@@ -7,7 +7,7 @@ A sequence's pages, in the order of its tokens:
 
 (private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
 
-Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (`vacate` with mode
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (`release_device_memory` with mode
 offload: at once), and a sequence that is admitted gets its continuation from there (`restore`).
 
 Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
@@ -105,7 +105,7 @@ class KvManager:
         left = seq.max_new_tokens - seq.generated
         if seq.is_lease:
             return 0
-        return left if seq.ends_by_length else self.ratio.estimate(left)
+        return left if seq.has_fixed_length else self.ratio.estimate(left)
 
     def growth(self, seq: Seq) -> int:
         """Pages that a sequence is expected to still take."""
@@ -121,8 +121,8 @@ class KvManager:
         longest = int(clip * ratio)
         total = 0
         for seq in seqs:
-            tokens = most = seq.most_tokens
-            if not seq.ends_by_length:
+            tokens = most = seq.max_total_tokens
+            if not seq.has_fixed_length:
                 tokens = len(seq.tokens) + seq.inflight
                 if not seq.is_lease:
                     left = most - tokens
@@ -140,7 +140,7 @@ class KvManager:
         known: list[Seq] = []
         others: list[Seq] = []
         for seq in seqs:
-            is_known = seq.ends_by_length and seq.is_decoding
+            is_known = seq.has_fixed_length and seq.is_decoding
             (known if is_known else others).append(seq)
         coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
         answers = []
@@ -196,7 +196,7 @@ class KvManager:
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
-        if seq.has_let_go:
+        if seq.pages_were_released:
             self.hit_tokens["rematch"] += tokens
             return
         fresh = self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
@@ -229,8 +229,8 @@ class KvManager:
         done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
         self.cache.lock(done.node)
         tokens = len(pages) * self.page_size
-        self.hit_tokens["rematch" if seq.has_let_go else "host"] += tokens
-        if not seq.has_let_go:
+        self.hit_tokens["rematch" if seq.pages_were_released else "host"] += tokens
+        if not seq.pages_were_released:
             self.cache.reuse(done.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
@@ -282,7 +282,7 @@ class KvManager:
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
-    def vacate(self, seq: Seq, mode: str, prefill_rate: float) -> None:
+    def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything a sequence holds that is going to come back.
 
         Args:
@@ -297,7 +297,7 @@ class KvManager:
         if mode != "recompute":
             self.publish(seq)
         node = seq.node
-        self.let_go(seq)
+        self.release_pages(seq)
         pays = mode == "offload" or (mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size)
         if self.host is not None and node is not None and pays:
             self._offload(seq, node, self.host)
@@ -312,9 +312,9 @@ class KvManager:
         seq.pinned = host.only_here(keys)
         host.pin(seq.pinned)
 
-    def let_go(self, seq: Seq) -> None:
+    def release_pages(self, seq: Seq) -> None:
         """Free what a sequence holds; what it published stays cached."""
-        seq.has_let_go = True
+        seq.pages_were_released = True
         self._unpin(seq)
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from baton.sched.memory.min_cost_cover import cheap_cover
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
-from baton.sched.types.sequence import Place, Seq
+from baton.sched.types.sequence import Seq, SortKey
 
 
 def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
@@ -24,10 +24,10 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
     None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
     """
     base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
-    first = min(running, key=lambda s: (not s.is_promised, -base(s), s.req.arrival, s.handle))
-    victims = [s for s in running if s is not first and s is not keep and s.pages and not s.is_promised]
+    first = min(running, key=lambda s: (not s.has_announced_pages, -base(s), s.req.arrival, s.handle))
+    victims = [s for s in running if s is not first and s is not keep and s.pages and not s.has_announced_pages]
     if not victims:
-        return None if keep is first or keep.is_promised else keep
+        return None if keep is first or keep.has_announced_pages else keep
     return min(victims, key=lambda s: (base(s), s.computed, -s.req.arrival, -s.handle))
 
 
@@ -41,7 +41,12 @@ def may_preempt(seq: Seq, limits: Limits) -> bool:
 
 
 def priority_victims(
-    head: Seq, short: int, running: Iterable[Seq], limits: Limits, freed: Callable[[Seq], tuple[int, int]], place: Place
+    head: Seq,
+    short: int,
+    running: Iterable[Seq],
+    limits: Limits,
+    freed: Callable[[Seq], tuple[int, int]],
+    sort_key: SortKey,
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 
@@ -51,14 +56,14 @@ def priority_victims(
     no two can evict each other in turn.
 
     Args:
-        place: of `head` among the running (PriorityRule.place).
+        sort_key: of `head` among the running (PriorityRule.sort_key).
         freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
             only victims share is not counted for either: the set frees at least what it promises.
     """
     rule = limits.priority
     below = rule.base(head) - rule.preemption_threshold
     candidates = sorted(
-        (s for s in running if rule.base(s) < below and s.place > place and may_preempt(s, limits)),
+        (s for s in running if rule.base(s) < below and s.sort_key > sort_key and may_preempt(s, limits)),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
     found = [freed(seq) for seq in candidates]

@@ -50,7 +50,7 @@ SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted
 
 
 @dataclass(slots=True)
-class _Life:
+class _RequestStats:
     """Times and counts of a live request."""
 
     cls: str
@@ -74,7 +74,7 @@ class SchedStats:
     def __init__(self, starvation_secs: float, class_of: Callable[[Seq], str]) -> None:
         self._starvation_secs = starvation_secs
         self.class_of = class_of
-        self._lives: dict[int, _Life] = {}
+        self._request_stats: dict[int, _RequestStats] = {}
         self._order = BypassCounter()
         self._due: list[tuple[float, int]] = []
         """(when the wait gets too long, handle): a heap; entries of waits that are over stay until their time."""
@@ -97,7 +97,7 @@ class SchedStats:
         self.starved: Counter[str] = Counter()
         self.suspensions: Counter[tuple[str, str, str]] = Counter()
         """(class, class it gave way to, reason) → requests sent back to the queue."""
-        self.sent_back: list[tuple[int, str]] = []
+        self.requeued: list[tuple[int, str]] = []
         """(handle, reason) since the last record of a decision, which clears it."""
         self.decode_rate = 0.0
         """Tokens of decode rows per second of steps that had some, smoothed."""
@@ -120,10 +120,10 @@ class SchedStats:
 
     def on_queued(self, seq: Seq, now: float) -> None:
         """A request waits; one that waits already (an admission was taken back) keeps its place."""
-        life = self._lives.get(seq.handle)
+        life = self._request_stats.get(seq.handle)
         if life is None:
             arrival = seq.req.arrival
-            life = self._lives[seq.handle] = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
+            life = self._request_stats[seq.handle] = _RequestStats(self.class_of(seq), (arrival, seq.handle), arrival)
             if seq.req.trace:
                 self._timelines[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
@@ -135,13 +135,13 @@ class SchedStats:
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
-        if len(self._due) > 1024 + 4 * len(self._lives):
+        if len(self._due) > 1024 + 4 * len(self._request_stats):
             self._due = [entry for entry in self._due if self._is_due(*entry)]
             heapq.heapify(self._due)
 
     def _is_due(self, at: float, handle: int) -> bool:
         """Does this entry of `_due` speak of a wait that goes on?"""
-        life = self._lives.get(handle)
+        life = self._request_stats.get(handle)
         return life is not None and life.waits and life.since + self._starvation_secs == at
 
     def on_plan(self, now: float) -> None:
@@ -153,13 +153,13 @@ class SchedStats:
             at, handle = heapq.heappop(self._due)
             if not self._is_due(at, handle):
                 continue
-            life = self._lives[handle]
+            life = self._request_stats[handle]
             if self._order.count(handle):
                 self._starve(life)
             else:
                 heapq.heappush(self._overdue, (life.key, handle))
 
-    def _starve(self, life: _Life) -> None:
+    def _starve(self, life: _RequestStats) -> None:
         life.is_starving = True
         self.starving[life.cls] += 1
         if not life.has_starved:
@@ -168,7 +168,7 @@ class SchedStats:
 
     def on_admitted(self, seq: Seq, now: float) -> None:
         """A waiting request got its row; `seq.computed` tokens of it come from the cache."""
-        life = self._lives[seq.handle]
+        life = self._request_stats[seq.handle]
         if life.was_admitted:
             self._order.leave(seq.handle)
         else:
@@ -191,12 +191,12 @@ class SchedStats:
         """Those who wait too long and arrived before `key` are overtaken now."""
         while self._overdue and self._overdue[0][0] < key:
             _, handle = heapq.heappop(self._overdue)
-            life = self._lives.get(handle)
+            life = self._request_stats.get(handle)
             # The wait of this entry may be over, and another one have begun.
             if life and life.waits and not life.is_starving and now - life.since > self._starvation_secs:
                 self._starve(life)
 
-    def _stop_waiting(self, life: _Life) -> None:
+    def _stop_waiting(self, life: _RequestStats) -> None:
         life.waits = False
         self.queued[life.cls] -= 1
         if life.is_starving:
@@ -212,13 +212,13 @@ class SchedStats:
             reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or admin, which takes
                 waiting ones too.
         """
-        life = self._lives[seq.handle]
+        life = self._request_stats[seq.handle]
         self.timeline(seq).note(self.now, SENT_BACK[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
-        self.sent_back.append((seq.handle, reason))
-        other = None if by is None else self._lives.get(by.handle)
+        self.requeued.append((seq.handle, reason))
+        other = None if by is None else self._request_stats.get(by.handle)
         self.suspensions[life.cls, other.cls if other else "", reason] += 1
         life.lost_tokens = seq.computed
 
@@ -240,7 +240,7 @@ class SchedStats:
         stayed = len(current)
         if current != last:
             for handle in last - current:
-                if handle in self._lives:
+                if handle in self._request_stats:
                     self._last_token_at[handle] = last_at
             for handle in current - last:
                 stayed -= 1
@@ -265,12 +265,12 @@ class SchedStats:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
             self.deadlines_missed["ttft"] += slack < 0
-        life = self._lives[seq.handle]
+        life = self._request_stats[seq.handle]
         return FirstTokenStages(life.queue_seconds, life.pulled)
 
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
-        self._lives[seq.handle].pulled = pulled
+        self._request_stats[seq.handle].pulled = pulled
         if pulled is not None:
             self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
         self.timeline(seq).pulled = pulled
@@ -282,7 +282,7 @@ class SchedStats:
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""
-        life = self._lives.get(seq.handle)
+        life = self._request_stats.get(seq.handle)
         if life is not None and life.waits:
             self._order.leave(seq.handle)
             self._stop_waiting(life)
@@ -290,7 +290,7 @@ class SchedStats:
     def on_ended(self, seq: Seq) -> RequestTimeline | None:
         """Returns its timeline, once, if it was traced."""
         self.on_withdrawn(seq)
-        self._lives.pop(seq.handle, None)
+        self._request_stats.pop(seq.handle, None)
         self._last_token_at.pop(seq.handle, None)
         self._leased_at.pop(seq.handle, None)
         timeline = self._timelines.pop(seq.handle, None)

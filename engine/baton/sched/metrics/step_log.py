@@ -46,7 +46,7 @@ class StepDecision(NamedTuple):
     queued: dict[str, int]
     """Waiting requests by class, after this plan."""
     admitted: tuple[int, ...]
-    sent_back: tuple[tuple[int, str], ...]
+    requeued: tuple[tuple[int, str], ...]
     """(handle, reason): retracted (memory), preempted (priority, slots), since the record before suspended (admin)."""
 
 

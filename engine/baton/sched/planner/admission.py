@@ -23,7 +23,7 @@ class AdmissionEstimate:
             return work  # alone: it must run, and it fits (see Scheduler.add)
         need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
         growth = self._growth.pages()
-        if need + growth > memory.available >= need and any(s.ends_by_length for s in state.running.values()):
+        if need + growth > memory.available >= need and any(s.has_fixed_length for s in state.running.values()):
             growth = min(growth, memory.peak_growth(list(self._growth.growing())))
         if seq.handle in state.retained:
             growth -= memory.growth(seq)

@@ -28,19 +28,19 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
     for seq in running.values():
         known, inflight, start = seq.tokens, seq.inflight, seq.computed
         total = len(known) + inflight
-        if total - start != 1 or not seq.prompt_len < total < seq.most_tokens:
+        if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
             others.append(seq)
             continue
         if total > len(seq.pages) * page_size and (seq.handle in starved or not memory.extend(seq, total)):
             continue
-        sent = seq.sent_pages
+        sent = seq.pages_sent_to_runner
         if sent == 0:
             draft.add(seq, 1)
             continue
         pages, held = NO_PAGES, len(seq.pages)
         if sent < held:
             pages = seq.pages[sent:]
-            seq.sent_pages = held
+            seq.pages_sent_to_runner = held
         tokens = UNKNOWN if inflight else known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
         seq.computed = total

@@ -20,7 +20,7 @@ class PlanDraft:
 
     def add(self, seq: Seq, n: int) -> None:
         """Plan the next `n` tokens of a sequence."""
-        start, sent, end = seq.computed, seq.sent_pages, seq.computed + n
+        start, sent, end = seq.computed, seq.pages_sent_to_runner, seq.computed + n
         if sent == 0:
             history = array("i", seq.tokens)
             self.admitted.append(AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history))
@@ -29,7 +29,7 @@ class PlanDraft:
             tokens.append(UNKNOWN_TOKEN)
         samples = end == seq.total_len
         self.rows.append(Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:]))
-        seq.sent_pages = len(seq.pages)
+        seq.pages_sent_to_runner = len(seq.pages)
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True

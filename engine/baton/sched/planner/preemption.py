@@ -45,7 +45,7 @@ class PreemptionPlanner:
             if self._estimate.is_too_late(seq):
                 continue  # it ends as soon as its turn comes
             victims = priority_victims(
-                seq, short, state.running.values(), state.limits, state.memory.freed_by, rule.place(seq, state.now)
+                seq, short, state.running.values(), state.limits, state.memory.freed_by, rule.sort_key(seq, state.now)
             )
             if not (self._reservation.may_pass(seq, victims) and self._saves_time(victims, slots=slots, short=short)):
                 continue
@@ -85,8 +85,8 @@ class PreemptionPlanner:
         decoding = sum(s.is_decoding for s in running)
         if decoding and not can_prefill:
             return False
-        key, is_first = limits.priority.place(seq, state.now)[0], not state.policy.redecides_chunks
-        ahead = [s for s in partial_of(running) if s.place[0] < key or (is_first and s.place[0] == key)]
+        key, is_first = limits.priority.sort_key(seq, state.now)[0], not state.policy.reorders_partial_prefills
+        ahead = [s for s in partial_of(running) if s.sort_key[0] < key or (is_first and s.sort_key[0] == key)]
         budget = max(limits.step_tokens - decoding, limits.page_size) - sum(s.extend_tokens for s in ahead)
         if budget <= 0 or (limits.prefill_max_requests is not None and len(ahead) >= limits.prefill_max_requests):
             return False

@@ -13,7 +13,7 @@ from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.policies.base import cached_tokens
 from baton.sched.state import SchedulerState
 from baton.sched.types.plan import StopReason
-from baton.sched.types.sequence import Place, Seq, SeqState, partial_of
+from baton.sched.types.sequence import Seq, SeqState, SortKey, partial_of
 
 
 class PrefillPlanner(PrefillView):
@@ -66,7 +66,7 @@ class PrefillPlanner(PrefillView):
             n = self._chunk(seq.computed, seq.extend_tokens, seconds, is_first=not started)
             if n == 0 or not memory.extend(seq, seq.computed + n):
                 if is_new:  # without a token to compute: the host tier had more of it than the tree
-                    state.unadmit(seq)
+                    state.cancel_admission(seq)
                 elif n and not draft.rows and state.planned_step == state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     retract_for(state, seq)
@@ -98,7 +98,7 @@ class PrefillPlanner(PrefillView):
         # One that was preempted for others might come behind a less important one.
         self._reservation.review(self._estimate.can_start, was_tried=self.preemptor is not None)
         self.unfinished = partial_of(others)
-        self.together = state.policy.redecides_chunks or state.limits.priority.enabled
+        self.together = state.policy.reorders_partial_prefills or state.limits.priority.enabled
         self.max_partial = state.limits.max_partial_prefills if self.together else sys.maxsize
         return state.sharing.candidates(self)
 
@@ -127,8 +127,8 @@ class PrefillPlanner(PrefillView):
             return []
         return [held.seq]
 
-    def place(self, seq: Seq) -> Place:
-        return self._state.limits.priority.place(seq, self._state.now)
+    def sort_key(self, seq: Seq) -> SortKey:
+        return self._state.limits.priority.sort_key(seq, self._state.now)
 
     def _prompt_seconds(self, num_decode: int) -> float | None:
         """Time that prompt chunks may add to this step; None: they are sized by tokens alone."""

@@ -9,7 +9,7 @@ from baton.cache.radix import PrefixMatch
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.state import SchedulerState
-from baton.sched.types.sequence import Place, Seq, SeqState
+from baton.sched.types.sequence import Seq, SeqState, SortKey
 
 
 class TransferPlanner:
@@ -47,7 +47,7 @@ class TransferPlanner:
                 if self._preempt_for(seq, match, short):
                     first_sent_back = self._first_sent_back()
                 match, short = self._needs(seq)
-            if short > 0 or not state.slots or not self._may_pass(seq):
+            if short > 0 or not state.slots or not self._may_overtake(seq):
                 memory.cache.unlock(match.node)
                 first_announced = seq.is_announced and not announced_only and self._announced_first()
                 if first_announced and (short > 0 or not state.slots):
@@ -86,7 +86,7 @@ class TransferPlanner:
         state, limits = self._state, self._state.limits
         victims = priority_victims(seq, short, state.running.values(), limits, state.memory.freed_by, self._place(seq))
         state.memory.cache.unlock(match.node)
-        if not self._may_pass(seq, without=victims):
+        if not self._may_overtake(seq, without=victims):
             return False
         for victim in victims:
             state.preempt(victim, seq)
@@ -97,7 +97,7 @@ class TransferPlanner:
     def _candidates(self) -> Iterator[Seq]:
         """Prompts on their way, in order, until too many lacked room; then the one with the reservation."""
         self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
-        for seq in self._openings():
+        for seq in self._pending_transfers():
             if self._skipped > self._state.limits.admission_skip_ahead:
                 break
             yield seq
@@ -105,7 +105,7 @@ class TransferPlanner:
         if held is not None and not held.was_tried:
             yield held.seq
 
-    def _may_pass(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
+    def _may_overtake(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
         """As for waiting requests. What P has computed need not wait for what P may have no room to compute."""
         held = self.reservation.held
         if held is not None and seq.is_announced and not held.seq.is_announced and self._announced_first():
@@ -122,7 +122,7 @@ class TransferPlanner:
         margin = memory.pages(growth) + self._growth.pages() + memory.watermark if busy else 0
         return match, need + margin - memory.available
 
-    def _openings(self) -> Iterable[Seq]:
+    def _pending_transfers(self) -> Iterable[Seq]:
         """Prompts on their way, in the order in which they get pages."""
         state = self._state
         order = state.sharing.openings(state.opening.in_order(), state.holders(), state.limits.admission_skip_ahead)
@@ -158,11 +158,11 @@ class TransferPlanner:
             for seq in chosen:
                 state.revoke(seq)
 
-    def _first_sent_back(self) -> Place | None:
+    def _first_sent_back(self) -> SortKey | None:
         """Place of the first that ran here and waits for room again, within its tenant's limits."""
         state = self._state
-        sent_back = (seq for seq in state.waiting if seq.generated)
-        return min(map(self._place, state.sharing.startable(sent_back, state.holders)), default=None)
+        requeued = (seq for seq in state.waiting if seq.generated)
+        return min(map(self._place, state.sharing.startable(requeued, state.holders)), default=None)
 
-    def _place(self, seq: Seq) -> Place:
-        return self._state.limits.priority.place(seq, self._state.now)
+    def _place(self, seq: Seq) -> SortKey:
+        return self._state.limits.priority.sort_key(seq, self._state.now)

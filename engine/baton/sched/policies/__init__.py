@@ -16,7 +16,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | hrrn | - (waited work / own work) | a compromise without a parameter | every request a little |
 | adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
-A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nothing is
+A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is equal, nothing is
 computed or sorted again, and when it has changed, a long queue is sorted again over several steps (queue.py).
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's

@@ -140,7 +140,7 @@ def snapshot_in_parts(
                 wait=round(view.now - seq.req.arrival, 6),
                 tokens=seq.total_len,
                 answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens), 3),
-                waited_tokens=view.computed_tokens - seq.born_tokens,
+                waited_tokens=view.computed_tokens - seq.tokens_computed_at_arrival,
                 blocks=tuple(blocks),
                 cached=min(cached_tokens(seq) // block, len(blocks)),
             )
@@ -280,7 +280,7 @@ class AdaptivePolicy(Policy):
     """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors."""
 
     name = "adaptive"
-    reviews = True
+    wants_queue_review = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
@@ -305,19 +305,19 @@ class AdaptivePolicy(Policy):
         return self._orders[LpmPolicy.name].degraded_total
 
     @property
-    def redecides_chunks(self) -> bool:
-        return self.order.redecides_chunks
+    def reorders_partial_prefills(self) -> bool:
+        return self.order.reorders_partial_prefills
 
     @property
     def chosen(self) -> dict[str, bool]:
         return {name: name == self.choice.active for name in self._orders}
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
-        return self.choice.active, self.order.inputs(count, view)
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
+        return self.choice.active, self.order.cache_key(count, view)
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        name, of_order = inputs
-        return self._orders[name].keys(queue, view, of_order)
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        name, of_order = cache_key
+        return self._orders[name].sort_keys(queue, view, of_order)
 
     def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         """Review the orders once per window, over as many plans as the work takes."""

@@ -61,19 +61,19 @@ class PolicyParams:
 
 
 class Policy(abc.ABC):
-    """`keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
+    """`sort_keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
 
     name: ClassVar[str]
-    reviews: ClassVar[bool] = False
+    wants_queue_review: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
-    each_alone: bool = True
+    keys_are_independent: bool = True
     """A sequence's number does not depend on who else waits, and on nothing in the tree but its cached prefix."""
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
 
     @property
-    def redecides_chunks(self) -> bool:
+    def reorders_partial_prefills(self) -> bool:
         """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
         return False
 
@@ -95,30 +95,30 @@ class Policy(abc.ABC):
     def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         return None
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
-        """Called before `keys` with the queue's length: while it and the cached prefixes are equal, so are keys."""
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
+        """Called before `sort_keys` with the queue's length: while it and the cached prefixes are equal, so are keys."""
         return ()
 
     @abc.abstractmethod
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        """A number for each sequence, smallest first. `cache_key`: a result of `cache_key`, perhaps not the latest."""
 
     def keys_in_parts(
-        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], inputs: Any
+        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
-        """`keys` of a long queue, for policies that are not `each_alone`: work on some `part` sequences at a time.
+        """`sort_keys` of a long queue, for policies that are not `keys_are_independent`: work on some `part` sequences at a time.
 
         Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
         """
         for seqs in batches(queue, part):
             all_cached_tokens(seqs, view().index)
             yield ()
-        keys = self.keys(queue, view(), inputs)
+        keys = self.sort_keys(queue, view(), cache_key)
         for first in range(0, len(queue), part):
             yield zip(queue[first : first + part], keys[first : first + part], strict=True)
 
-    def expiries(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Iterable[float]:
-        """When the numbers that `keys` has just given them are other ones, though nothing else changes."""
+    def expiries(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Iterable[float]:
+        """When the numbers that `sort_keys` has just given them are other ones, though nothing else changes."""
         return NEVER
 
 

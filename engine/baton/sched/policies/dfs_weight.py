@@ -61,16 +61,16 @@ class BranchWeights:
 
 class DfsWeight(Policy):
     name = "dfs-weight"
-    each_alone = False
+    keys_are_independent = False
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
         ends = _PrefixEnds()
         ends.add(queue, view.index)
         ends.walk(view.index)
         return [ends.place(seq) for seq in queue]
 
     def keys_in_parts(
-        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], inputs: Any
+        self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
         ends = _PrefixEnds()
         for seqs in batches(queue, part):

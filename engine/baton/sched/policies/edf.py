@@ -18,28 +18,28 @@ class EdfPolicy(Policy):
     """
 
     name = "edf"
-    redecides_chunks = True
+    reorders_partial_prefills = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self._held = HysteresisValue()
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
 
     def _due(self, seq: Seq) -> float:
         deadline = seq.req.ttft_deadline
         return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
         due = [self._due(seq) for seq in queue]
         if not self.params.demote_hopeless:
             return due
         own, later = all_work(queue, view), self.params.edf_demotion_secs
-        return [at + later if view.now > at - tokens / inputs else at for at, tokens in zip(due, own, strict=True)]
+        return [at + later if view.now > at - tokens / cache_key else at for at, tokens in zip(due, own, strict=True)]
 
-    def expiries(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Iterable[float]:
+    def expiries(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Iterable[float]:
         if not self.params.demote_hopeless:
             return NEVER
-        latest = [self._due(seq) - tokens / inputs for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
+        latest = [self._due(seq) - tokens / cache_key for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
         return [math.inf if view.now > start else math.nextafter(start, math.inf) for start in latest]

@@ -12,9 +12,11 @@ from baton.sched.types.sequence import Seq
 class HrrnPolicy(Policy):
     name = "hrrn"
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return view.computed_tokens
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        done, own = inputs, all_work(queue, view)
-        return [-(done - seq.born_tokens) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)]
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        done, own = cache_key, all_work(queue, view)
+        return [
+            -(done - seq.tokens_computed_at_arrival) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)
+        ]

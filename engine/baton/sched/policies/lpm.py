@@ -24,22 +24,22 @@ class LpmPolicy(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self.each_alone = params.in_batch_check_threshold < 0
+        self.keys_are_independent = params.in_batch_check_threshold < 0
         self.is_degraded = False
 
     @property
     def active(self) -> str:
         return FcfsPolicy.name if self.is_degraded else self.name
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         limit = self.params.lpm_degrade_threshold
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
         self.degraded_total += self.is_degraded and not was_degraded
         return self.is_degraded
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        if inputs:
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        if cache_key:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.

@@ -13,8 +13,8 @@ from baton.sched.types.sequence import Seq
 class RandomPolicy(Policy):
     name = "random"
 
-    def inputs(self, count: int, view: PolicyContext) -> int:
+    def cache_key(self, count: int, view: PolicyContext) -> int:
         return view.step
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        return [uniform(inputs, seq.handle) for seq in queue]
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        return [uniform(cache_key, seq.handle) for seq in queue]

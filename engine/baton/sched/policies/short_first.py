@@ -16,12 +16,12 @@ class ShortFirst(Policy):
         super().__init__(params)
         self._ratio = HysteresisValue()
 
-    def inputs(self, count: int, view: PolicyContext) -> Hashable:
+    def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         weight = self.params.short_first_output_weight
         return self._ratio(view.answer_share) if weight is None else weight
 
-    def keys(self, queue: Sequence[Seq], view: PolicyContext, inputs: Any) -> Sequence[float]:
-        aging, weight = self.params.short_first_aging_tokens_per_s, inputs
+    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+        aging, weight = self.params.short_first_aging_tokens_per_s, cache_key
         return [
             tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)

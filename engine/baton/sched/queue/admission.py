@@ -3,7 +3,7 @@
 1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`) it is refused, or,
    with priorities, takes the place of waiting requests of strictly lower priority: least important first, newest first
    among equals (as SGLang 0.5.7 does). Only base priorities count: an aged request must not be immune.
-2. It `enter`s, and `leave`s when it is admitted or ended; the controller measures how fast the queue moves.
+2. It is added, and removed when it is admitted or ended; the controller measures how fast the queue moves.
 3. A request that has waited longer than `--queue-timeout-secs` without having started is `overdue`.
 
 A request that has started (preempted, retracted, suspended) is never turned away and never overdue: its work is paid.
@@ -29,7 +29,7 @@ HORIZON_SECS = 30.0
 """The rate at which the queue moves is an average over about so long [s]."""
 
 
-class MovingRate:
+class DrainRate:
     """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per horizon)."""
 
     def __init__(self, horizon_secs: float = HORIZON_SECS) -> None:
@@ -87,30 +87,30 @@ class AdmissionController:
         self.evicted = 0
         self.timed_out = 0
         self._limits = limits
-        self._inside: dict[int, tuple[Seq, int]] = {}
+        self._queued: dict[int, tuple[Seq, int]] = {}
         """With what it adds to `queued_tokens`."""
-        self._rate = MovingRate()
-        self._least: list[tuple[int, float, int, int]] = []
+        self._rate = DrainRate()
+        self._eviction_heap: list[tuple[int, float, int, int]] = []
         """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""
         self._due: list[tuple[float, int]] = []
 
-    def enter(self, seq: Seq, tokens: int, now: float) -> None:
+    def add(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
-        self._rate.start(now, was_empty=not self._inside)
-        self._inside[seq.handle] = seq, tokens
+        self._rate.start(now, was_empty=not self._queued)
+        self._queued[seq.handle] = seq, tokens
         self.queued_tokens += tokens
         if seq.has_started:
             return
         if self._limits.priority.enabled:
-            self._compact(self._least)
-            self._offer(seq)
+            self._compact(self._eviction_heap)
+            self._push_candidate(seq)
         if self._limits.queue_timeout_secs:
             self._compact(self._due)
             heapq.heappush(self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle))
 
-    def leave(self, seq: Seq, now: float) -> None:
+    def remove(self, seq: Seq, now: float) -> None:
         """Remove a request; one that is not inside is ignored."""
-        _, tokens = self._inside.pop(seq.handle, (None, -1))
+        _, tokens = self._queued.pop(seq.handle, (None, -1))
         if tokens >= 0:
             self.queued_tokens -= tokens
             self._rate.left(tokens, now)
@@ -123,7 +123,7 @@ class AdmissionController:
         """
         limits, prompt = self._limits, len(req.prompt)
         most = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
-        requests = len(self._inside) + 1 - limits.max_queued_requests
+        requests = len(self._queued) + 1 - limits.max_queued_requests
         waiting = self.queued_tokens
         victims: list[Seq] = []
         # A prompt longer than the token limit may wait alone: it would be refused for ever.
@@ -131,11 +131,11 @@ class AdmissionController:
             victim = self._pop_least(limits.priority.base_of(req))
             if victim is None:
                 for seq in victims:
-                    self._offer(seq)
+                    self._push_candidate(seq)
                 self.refused += 1
                 raise self._full(requests, prompt, now, prefill_rate)
             victims.append(victim)
-            waiting -= self._inside[victim.handle][1]
+            waiting -= self._queued[victim.handle][1]
         self.evicted += len(victims)
         return victims
 
@@ -143,7 +143,7 @@ class AdmissionController:
         """Requests that have waited too long without having started; each is named once, however often it came in."""
         found: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
-            seq, _ = self._inside.get(_pop(self._due), (None, 0))
+            seq, _ = self._queued.get(_pop(self._due), (None, 0))
             if seq is not None and not seq.has_started:
                 found[seq.handle] = seq
         self.timed_out += len(found)
@@ -158,7 +158,7 @@ class AdmissionController:
         Before the queue has moved, tokens at `prefill_rate` stand for the rate.
         """
         moved, moved_tokens = self._rate.per_second(now)
-        mean = self.queued_tokens / len(self._inside) if self._inside else 0.0
+        mean = self.queued_tokens / len(self._queued) if self._queued else 0.0
         wait = requests / moved if moved else requests * mean / prefill_rate
         if tokens > 0:
             wait = max(wait, tokens / (moved_tokens or prefill_rate))
@@ -166,8 +166,8 @@ class AdmissionController:
 
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
-        while self._least and self._least[0][0] < above:
-            seq, _ = self._inside.get(_pop(self._least), (None, 0))
+        while self._eviction_heap and self._eviction_heap[0][0] < above:
+            seq, _ = self._queued.get(_pop(self._eviction_heap), (None, 0))
             if seq is not None and not seq.has_started:
                 return seq
         return None
@@ -176,7 +176,7 @@ class AdmissionController:
         limits, queued = self._limits, self.queued_tokens
         if requests > 0:
             retry = self.retry_after(now, prefill_rate, requests)
-            what = f"{len(self._inside)} requests are waiting, the limit is {limits.max_queued_requests}"
+            what = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"
             flag = "--max-queued-requests"
         else:
             assert limits.max_queued_tokens is not None
@@ -186,12 +186,12 @@ class AdmissionController:
             flag = "--max-queued-tokens"
         return QueueFull(f"{what}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
 
-    def _offer(self, seq: Seq) -> None:
+    def _push_candidate(self, seq: Seq) -> None:
         entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)
-        heapq.heappush(self._least, entry)
+        heapq.heappush(self._eviction_heap, entry)
 
     def _compact(self, heap: list[Entry]) -> None:
         """Drop what has left, once it is the larger part."""
-        if len(heap) > 1024 + 2 * len(self._inside):
-            heap[:] = [entry for entry in heap if entry[-1] in self._inside]
+        if len(heap) > 1024 + 2 * len(self._queued):
+            heap[:] = [entry for entry in heap if entry[-1] in self._queued]
             heapq.heapify(heap)

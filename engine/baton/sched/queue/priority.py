@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.cache.eviction import LOWEST_PRIORITY
 from baton.sched.types.request import ValidatedRequest
-from baton.sched.types.sequence import Place, Seq
+from baton.sched.types.sequence import Seq, SortKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PriorityRule:
         """Requests age up to a maximum, so that the order of two may change with time."""
         return self.enabled and self.aging_rate > 0 and self.aging_max < math.inf
 
-    def place(self, seq: Seq, now: float) -> Place:
+    def sort_key(self, seq: Seq, now: float) -> SortKey:
         """Where no policy decides: (priority, arrival, handle). Without a cap it never changes."""
         key = self.key(seq, now) if self.is_capped else self.aging_key(seq)
         return key, seq.req.arrival, seq.handle

@@ -7,7 +7,7 @@ it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no
    a caller want more than those in order, it gets the next ones.
 2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
    whose number changes at a moment known before (`Policy.expiries`).
-3. When the policy's `inputs` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
+3. When the policy's `cache_key` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
    built from the new ones beside the one in force, and takes its place when it is complete.
 
 A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all again, a long queue
@@ -47,10 +47,10 @@ Entry = tuple[float, float, float, int, Seq]
 
 
 class _Order:
-    """Sequences sorted for one value of the policy's inputs."""
+    """Sequences sorted for one value of the policy's cache_key."""
 
-    def __init__(self, rule: PriorityRule, inputs: Hashable) -> None:
-        self.inputs = inputs
+    def __init__(self, rule: PriorityRule, cache_key: Hashable) -> None:
+        self.cache_key = cache_key
         self.entries: dict[int, Entry] = {}
         self.aging: list[Entry] = []
         self.aged: list[Entry] = []
@@ -131,7 +131,7 @@ class WaitingQueue:
         self._order = _Order(priority, None)
         """The order in force."""
         self._next: _Order | None = None
-        """The one that is being built, for other inputs."""
+        """The one that is being built, for other cache_key."""
         self._to_build: list[int] = []
         """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None
@@ -180,7 +180,7 @@ class WaitingQueue:
         for order in self._orders():
             if seq.handle in order.entries:
                 key = order.entries[seq.handle][1]
-                order.enter((seq,), (key,), self.policy.expiries((seq,), view, order.inputs), view.now)
+                order.enter((seq,), (key,), self.policy.expiries((seq,), view, order.cache_key), view.now)
 
     def on_tokens(self, seq: Seq) -> None:
         """A waiting sequence has more tokens than when its cached prefix was looked up."""
@@ -201,7 +201,7 @@ class WaitingQueue:
         if not under_way:
             return (entry[4] for entry in waiting)
         given = {seq.handle for seq in under_way}
-        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.inputs))
+        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.cache_key))
         return (entry[4] for entry in entries if entry[3] in self._seqs or entry[3] in given)
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
@@ -217,15 +217,15 @@ class WaitingQueue:
 
     def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
         """Those under way in the order in which `in_order` gives them."""
-        return [entry[4] for entry in self._entries_of(under_way, self._view(), self._order.inputs)]
+        return [entry[4] for entry in self._entries_of(under_way, self._view(), self._order.cache_key)]
 
     def review(self) -> OrderReviewed | None:
         """Let the policy look at the queue as a whole, before a plan."""
-        return self.policy.review(self._seqs.values(), self._view()) if self.policy.reviews else None
+        return self.policy.review(self._seqs.values(), self._view()) if self.policy.wants_queue_review else None
 
-    def _entries_of(self, under_way: Sequence[Seq], view: PolicyContext, inputs: Hashable) -> list[Entry]:
-        is_alike = self.policy.redecides_chunks
-        keys = self.policy.keys(under_way, view, inputs) if is_alike else [-math.inf] * len(under_way)
+    def _entries_of(self, under_way: Sequence[Seq], view: PolicyContext, cache_key: Hashable) -> list[Entry]:
+        is_alike = self.policy.reorders_partial_prefills
+        keys = self.policy.sort_keys(under_way, view, cache_key) if is_alike else [-math.inf] * len(under_way)
         return sorted(
             (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
             for seq, key in zip(under_way, keys, strict=True)
@@ -258,18 +258,18 @@ class WaitingQueue:
             heapq.heapify(self._to_join)
 
     def _update(self, view: PolicyContext) -> None:
-        inputs = self.policy.inputs(len(self._seqs), view)
+        cache_key = self.policy.cache_key(len(self._seqs), view)
         if self._probes is None:
             self._probes = view.index.watch()
-        if not self.policy.each_alone:
-            self._sort_all(view, inputs)
+        if not self.policy.keys_are_independent:
+            self._sort_all(view, cache_key)
             return
         if not self._order.entries:
-            self._order, self._next = _Order(self.priority, inputs), None
-        elif inputs == self._order.inputs:
+            self._order, self._next = _Order(self.priority, cache_key), None
+        elif cache_key == self._order.cache_key:
             self._next = None
         elif self._next is None:
-            self._next = _Order(self.priority, inputs)
+            self._next = _Order(self.priority, cache_key)
             self._to_build = list(self._order.entries)
         left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
         share = left // KINDS
@@ -325,19 +325,19 @@ class WaitingQueue:
         if not seqs:
             return
         policy = self.policy
-        if policy.each_alone:
-            keys = policy.keys(seqs, view, order.inputs)
+        if policy.keys_are_independent:
+            keys = policy.sort_keys(seqs, view, order.cache_key)
         else:
             keys = [math.inf] * len(seqs)
             for seq in seqs:
                 cached_tokens(seq, view.index)  # so that sorting all finds most of them looked up
-        order.enter(seqs, keys, policy.expiries(seqs, view, order.inputs), view.now)
-        if policy.each_alone and self._probes is not None:
+        order.enter(seqs, keys, policy.expiries(seqs, view, order.cache_key), view.now)
+        if policy.keys_are_independent and self._probes is not None:
             for seq in seqs:
                 if seq.probe is not None:
                     self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
 
-    def _sort_all(self, view: PolicyContext, inputs: Hashable) -> None:
+    def _sort_all(self, view: PolicyContext, cache_key: Hashable) -> None:
         """Where each number depends on all: sort everything, a long queue over many looks."""
         if self._join(view, self._joins, EXACT_UP_TO):
             self._tree = None
@@ -347,16 +347,16 @@ class WaitingQueue:
         if not is_long:
             self._sorting = self._next = None
         if self._sorting is None:
-            if inputs == self._order.inputs and self._tree == view.index.version:
+            if cache_key == self._order.cache_key and self._tree == view.index.version:
                 return
             self._tree = view.index.version  # a request that joins or leaves meanwhile resets it
             seqs = [entry[4] for entry in self._order.entries.values()]
             if not is_long:
-                self._order = _Order(self.priority, inputs)
-                self._order.enter(seqs, self.policy.keys(seqs, view, inputs), NEVER, view.now)
+                self._order = _Order(self.priority, cache_key)
+                self._order.enter(seqs, self.policy.sort_keys(seqs, view, cache_key), NEVER, view.now)
                 return
-            self._sorting = self.policy.keys_in_parts(seqs, EXACT_UP_TO, self._view, inputs)
-            self._next = _Order(self.priority, inputs)
+            self._sorting = self.policy.keys_in_parts(seqs, EXACT_UP_TO, self._view, cache_key)
+            self._next = _Order(self.priority, cache_key)
         self._continue_sorting(self._sorting, view)
 
     def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: PolicyContext) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.cache.radix import PrefixProbe, RadixNode
 
 
-Place = tuple[float, float, int]
+SortKey = tuple[float, float, int]
 """Place in the order of importance: (priority, arrival, handle)."""
 
 
@@ -69,9 +69,9 @@ class Seq:
     """The request's limit, cut so that prompt + answer fit the KV pool."""
     handle: int = field(init=False)
     prompt_len: int = field(init=False)
-    most_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
     """Prompt and the longest allowed answer."""
-    ends_by_length: bool = field(init=False)
+    has_fixed_length: bool = field(init=False)
     """The answer has exactly as many tokens as it may (ignore_eos), and is generated here."""
     is_lease: bool = False
     """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
@@ -90,7 +90,7 @@ class Seq:
     """Steps in flight that hold a row of this sequence."""
     published: int = 0
     """Pages of this sequence's prefix that the tree holds and `node` locks."""
-    sent_pages: int = 0
+    pages_sent_to_runner: int = 0
     """How much of `pages` the runner knows."""
     is_released: bool = False
     """P: its room ended before the prompt was computed; no lease follows."""
@@ -102,11 +102,11 @@ class Seq:
     """D: it was asked to give its pages back."""
     cached_tokens: int = -1
     """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
-    has_let_go: bool = False
+    pages_were_released: bool = False
     """Set once it had pages and gave them up: what it finds in the cache now may be its own work."""
     admitted_step: int = -1
     """Steps that had been planned when it was last admitted."""
-    born_tokens: int = 0
+    tokens_computed_at_arrival: int = 0
     """Prompt tokens the engine had computed when this request arrived."""
     has_started: bool = False
     """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never turned away."""
@@ -115,8 +115,8 @@ class Seq:
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
-    place: Place = (0.0, 0.0, 0)
-    """While it runs: its place among the running (PriorityRule.place), kept because each plan compares them all."""
+    sort_key: SortKey = (0.0, 0.0, 0)
+    """While it runs: its place among the running (PriorityRule.sort_key), kept because each plan compares them all."""
     adjusted_priority: float | None = None
     """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
     start_priority: float | None = None
@@ -128,8 +128,8 @@ class Seq:
     def __post_init__(self) -> None:
         self.handle = self.req.handle
         self.prompt_len = len(self.req.prompt)
-        self.most_tokens = self.prompt_len + self.max_new_tokens
-        self.ends_by_length = self.req.params.ignore_eos and not self.is_lease
+        self.max_total_tokens = self.prompt_len + self.max_new_tokens
+        self.has_fixed_length = self.req.params.ignore_eos and not self.is_lease
 
     @property
     def key(self) -> bytes:
@@ -159,7 +159,7 @@ class Seq:
         return total - self.computed == 1 and total > self.prompt_len
 
     @property
-    def is_promised(self) -> bool:
+    def has_announced_pages(self) -> bool:
         """P: D may be reading some of its pages, so they stay where they are."""
         return self.is_lease and self.announced_pages > 0
 
@@ -176,7 +176,7 @@ def wants_row(seq: Seq) -> bool:
 
 def is_ready_to_decode(seq: Seq) -> bool:
     """True if a step may compute the next token of the answer: one token is left to compute, the answer goes on."""
-    return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.most_tokens
+    return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.max_total_tokens
 
 
 def is_partial(seq: Seq) -> bool:

@@ -70,13 +70,13 @@ def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> li
         rank = own if own is not None or mode == "decode" else room % dp_size
         # -1: D does not know P's dp_size; the transfer layer takes room % dp_size from P's /route.
         known = rank if mode == "prefill" else remote
-        meet = Rendezvous(
+        rendezvous = Rendezvous(
             host=(host or "").removeprefix("[").removesuffix("]"),  # of an IPv6 address, as in URLs
             port=port or DEFAULT_BOOTSTRAP_PORT,
             room=room,
             prefill_dp_rank=-1 if known is None else known,
         )
-        out.append(Placement(meet, rank))
+        out.append(Placement(rendezvous, rank))
     return out
 
 

@@ -51,7 +51,7 @@ class ResumeCommentWriter:
         self._first: dict[str, Any] = {"seed": seed, "created": created}
         self._ids: list[int] = []
 
-    def mark(self, data: bytes, ids: list[int]) -> bytes:
+    def annotate(self, data: bytes, ids: list[int]) -> bytes:
         """`data` (events) with a comment that has these tokens in front of its last event.
 
         Empty data leaves the tokens for later.

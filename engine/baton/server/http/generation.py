@@ -109,7 +109,7 @@ class ChoiceState:
         if ids:
             self._owner.note_tokens(self, len(ids))
         self.completion_tokens += len(ids)
-        delta = self._pile()
+        delta = self._pending_delta()
         delta.text += text
         delta.tokens += ids
         if logprobs is not None and self.item.params.logprobs >= 0:
@@ -131,9 +131,9 @@ class ChoiceState:
     def end_empty(self) -> None:
         """Nothing was to be generated."""
         self.done, self.finish = True, "length"
-        self._pile().finish = "length"
+        self._pending_delta().finish = "length"
 
-    def _pile(self) -> TextDelta:
+    def _pending_delta(self) -> TextDelta:
         if self.delta is None:
             self.delta = TextDelta(self)
         return self.delta

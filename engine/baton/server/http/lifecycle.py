@@ -74,10 +74,10 @@ class ServerLifecycle:
         ranks = self._ranks.ranks
         if dead := [r for r in ranks if r.dead is not None]:
             return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
-        if ill := [r for r in ranks if r.stats.trouble is not None]:
+        if ill := [r for r in ranks if r.stats.not_accepting_reason is not None]:
             return self._dead(
                 "rank_failed",
-                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].stats.trouble}; restart the node",
+                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].stats.not_accepting_reason}; restart the node",
             )
         if self.bootstrap is not None and not self.bootstrap.healthy:
             return self._dead(

@@ -183,9 +183,9 @@ class RequestHandler:
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
-        teller = None
+        comments = None
         if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
-            teller = ResumeCommentWriter(generation.tracks[0].item.params.seed, generation.created)
+            comments = ResumeCommentWriter(generation.tracks[0].item.params.seed, generation.created)
 
         async def send(data: bytes) -> None:
             if not response.prepared:
@@ -202,8 +202,8 @@ class RequestHandler:
                     await send(b": waiting\n\n")
                     continue
                 data = b"".join(shape.event(d) for d in deltas)
-                if teller is not None and not generation.finished:
-                    data = teller.mark(data, deltas[0].tokens)  # one choice: one delta
+                if comments is not None and not generation.finished:
+                    data = comments.annotate(data, deltas[0].tokens)  # one choice: one delta
                 if generation.finished:
                     data += shape.end() + DONE
                 if data:
@@ -232,12 +232,12 @@ class RequestHandler:
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
         after_first = max(g.completion_tokens - len(g.tracks), 0)
         first = g.tracks[0]
-        meet = first.item.rendezvous
+        rendezvous = first.item.rendezvous
         log.info(
             "request rid=%s endpoint=%s outcome=%s rank=%s room=%s items=%d prompt_tokens=%d cached_tokens=%d "
             "completion_tokens=%d ttft_ms=%s tpot_ms=%s e2e_ms=%.1f",
             g.rid, endpoint, outcome, "-" if first.rank is None else first.rank.dp_rank,
-            "-" if meet is None else meet.room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
+            "-" if rendezvous is None else rendezvous.room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
             "-" if ttft is None else f"{ttft * 1e3:.1f}",
             "-" if ttft is None or not after_first else f"{(now - arrived - ttft) / after_first * 1e3:.2f}",
             (now - arrived) * 1e3,

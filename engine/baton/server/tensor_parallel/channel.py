@@ -1,7 +1,7 @@
 """The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
 
 1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
-2. They meet (layers.collectives.join), each loads its share of the model, and followers report that they did.
+2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
 3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
    part; they meet
    again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
@@ -122,12 +122,12 @@ class TpWorkers:
         self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
         self._group = own.group
 
-    def tell_step(self, order: bytes) -> None:
-        self._tell(STEP + order)
+    def send_step(self, order: bytes) -> None:
+        self._broadcast(STEP + order)
 
-    def tell_node(self, call: str, *args: Any) -> None:
+    def send_call(self, call: str, *args: Any) -> None:
         """Have all followers call this method of their transfer runtime."""
-        self._tell(NODE + msgspec.msgpack.encode((call, args)))
+        self._broadcast(NODE + msgspec.msgpack.encode((call, args)))
 
     def heard(self) -> list[TransferEvents]:
         """Reports of followers since the last call."""

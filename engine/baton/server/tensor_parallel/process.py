@@ -1,4 +1,4 @@
-"""Processes of a tensor-parallel group: `lead` in the first rank, `follow` in the others (life cycle: channel.py)."""
+"""Processes of a tensor-parallel group: `run_leader` in the first rank, `run_worker` in the others (life cycle: channel.py)."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.tp")
 
 
-def lead(
+def run_leader(
     config: EngineConfig, team: TpGroup, context: zmq.Context[Any], on_progress: Callable[[int, int], None]
 ) -> tuple[LoadedModel, TpWorkers]:
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
-    from baton.layers.collectives import Place
+    from baton.layers.collectives import TpContext
     from baton.layers.shard import Shard
     from baton.runtime import build  # torch: seconds, and half a gigabyte
 
     followers = TpWorkers(context, team, config.dist_timeout)
-    place = Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
+    place = TpContext(Shard(0, team.tp_size), team.meeting_point, followers.send_step)
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     followers.await_loaded(loaded)
     return loaded, followers
 
 
-def follow(
+def run_worker(
     config: EngineConfig,
     team: TpGroup,
     context: zmq.Context[Any],
@@ -58,7 +58,7 @@ def follow(
 ) -> None:
     """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
     from baton.layers import collectives
-    from baton.layers.collectives import Place
+    from baton.layers.collectives import TpContext
     from baton.layers.shard import Shard
     from baton.runtime import build
 
@@ -66,7 +66,7 @@ def follow(
     orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
-    place = Place(Shard(team.tp_rank, team.tp_size), team.meeting_point, hear=lambda: orders.recv()[len(STEP) :])
+    place = TpContext(Shard(team.tp_rank, team.tp_size), team.meeting_point, receive=lambda: orders.recv()[len(STEP) :])
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":

@@ -1,4 +1,4 @@
-"""The transfer runtimes of all tensor-parallel ranks as one: what the first rank's relay (baton.disagg) drives.
+"""The transfer runtimes of all tensor-parallel ranks as one: what the first rank's driver (baton.disagg) drives.
 
 A call is made on the first rank's runtime and sent to the followers, which make it on theirs, in one order with the
 steps: a follower publishes pages after the step that computed them, whenever that ends. Events are merged:
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.disagg.relay import TransferNode
+from baton.disagg.transfer_driver import TransferNode
 from baton.server.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
 
 log = logging.getLogger("baton.team_node")
@@ -48,11 +48,11 @@ class Room:
 
 
 class EventMerger:
-    """Turns the ranks' events into those of one runtime. `tell` makes all ranks do something about a room."""
+    """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something about a room."""
 
-    def __init__(self, size: int, tell: Callable[..., None]) -> None:
+    def __init__(self, size: int, broadcast: Callable[..., None]) -> None:
         self._size = size
-        self._tell = tell
+        self._broadcast = broadcast
         self._rooms: dict[int, Room] = {}
         self._ending: dict[int, float] = {}
         """When rooms ended on the first of the ranks, those that have not on the last; oldest first."""
@@ -108,7 +108,7 @@ class EventMerger:
         if len(room.ends) < self._size:
             if not done and not room.is_aborted:
                 room.is_aborted = True
-                self._tell("abort", number, event[2] if len(event) > 2 else "CLIENT_GONE")
+                self._broadcast("abort", number, event[2] if len(event) > 2 else "CLIENT_GONE")
             return [] if room.answers is None else self._go_on(number, room, tp_rank, "announced")
         del self._rooms[number], self._ending[number]
         ends = [room.ends[rank] for rank in sorted(room.ends)]
@@ -130,7 +130,7 @@ class EventMerger:
                 room.grant, room.announced = None, set()
                 return [("revoked", number)]
             if "revoked" in answers.values() and room.grant is not None:
-                self._tell("grant_again", number, *room.grant, [r for r, a in answers.items() if a == "revoked"])
+                self._broadcast("grant_again", number, *room.grant, [r for r, a in answers.items() if a == "revoked"])
             return [("announced", number)]
         if kind == "announced" and len(room.announced) < self._size:
             room.announced.add(tp_rank)
@@ -139,7 +139,7 @@ class EventMerger:
         return []
 
 
-class TeamNode:
+class TpTransferNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
     def __init__(self, node: Any, followers: TpWorkers, late_secs: float) -> None:
@@ -219,15 +219,15 @@ class TeamNode:
             raise ValueError(f"room {room} is live on another tensor-parallel rank")
         call_or_raise(self._node, self._followers.team, call, args)
         self._merger.begin(room)
-        self._followers.tell_node(call, *args)
+        self._followers.send_call(call, *args)
 
     def _everywhere(self, call: str, *args: Any) -> None:
         call_or_raise(self._node, self._followers.team, call, args)
-        self._followers.tell_node(call, *args)
+        self._followers.send_call(call, *args)
 
 
 def call_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
-    """Make a call of `TeamNode` on one rank's own runtime."""
+    """Make a call of `TpTransferNode` on one rank's own runtime."""
     if call == "open":
         room, attempt, host, port, prefill_dp_rank, *rest = args
         # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP rank.

@@ -130,7 +130,7 @@ class StatsMessage(msgspec.Struct, tag="stats"):
     """Keyed like the others; the buckets' bounds are those of the metric's name in
     server.observability.metrics.RANK."""
     load: LoadReport | None = None
-    trouble: str | None = None
+    not_accepting_reason: str | None = None
     """Why the rank should get no new requests although it lives."""
 
 

@@ -31,15 +31,15 @@ import zmq
 
 from baton.config import EngineConfig, kv_events
 from baton.config.flags import flag_name
-from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
+from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, TransferDriver
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.kv_events.publisher import KvPublisher
 from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.tensor_parallel import channel
-from baton.server.tensor_parallel.process import follow, lead
-from baton.server.tensor_parallel.transfer_node import TeamNode
+from baton.server.tensor_parallel.process import run_leader, run_worker
+from baton.server.tensor_parallel.transfer_node import TpTransferNode
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
 from baton.server.worker.messages import (
@@ -80,36 +80,38 @@ def main() -> int:
     line = sys.stdin.readline()
     if not line:
         return 1  # the front died before it could say what to do
-    job = json.loads(line)
-    config = EngineConfig(**job["config"])
+    rank_config = json.loads(line)
+    config = EngineConfig(**rank_config["config"])
     team = None
     if config.tp_size > 1:
-        team = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
-    name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")
+        team = channel.TpGroup(
+            rank_config["tp_rank"], config.tp_size, Path(rank_config["folder"]), rank_config["dp_rank"]
+        )
+    name = f"rank{rank_config['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
     )
     context: zmq.Context[Any] = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     if team is None or team.tp_rank == 0:
-        pull.connect(job["to_rank"])
-    push.connect(job["to_front"])
+        pull.connect(rank_config["to_rank"])
+    push.connect(rank_config["to_front"])
     try:
         if team is not None and team.tp_rank:
-            report = LoadReports(push, job["dp_rank"], team.tp_rank)
-            follow(config, team, context, job["bootstrap"], report)
+            report = LoadReports(push, rank_config["dp_rank"], team.tp_rank)
+            run_worker(config, team, context, rank_config["bootstrap"], report)
         else:
-            rank = RankProcess(config, job, pull, push, team)
+            rank = RankProcess(config, rank_config, pull, push, team)
             gc.collect()
             gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(encoder.encode(FatalMessage(job["dp_rank"], err.message)))
+        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], err.message)))
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
-        push.send(encoder.encode(FatalMessage(job["dp_rank"], f"{type(err).__name__}: {err}")))
+        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}")))
         return 1
     finally:
         context.destroy(linger=1000)
@@ -143,13 +145,13 @@ class RankProcess:
     def __init__(
         self,
         config: EngineConfig,
-        job: dict[str, Any],
+        rank_config: dict[str, Any],
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
         team: channel.TpGroup | None = None,
     ) -> None:
         self.config = config
-        self.dp_rank: int = job["dp_rank"]
+        self.dp_rank: int = rank_config["dp_rank"]
         self._pull = pull
         self._push = push
         self._stop = False
@@ -165,16 +167,16 @@ class RankProcess:
         if team is None:
             loaded = _load(config, report)
         else:
-            loaded, self._followers = lead(config, team, pull.context, report)
+            loaded, self._followers = run_leader(config, team, pull.context, report)
             pids += self._followers.pids
         self._info = {**loaded.info, "pids": pids}
         self._node: Any = None
-        relay = None
+        driver = None
         if config.disaggregation_mode != "null":
-            relay = self._attach_transfer(loaded, job["bootstrap"])
+            driver = self._attach_transfer(loaded, rank_config["bootstrap"])
         self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
-        self.engine = loaded.engine(relay, self._trace.put if self._trace else None)
+        self.engine = loaded.engine(driver, self._trace.put if self._trace else None)
         if self._decision_log:
             self.engine.sched.decisions.sink = self._decision_log.put
         self._poller = zmq.Poller()
@@ -216,16 +218,16 @@ class RankProcess:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
 
-    def _attach_transfer(self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None) -> Relay:
+    def _attach_transfer(self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None) -> TransferDriver:
         c = self.config
         self._node = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
         if self._followers is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
-            self._node = TeamNode(self._node, self._followers, late_secs)
+            self._node = TpTransferNode(self._node, self._followers, late_secs)
         if c.disaggregation_mode == "decode":
-            return DecodeRelay(self._node, c.request_timeout_secs, loaded.vocab_size)
+            return DecodeTransferDriver(self._node, c.request_timeout_secs, loaded.vocab_size)
         node = loaded.paced(self._node) if c.simulate is not None else self._node
-        return PrefillRelay(node, c.request_timeout_secs)
+        return PrefillTransferDriver(node, c.request_timeout_secs)
 
     # ------------------------------------------------------------------ the loop
 
@@ -234,7 +236,7 @@ class RankProcess:
         busy = True
         while not self._stop:
             self._ingest(wait=not busy)
-            outputs, busy = self.engine.advance(time.monotonic())
+            outputs, busy = self.engine.step(time.monotonic())
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
             if timelines := self.engine.take_timelines():
@@ -243,9 +245,11 @@ class RankProcess:
                 self._kv.publish()
             now = time.monotonic()
             if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
-                was_well = self.engine.trouble is None
+                was_well = self.engine.not_accepting_reason is None
                 self._send_stats(now)
-                busy = busy or (was_well and self.engine.trouble is not None)  # it ended requests: their errors leave
+                busy = busy or (
+                    was_well and self.engine.not_accepting_reason is not None
+                )  # it ended requests: their errors leave
         log.info("rank %d stops", self.dp_rank)
         if self._node is not None:
             self._node.close()
@@ -372,17 +376,17 @@ class RankProcess:
             counters["kv_event_batches_total"] = self._kv.batches
         if self._followers is not None:
             counters.update(self._followers.counters())
-        trouble = engine.trouble
+        reason = engine.not_accepting_reason
         if self._node is not None:
-            if trouble is not None and not self._has_dumped_rooms:
+            if reason is not None and not self._has_dumped_rooms:
                 self._has_dumped_rooms = True
                 log.error("KV transfers and their last events: %s", self._node.rooms_json(None))
             failed = flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
-            trouble = trouble or failed
+            reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
-        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), trouble))
+        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:

@@ -51,7 +51,7 @@ _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
 }
 
 
-class Relay(Protocol):
+class TransferDriver(Protocol):
     """Part of an engine that takes requests' KV pages to another node or gets them from there."""
 
     @property
@@ -62,8 +62,8 @@ class Relay(Protocol):
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Undo `accept`: the request was not queued."""
 
-    def carry_out(self, event: events.Event, sched: Scheduler) -> None: ...
-    def pump(self, sched: Scheduler) -> None:
+    def apply_event(self, event: events.Event, sched: Scheduler) -> None: ...
+    def poll(self, sched: Scheduler) -> None:
         """Tell the scheduler what has happened to the pages."""
 
 
@@ -109,7 +109,7 @@ def prompt_hash(req: ValidatedRequest) -> bytes:
     return hashlib.blake2b(req.prompt.tobytes(), digest_size=16, key=req.namespace[:64]).digest()
 
 
-def _meeting(req: ValidatedRequest) -> Rendezvous:
+def _rendezvous(req: ValidatedRequest) -> Rendezvous:
     assert req.rendezvous is not None, f"request {req.rid} has no rendezvous"
     return req.rendezvous
 
@@ -143,11 +143,13 @@ class RoomCalls:
 
     def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
-        meet = _meeting(req)
+        rendezvous = _rendezvous(req)
         try:
-            call(meet.room, meet.attempt, *peer, prompt_hash(req), self._timeout_ms)
+            call(rendezvous.room, rendezvous.attempt, *peer, prompt_hash(req), self._timeout_ms)
         except ValueError as err:
-            raise errors.DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
+            raise errors.DuplicateRoom(
+                f"bootstrap room {rendezvous.room} is in use: {err}", param="bootstrap_room"
+            ) from err
         except RuntimeError as err:
             self._count("refused")
             raise errors.QueueFull(
@@ -156,7 +158,7 @@ class RoomCalls:
 
     def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
-        room = _meeting(req).room
+        room = _rendezvous(req).room
         try:
             call(room, *args)
         except (ValueError, RuntimeError) as err:
@@ -169,7 +171,7 @@ class RoomCalls:
 
     def _abort(self, req: ValidatedRequest, code: str) -> None:
         """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
-        room = _meeting(req).room
+        room = _rendezvous(req).room
         try:
             self._node.abort(room, code)
         except (ValueError, RuntimeError) as err:
@@ -180,7 +182,7 @@ class RoomCalls:
         self.counters[f'kv_room_errors_total{{kind="{kind}"}}'] += 1
 
 
-class PrefillRelay(RoomCalls):
+class PrefillTransferDriver(RoomCalls):
     """P's half. Raises DuplicateRoom or QueueFull from `accept` when the transfer runtime does not take the room."""
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
@@ -191,13 +193,13 @@ class PrefillRelay(RoomCalls):
     def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""
         self._begin(req, self._node.offer)
-        self._offered[_meeting(req).room] += 1
+        self._offered[_rendezvous(req).room] += 1
 
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
         self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY")
 
-    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+    def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
             self._continue(sched, event.req, self._node.publish, event.first_page, event.pages.tobytes())
         elif isinstance(event, events.PrefillDone):
@@ -206,7 +208,7 @@ class PrefillRelay(RoomCalls):
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
-    def pump(self, sched: Scheduler) -> None:
+    def poll(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
         for kind, room, *rest in self._node.poll(POLL_BATCH):
             if kind == "released":
@@ -224,7 +226,7 @@ def _payload_of(event: events.PrefillDone) -> bytes:
     return _payload_encoder.encode(first)
 
 
-class DecodeRelay(RoomCalls):
+class DecodeTransferDriver(RoomCalls):
     """D's half."""
 
     def __init__(self, node: TransferNode, timeout_secs: float, vocab_size: int) -> None:
@@ -237,13 +239,13 @@ class DecodeRelay(RoomCalls):
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """Nothing was promised to the peer."""
 
-    def carry_out(self, event: events.Event, sched: Scheduler) -> None:
+    def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.OpenTransfer):
-            meet = _meeting(event.req)
+            rendezvous = _rendezvous(event.req)
             try:
-                self._begin(event.req, self._node.open, meet.host, meet.port, meet.prefill_dp_rank)
+                self._begin(event.req, self._node.open, rendezvous.host, rendezvous.port, rendezvous.prefill_dp_rank)
             except errors.EngineError as err:
-                sched.transfer_failed(meet.room, err)
+                sched.transfer_failed(rendezvous.room, err)
         elif isinstance(event, events.GrantPages):
             self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
         elif isinstance(event, events.RevokeGrant):
@@ -251,7 +253,7 @@ class DecodeRelay(RoomCalls):
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
-    def pump(self, sched: Scheduler) -> None:
+    def poll(self, sched: Scheduler) -> None:
         for kind, room, *rest in self._node.poll(POLL_BATCH):
             if kind == "announced":
                 sched.transfer_announced(room)
