@@ -1,8 +1,8 @@
 """How tensor-parallel ranks put their parts together: the one seam between a model and the other processes.
 
 1. `ALONE` is the group of one: it returns what it is given;
-2. `init_group` meets the other processes of the group (a file of this engine's private directory is the meeting point: no
-   port is opened for it) and returns a `ProcessGroup`: gloo on the CPU, NCCL on CUDA devices;
+2. `init_group` meets the other processes of the group (a file of this engine's private directory is the meeting point:
+   no port is opened for it) and returns a `ProcessGroup`: gloo on the CPU, NCCL on CUDA devices;
 3. the model calls `all_reduce` and `gather`; all ranks make the same calls in the same order;
 4. a rank that dies breaks the connections of the others, whose calls raise `PeerLost`; one that hangs does so after a
    deadline.

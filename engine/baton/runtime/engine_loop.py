@@ -287,7 +287,7 @@ class EngineLoop:
         return 0 if self._hook is None else self._hook.errors
 
     def page_gauges(self) -> dict[str, float]:
-        """Where the pages are. Empty when the ledger does not balance, which fences the pool: `not_accepting_reason` is set."""
+        """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""
         sched = self.sched
         try:
             ledger, host = sched.ledger(), sched.host_ledger()
@@ -305,7 +305,7 @@ class EngineLoop:
     def _fence(self, reason: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
 
-        The state is logged first. The process stays: /health reports `not_accepting_reason`, and a router goes elsewhere.
+        The state is logged first. The process stays: /health reports the reason, and a router goes elsewhere.
         """
         self.not_accepting_reason = reason
         log.error("%s; all requests end, no new ones are taken; %s", reason, json.dumps(self.sched.dump()))

@@ -179,12 +179,12 @@ class SchedulerState:
 
     def requeue(self, seq: Seq, mode: str) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
-        self._vacate(seq, mode)
+        self._leave_device(seq, mode)
         seq.to(SeqState.WAITING)
         self.enqueue(seq)
 
-    def _vacate(self, seq: Seq, mode: str) -> None:
-        """Take a sequence off the device: its slot and its pages are free for others (Memory.release_device_memory for `mode`)."""
+    def _leave_device(self, seq: Seq, mode: str) -> None:
+        """Take a sequence off the device: its slot and its pages are free for others. `mode`: see KvManager."""
         self.memory.release_device_memory(seq, mode, self.times.prefill_rate)
         self._free_slot(seq)
         self.running.pop(seq.handle, None)
@@ -216,7 +216,7 @@ class SchedulerState:
             return False
         seq = max(self.retained.values(), key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle))
         del self.retained[seq.handle]
-        self._vacate(seq, "cache")
+        self._leave_device(seq, "cache")
         return True
 
     def retract(self, seq: Seq, by: Seq) -> None:
@@ -247,7 +247,7 @@ class SchedulerState:
         elif seq.is_lease and seq.pages:
             self._park(seq)
         else:
-            self._vacate(seq, self.limits.preemption_mode)
+            self._leave_device(seq, self.limits.preemption_mode)
         seq.to(SeqState.SUSPENDED)
         self.suspended[seq.handle] = seq
 

@@ -105,7 +105,7 @@ class SameThread:
 
 
 class VirtualLink:
-    """disagg.TransferDriver of a P node: a prompt's pages are released when a link of the modeled speed has carried them."""
+    """Transfer driver of a P node: a prompt's pages are released when a link of the modeled speed has carried them."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node

@@ -8,7 +8,7 @@
 //!    error event and [DONE];
 //! 4. or, where the worker reports the tokens behind the text (failover.rs), another one is asked
 //!    to go on: the client sees a pause, with comments that keep its connection alive. It waits for
-//!    its turn and for a worker (pacing.rs), and is given up only after --retry-max-retries
+//!    its turn and for a worker (resume_pacing.rs), and is given up only after --retry-max-retries
 //!    attempts without a token of progress;
 //! 5. dropped before that (the client left): the guards close both legs' connections and free the
 //!    load.

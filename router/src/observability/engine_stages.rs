@@ -3,7 +3,7 @@
 //!
 //! 1. `dispatch::attempt` takes the header off a worker's answer: it is meant for routers, not for
 //!    clients;
-//! 2. the leg in the request's timeline keeps it (request_timeline.rs);
+//! 2. the leg in the request's timeline keeps it (`request_timeline`);
 //! 3. a decode worker's pull is added to its pair's traffic (pair_traffic.rs).
 
 use http::{HeaderMap, HeaderName, HeaderValue};

@@ -7,8 +7,8 @@ A sequence's pages, in the order of its tokens:
 
 (private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
 
-Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (`release_device_memory` with mode
-offload: at once), and a sequence that is admitted gets its continuation from there (`restore`).
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at once by
+`release_device_memory` with mode offload). A sequence that is admitted gets its continuation from there (`restore`).
 
 Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
 

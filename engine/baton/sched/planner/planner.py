@@ -7,8 +7,8 @@ Works on sched.state.SchedulerState and advances `computed` there, so that the n
 * A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
   use it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after
   commit.
-* Decode rows stand in the order of importance, then age (PriorityRule.sort_key): the first get pages first, and the events
-  of a step follow its rows.
+* Decode rows stand in the order of importance, then age (PriorityRule.sort_key): the first get pages first, and the
+  events of a step follow its rows.
 * Admission is by estimate, the truth comes at allocation; a request that is alone is always admitted.
 
 Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both as specified in docs/architecture.md.

@@ -17,7 +17,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
 A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is equal, nothing is
-computed or sorted again, and when it has changed, a long queue is sorted again over several steps (queue.py).
+computed or sorted again, and when it has changed, a long queue is sorted again over several steps (waiting_queue.py).
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
 SRPT with aging 0.05 as it did best on recorded traces (docs/scheduling/orders.md).

@@ -61,7 +61,7 @@ class PolicyParams:
 
 
 class Policy(abc.ABC):
-    """`sort_keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
+    """`sort_keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have state."""
 
     name: ClassVar[str]
     wants_queue_review: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class Policy(abc.ABC):
         return None
 
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
-        """Called before `sort_keys` with the queue's length: while it and the cached prefixes are equal, so are keys."""
+        """Called first, with the queue's length: while it and the cached prefixes are equal, so are the sort keys."""
         return ()
 
     @abc.abstractmethod
@@ -106,7 +106,7 @@ class Policy(abc.ABC):
     def keys_in_parts(
         self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
-        """`sort_keys` of a long queue, for policies that are not `keys_are_independent`: work on some `part` sequences at a time.
+        """`sort_keys` of a long queue, where keys are not independent: works on some `part` sequences at a time.
 
         Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
         """

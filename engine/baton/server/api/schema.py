@@ -2,7 +2,7 @@
 
 Fields are absent by default (None), so that defaults which depend on the model stay in validation.py, as do checks
 across fields. A field of type Any has a form that a check of its own knows (prompts, rooms).
-Sources: OpenAI's API reference, SGLang 0.5.7 (io_struct.py), docs/protocol.md §2 for the fields of routers.
+Sources: OpenAI's API reference, SGLang 0.5.7 (`io_struct`), docs/protocol.md §2 for the fields of routers.
 """
 
 from __future__ import annotations

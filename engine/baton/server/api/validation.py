@@ -1,6 +1,6 @@
 """From a wire body to `AcceptedRequest`: tokens, sampling parameters, placement, or a typed 400 that names the field.
 
-1. the body is a JSON object (http.py decoded it);
+1. the body is a JSON object (http_utils.py decoded it);
 2. fields are read with types and ranges; names we know but do not serve are refused when they would change the answer;
 3. text becomes tokens (chat template, tokenizer), the prompt is measured against the context;
 4. one `PromptItem` per prompt × choice, each with its own seed, bootstrap room and DP rank.

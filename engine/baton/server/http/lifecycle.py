@@ -75,9 +75,9 @@ class ServerLifecycle:
         if dead := [r for r in ranks if r.dead is not None]:
             return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
         if ill := [r for r in ranks if r.stats.not_accepting_reason is not None]:
+            rank, reason = ill[0].dp_rank, ill[0].stats.not_accepting_reason
             return self._dead(
-                "rank_failed",
-                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].stats.not_accepting_reason}; restart the node",
+                "rank_failed", f"rank {rank} of this engine takes no new requests: {reason}; restart the node"
             )
         if self.bootstrap is not None and not self.bootstrap.healthy:
             return self._dead(

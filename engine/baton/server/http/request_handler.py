@@ -232,12 +232,12 @@ class RequestHandler:
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
         after_first = max(g.completion_tokens - len(g.tracks), 0)
         first = g.tracks[0]
-        rendezvous = first.item.rendezvous
+        room = "-" if first.item.rendezvous is None else first.item.rendezvous.room
         log.info(
             "request rid=%s endpoint=%s outcome=%s rank=%s room=%s items=%d prompt_tokens=%d cached_tokens=%d "
             "completion_tokens=%d ttft_ms=%s tpot_ms=%s e2e_ms=%.1f",
             g.rid, endpoint, outcome, "-" if first.rank is None else first.rank.dp_rank,
-            "-" if rendezvous is None else rendezvous.room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
+            room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
             "-" if ttft is None else f"{ttft * 1e3:.1f}",
             "-" if ttft is None or not after_first else f"{(now - arrived - ttft) / after_first * 1e3:.2f}",
             (now - arrived) * 1e3,

@@ -1,4 +1,7 @@
-"""Processes of a tensor-parallel group: `run_leader` in the first rank, `run_worker` in the others (life cycle: channel.py)."""
+"""Processes of a tensor-parallel group: `run_leader` in the first rank, `run_worker` in the others.
+
+Their life cycle is in channel.py.
+"""
 
 from __future__ import annotations
 

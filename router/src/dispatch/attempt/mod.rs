@@ -198,7 +198,7 @@ impl AttemptError {
     }
 
     /// Evidence of this failure about the worker. The client's mistakes and overload say nothing;
-    /// an unexplained error is judged when there is a second opinion (dispatch.rs).
+    /// an unexplained error is judged when there is a second opinion (retry.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error = self.status().is_some_and(|status| status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();

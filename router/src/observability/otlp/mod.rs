@@ -7,7 +7,7 @@
 //!    is followed in that;
 //! 2. each leg has a span of its own, which the worker gets as its `traceparent`: what a worker
 //!    exports hangs below it;
-//! 3. when the request has ended, its timeline (request_timeline.rs) is turned into spans: request,
+//! 3. when the request has ended, its timeline (`request_timeline`) is turned into spans: request,
 //!    decide and leg by attempt. Nothing is done while the request runs but drawing ids, so tracing
 //!    costs the same whether or not anybody collects;
 //! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot

@@ -1,4 +1,4 @@
-//! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs
+//! Generation requests in: limits, body, the little that is read of it, admission; then `dispatch`
 //! takes over.
 
 use std::pin::Pin;

@@ -1,7 +1,7 @@
 //! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
 //!
 //! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the
-//! router, passing.rs what it only passes on.
+//! router, proxy.rs what it only passes on.
 
 /// Routes of the control plane.
 mod admin;

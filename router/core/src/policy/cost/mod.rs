@@ -7,7 +7,7 @@
 //! T_min    the least T over the candidates
 //! backlog  predicted time sent to w and not finished (no first token seen), less the elapsed part (rank.rs)
 //! beta     rho / (1 - rho), at most 8; rho = work dispatched per worker-second, mean over the last 30 s
-//! heat     recent arrivals that ended on the deepest shared block of this prompt, 10 s decay (heat.rs)
+//! heat     recent arrivals that ended on the deepest shared block of this prompt, 10 s decay (`PrefixPopularity`)
 //! ```
 //!
 //! What each part is for:
