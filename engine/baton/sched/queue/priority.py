@@ -16,9 +16,9 @@ class PriorityRule:
 
     With aging a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
     P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a request waits
-    (waiting_queue.py keeps those that have reached the maximum, whose key is constant too, in a second list). That constant is rounded down to
-    whole units: requests of one unit are equally important, and among them the policy decides. Preemption compares the
-    unaged priority.
+    (waiting_queue.py keeps those that have reached the maximum, whose key is constant too, in a second list). That
+    constant is rounded down to whole units: requests of one unit are equally important, and among them the policy
+    decides. Preemption compares the unaged priority.
     """
 
     enabled: bool = False
