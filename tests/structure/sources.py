@@ -51,7 +51,7 @@ def product_rust(folder: str) -> list[str]:
     every = files(folder, ".rs")
     tests = set()
     for path in every:
-        for name in re.findall(r"#\[cfg\(test\)\]\n(?:#\[.*\]\n)*(?:pub )?mod (\w+);", text(path)):
+        for name in re.findall(r"#\[cfg\(test\)\]\n(?:#\[.*\]\n)*(?:pub(?:\(\w+\))? )?mod (\w+);", text(path)):
             stem = path.rsplit("/", 1)[0] if path.endswith(("/mod.rs", "/lib.rs")) else path.removesuffix(".rs")
             tests |= {f"{stem}/{name}.rs", f"{stem}/{name}/mod.rs"}
     return [path for path in every if path not in tests and not path.endswith("tests.rs")]

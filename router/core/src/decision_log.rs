@@ -57,10 +57,8 @@ pub struct LogLine {
 #[serde(rename_all = "snake_case")]
 pub enum LogEntry {
     /// A choice for each side; the request was sent there.
-    Decided {
-        asked: DecisionInput,
-        choices: Vec<Option<WorkerChoice>>,
-    },
+    Decided { asked: DecisionInput, choices: Vec<Option<WorkerChoice>> },
+    /// An event that the policies of a role were given.
     #[serde(alias = "told")]
     Observed {
         role: Role,
@@ -74,10 +72,8 @@ pub enum LogEntry {
         #[serde(flatten)]
         news: CacheUpdateOf<ChangeRecord>,
     },
-    Evict {
-        role: Role,
-        now_ms: u64,
-    },
+    /// Caches of prefix trees were trimmed to their limits.
+    Evict { role: Role, now_ms: u64 },
 }
 
 /// All that `choose` saw.
@@ -115,25 +111,18 @@ pub struct DecisionSide {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ObservedEvent {
-    FirstToken {
-        ticket: SendTicket,
-        worker: WorkerId,
-        now_ms: u64,
-    },
+    /// Prefill is over.
+    FirstToken { ticket: SendTicket, worker: WorkerId, now_ms: u64 },
+    /// Tokens that the worker counted.
     Usage {
         ticket: SendTicket,
         worker: WorkerId,
         #[serde(flatten)]
         usage: TokenUsage,
     },
-    Finished {
-        ticket: SendTicket,
-        worker: WorkerId,
-        is_kept: bool,
-        /// True if the policy was given the prompt's hashes.
-        has_hashes: bool,
-        now_ms: u64,
-    },
+    /// The request is over. `has_hashes`: the policy was given the prompt's hashes.
+    Finished { ticket: SendTicket, worker: WorkerId, is_kept: bool, has_hashes: bool, now_ms: u64 },
+    /// The worker's report of its load.
     Reported {
         worker: WorkerId,
         queued_tokens: u64,
@@ -142,15 +131,15 @@ pub enum ObservedEvent {
         age_ms: u64,
         now_ms: u64,
     },
+    /// A worker may be chosen from now on.
     Added {
         worker: WorkerId,
         name: String,
         #[serde(flatten)]
         facts: WorkerFacts,
     },
-    Gone {
-        worker: WorkerId,
-    },
+    /// The worker is not chosen any more.
+    Gone { worker: WorkerId },
 }
 
 /// Changes of a [`CacheUpdate`](crate::kv::CacheUpdate).

@@ -94,18 +94,12 @@ pub enum PolicyTerms {
     /// The load alone, or nothing.
     Load {},
     /// `power_of_two`.
-    Drawn {
-        is_drawn: bool,
-    },
-    Prefix {
-        matched_chars: usize,
-        tree_chars: usize,
-    },
-    Key {
-        /// Routing keys it was given.
-        keys: usize,
-        holds_key: bool,
-    },
+    Drawn { is_drawn: bool },
+    /// `cache_aware`: characters of the routing text that the worker's tree holds, and its size.
+    Prefix { matched_chars: usize, tree_chars: usize },
+    /// `manual`: `keys` is the number of routing keys that the worker was given.
+    Key { keys: usize, holds_key: bool },
+    /// `cost`.
     Cost(CostTerms),
 }
 

@@ -139,16 +139,18 @@ impl TtftEstimate {
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum SelectionReason {
+    /// Drawn at random.
     Random,
+    /// The next in turn.
     RoundRobin,
+    /// The less loaded of two drawn workers.
     LowerOfTwo,
     /// The longest matching prefix lies there: `matched_chars` of the `total_chars` of the routing
     /// text.
-    PrefixHit {
-        matched_chars: usize,
-        total_chars: usize,
-    },
+    PrefixHit { matched_chars: usize, total_chars: usize },
+    /// No prefix matched well: the worker with the smallest tree.
     SmallestTree,
+    /// The least load.
     LeastLoaded,
     /// Least predicted cost, and no worker holds a longer prefix.
     BestHolder(PrefillForecast),
@@ -227,26 +229,12 @@ pub enum PolicyEvent<'a> {
         tells_first_token: bool,
     },
     /// Prefill is over.
-    FirstToken {
-        ticket: SendTicket,
-        worker: WorkerId,
-        now_ms: u64,
-    },
+    FirstToken { ticket: SendTicket, worker: WorkerId, now_ms: u64 },
     /// Tokens that the worker counted.
-    Usage {
-        ticket: SendTicket,
-        worker: WorkerId,
-        usage: TokenUsage,
-    },
+    Usage { ticket: SendTicket, worker: WorkerId, usage: TokenUsage },
     /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered;
     /// `hashes` are the prompt's.
-    Finished {
-        ticket: SendTicket,
-        worker: WorkerId,
-        is_kept: bool,
-        hashes: &'a [u64],
-        now_ms: u64,
-    },
+    Finished { ticket: SendTicket, worker: WorkerId, is_kept: bool, hashes: &'a [u64], now_ms: u64 },
     /// The worker's report of its queue: prompt tokens sent to it, by any router, and not yet
     /// prefilled; and of its running batch, if it said so. It was true `age_ms` before it arrived.
     Reported {
@@ -256,13 +244,10 @@ pub enum PolicyEvent<'a> {
         age_ms: u64,
         now_ms: u64,
     },
-    WorkerAdded {
-        worker: WorkerId,
-        facts: WorkerFacts,
-    },
-    WorkerGone {
-        worker: WorkerId,
-    },
+    /// The worker may be chosen from now on.
+    WorkerAdded { worker: WorkerId, facts: WorkerFacts },
+    /// The worker is not chosen any more.
+    WorkerGone { worker: WorkerId },
 }
 
 /// Requests and KV pages at a worker, of all routers, as the worker reports them.

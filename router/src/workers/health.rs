@@ -51,19 +51,18 @@ const SILENCE_FACTOR: u32 = 4;
 #[derive(strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 enum Probe {
+    /// The worker is well.
     Good,
     /// The worker answers that it drains.
     Draining,
     /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none
     /// for long before.
-    Silent {
-        reason: String,
-        is_certain: bool,
-    },
+    Silent { reason: String, is_certain: bool },
     /// The probe could not be sent, for lack of something on this side.
     Unsent(String),
     /// Nothing listens: certain knowledge, no second opinion needed.
     Refused(String),
+    /// The worker answers with an error, or with nothing that is understood.
     Bad(String),
 }
 

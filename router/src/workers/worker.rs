@@ -23,21 +23,14 @@ const SAME_BREAK_MS: u64 = 1_000;
 #[derive(Debug, Clone, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum WorkerState {
-    /// Registered, never healthy yet.
-    Starting {
-        /// How its last probe failed.
-        reason: Option<String>,
-    },
+    /// Registered, never healthy yet. `reason`: how its last probe failed.
+    Starting { reason: Option<String> },
+    /// Gets requests.
     Ready,
-    Unhealthy {
-        reason: String,
-        /// Probes got no answer at all: requests will get none either.
-        is_hung: bool,
-    },
+    /// Probes fail. `is_hung`: they get no answer at all, as requests will not either.
+    Unhealthy { reason: String, is_hung: bool },
     /// Answers, but cannot do what it was registered for.
-    Rejected {
-        reason: String,
-    },
+    Rejected { reason: String },
     /// The worker reports that it drains: no new requests until it reports that it is ready again.
     Draining,
     /// This router drains it: no new requests, removed when those in flight have ended. There is no

@@ -114,14 +114,12 @@ fn with_bit(mut words: Vec<u64>, set: u32) -> Vec<u64> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Set {
+    /// Its number may be given out.
     Free,
-    Used {
-        blocks: usize,
-    },
+    /// Holds the blocks of a rank.
+    Used { blocks: usize },
     /// So many shards may still name it.
-    Dead {
-        shards: usize,
-    },
+    Dead { shards: usize },
 }
 
 #[derive(Debug, Default)]

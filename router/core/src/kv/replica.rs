@@ -60,13 +60,12 @@ impl<C> CacheUpdateOf<C> {
 /// Result of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ApplyResult {
+    /// Taken in.
     Applied,
     /// Known already.
     Old,
     /// Batches from `first` on are missing; this one was not taken in.
-    Gap {
-        first: u64,
-    },
+    Gap { first: u64 },
 }
 
 /// Why a replica cannot go on as it is.

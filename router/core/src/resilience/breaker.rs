@@ -63,17 +63,11 @@ pub enum RequestOutcome {
 #[derive(Debug, Clone)]
 enum State {
     /// When the failures since the last success happened; at most `failure_threshold` of them.
-    Closed {
-        failures_ms: VecDeque<u64>,
-    },
-    Open {
-        since_ms: u64,
-    },
-    HalfOpen {
-        successes: u32,
-        trials: u32,
-        last_trial_ms: u64,
-    },
+    Closed { failures_ms: VecDeque<u64> },
+    /// No requests until the pause is over.
+    Open { since_ms: u64 },
+    /// Trial requests decide.
+    HalfOpen { successes: u32, trials: u32, last_trial_ms: u64 },
 }
 
 /// See the module. One per worker and DP rank.

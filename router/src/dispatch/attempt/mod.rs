@@ -70,13 +70,10 @@ pub struct UpstreamResponse {
 /// Reply to the client if no other worker does better.
 #[derive(Debug)]
 pub enum ErrorReply {
+    /// An error of the router.
     Error(RouteError),
     /// The worker's own words.
-    Answer {
-        status: StatusCode,
-        headers: HeaderMap,
-        body: Bytes,
-    },
+    Answer { status: StatusCode, headers: HeaderMap, body: Bytes },
 }
 
 /// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
