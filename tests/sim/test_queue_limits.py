@@ -346,7 +346,7 @@ def test_admission_controller_keeps_no_records_of_requests_that_left() -> None:
         seq = Seq(req, req.prompt, 1)
         admission.add(seq, 1, 0.0)
         admission.remove(seq, 0.0)
-    assert max(len(admission._least), len(admission._due)) <= 1025
+    assert max(len(admission._eviction_heap), len(admission._due)) <= 1025
 
 
 def test_a_request_that_entered_twice_without_having_started_is_refused_once() -> None:

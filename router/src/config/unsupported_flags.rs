@@ -6,7 +6,7 @@ const FLAGS: &str = "\
 bucket-adjust-interval-secs: there is no bucket policy; use --prefill-policy cost, which weighs prompts by their length
 enable-igw model-id-from model-alias model kv-event-model: one router serves one model, under the name its workers tell; run one router per model
 mini-lb: use --pd-disaggregation with --policy round_robin
-log-dir: logs go to standard error; redirect it, or let journald or the container runtime collect it
+log-dir: logs go to standard error; redirect it, or let journald or the container runtime keep it
 log-json: use --log-format json
 prometheus-duration-buckets: histograms share one fixed exponential family, see docs/metrics.md; drop the flag
 upstream-http2: workers are reached over HTTP/1.1, one connection per request in flight, so that no answer waits behind another; drop the flag

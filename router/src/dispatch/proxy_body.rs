@@ -63,7 +63,7 @@ pub struct TruncatedResponse(RouteError);
 enum RequestState {
     /// Whole request of a stream that another worker can resume.
     Resumable(Box<RequestContext>),
-    /// What is left of a request that is not resumed.
+    /// Record of a request that is not resumed.
     Recorded { record: AccessLogEntry, _permit: Option<OwnedSemaphorePermit> },
     /// With `Resuming`.
     Detached,

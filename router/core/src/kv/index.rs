@@ -114,7 +114,7 @@ fn with_bit(mut words: Vec<u64>, set: u32) -> Vec<u64> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Set {
-    /// Its number may be given out.
+    /// Unused: its number may be given out.
     Free,
     /// Holds the blocks of a rank.
     Used { blocks: usize },

@@ -40,8 +40,8 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024
 /// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
-/// What belongs to the client's connection, cookies, which no worker set, and what is between
-/// clients, routers and their workers. No accept-encoding: streams are watched as they pass.
+/// Headers that stay here: those of the client's connection, cookies, which no worker set, and those
+/// between clients, routers and workers. No accept-encoding: streams are watched as they pass.
 static NOT_FORWARDED: [HeaderName; 7] =
     [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE, explain::HEADER, failover::HEADER];
 /// A client's own affinity key.
