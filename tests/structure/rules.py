@@ -183,6 +183,15 @@ def private_words() -> Offenses:
                 yield f"{area}:{word}", count
 
 
+def missing_files() -> Offenses:
+    """Source files named in comments and docstrings of the products that do not exist."""
+    names = {path.rsplit("/", 1)[-1] for path in files(".", ".rs", ".py", ".js")}
+    for path in product_files():
+        for name in re.findall(r"(?<![\w.*])\w+\.(?:rs|py|js)\b(?!\()", text(path)):
+            if name not in names:
+                yield f"{path}:{name}", 1
+
+
 def long_doc_lines() -> Offenses:
     """Lines of prose that are too long, per page. Tables, headings and code cannot be wrapped."""
     for path in [*files("docs", ".md"), *files("deploy", ".md"), "README.md", "CONTRIBUTING.md"]:
@@ -226,6 +235,7 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "bare-opening": (bare_openings, "a doc comment begins with a noun phrase or an imperative verb"),
     "doc-columns": (long_doc_lines, f"prose of a page wraps at {MAX_DOC_COLUMNS} columns"),
     "private-word": (private_words, "use the field's word; rules.py names one for each"),
+    "missing-file": (missing_files, "a comment names only files that exist"),
     "code-lines": (code_lines, "the package has grown beyond its ceiling: something has to go"),
 }
 
