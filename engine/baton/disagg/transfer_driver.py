@@ -30,7 +30,7 @@ from baton.sched.types import events
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import Rendezvous, ValidatedRequest
 
-log = logging.getLogger("baton.relay")
+log = logging.getLogger("baton.transfer")
 
 POLL_BATCH = 256
 """Transfer events taken per scheduler turn."""

@@ -278,7 +278,7 @@ class EngineLoop:
 
     @property
     def relay_counters(self) -> Mapping[str, float]:
-        """Counters of the transfer relay; empty on a node without one."""
+        """Counters of the transfer driver; empty on a node without one."""
         return {} if self._driver is None else self._driver.counters
 
     @property

@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::kv::{BlockChange, CacheUpdateOf};
+use crate::kv::{BlockChange, CacheUpdateRecord};
 use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::prompt::{HashedPrompt, mix};
 use crate::types::{
@@ -70,7 +70,7 @@ pub enum LogEntry {
         role: Role,
         worker: WorkerId,
         #[serde(flatten)]
-        news: CacheUpdateOf<ChangeRecord>,
+        news: CacheUpdateRecord<ChangeRecord>,
     },
     /// Caches of prefix trees were trimmed to their limits.
     Evict { role: Role, now_ms: u64 },
@@ -204,7 +204,7 @@ impl LogLine {
                 let text = asked.text.as_ref().map_or(0, String::len);
                 8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
-            LogEntry::Cached { news: CacheUpdateOf::Changed { changes, .. }, .. } => {
+            LogEntry::Cached { news: CacheUpdateRecord::Changed { changes, .. }, .. } => {
                 9 * changes.signs.len()
             }
             LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,

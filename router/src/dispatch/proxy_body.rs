@@ -173,7 +173,7 @@ impl ProxyBody {
         let many = request.scan.batch.is_some();
         let held = request.held_bytes();
         let has_token_ids = opened.has_token_ids;
-        let mut relay = Self {
+        let mut body = Self {
             out: VecDeque::with_capacity(opened.answer.pieces.len().max(2)),
             tail: opened.is_sse.then(|| StreamTail::new(many)),
             resume_buffer: has_token_ids.then(|| ResumeBuffer::new(&app.failover_memory, held)),
@@ -195,8 +195,8 @@ impl ProxyBody {
             prefill: None,
             app,
         };
-        relay.follow(opened, prefill);
-        relay
+        body.follow(opened, prefill);
+        body
     }
 
     /// Pass this leg's answer on.

@@ -150,7 +150,7 @@ class TpWorkers:
                     socket.send(STOP, zmq.DONTWAIT)
         collectives.leave()
 
-    def _tell(self, message: bytes) -> None:
+    def _broadcast(self, message: bytes) -> None:
         """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
         with self._lock:
             for tp_rank, socket in enumerate(self._orders, 1):

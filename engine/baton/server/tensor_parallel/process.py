@@ -111,7 +111,7 @@ def _execute(
         if kind == STOP:
             return
         if kind == STEP:
-            loaded.runner.follow(body)
+            loaded.runner.execute_remote(body)
         else:
             call, args = msgspec.msgpack.decode(body)
             refused = transfer_node.execute_call(node, team, call, args)

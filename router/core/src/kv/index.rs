@@ -258,7 +258,7 @@ impl KvIndex {
                     self.close(before);
                 }
             }
-            CacheUpdate::Doubt => {
+            CacheUpdate::MarkInexact => {
                 if let Some(rank) = self.ranks.get_mut(&worker) {
                     rank.is_exact = false;
                 }

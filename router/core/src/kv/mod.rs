@@ -11,7 +11,7 @@
 //!    computed once, when the block is announced.
 //! 3. What changed leaves as [`CacheUpdate`] in our names, and a policy's [`KvIndex`] takes it in:
 //!    from [`CacheUpdate::Serve`] on the rank's entry is its stored set, no more and no less.
-//! 4. Batches were lost, or contradict each other: [`CacheUpdate::Doubt`]. The entry stays, as a
+//! 4. Batches were lost, or contradict each other: [`CacheUpdate::MarkInexact`]. The entry stays, as a
 //!    guess, until a snapshot, a replay or an `AllBlocksCleared` makes it exact again.
 //! 5. The rank is gone, or is another process with the same address (epoch): its entry is forgotten
 //!    in O(1).
@@ -36,7 +36,7 @@ mod model_test;
 pub use block_tree::{BlockChange, BrokenTree, EngineBlockTree};
 pub use index::{KvIndex, KvRank, NewsError};
 pub use replica::{
-    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateOf, ReplicaError, UpdateSink,
+    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateRecord, ReplicaError, UpdateSink,
 };
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before

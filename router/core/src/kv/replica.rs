@@ -15,12 +15,12 @@ use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
 const PIECE: usize = 1024;
 
 /// News of a replica for the index.
-pub type CacheUpdate<'a> = CacheUpdateOf<&'a [BlockChange]>;
+pub type CacheUpdate<'a> = CacheUpdateRecord<&'a [BlockChange]>;
 
 /// News of a replica, with its changes in one form or another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "news", rename_all = "snake_case")]
-pub enum CacheUpdateOf<C> {
+pub enum CacheUpdateRecord<C> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
     Begin,
     /// Changes of the copy that was begun, or else of the one in use.
@@ -35,24 +35,25 @@ pub enum CacheUpdateOf<C> {
     /// The copy answers from now on.
     Serve { is_exact: bool },
     /// The copy in use is a guess from now on.
-    Doubt,
+    #[serde(rename = "doubt")]
+    MarkInexact,
     /// There is no copy.
     Forget,
 }
 
-impl<C> CacheUpdateOf<C> {
+impl<C> CacheUpdateRecord<C> {
     /// The same news with its changes in another form.
-    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateOf<D> {
+    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateRecord<D> {
         match self {
-            Self::Begin => CacheUpdateOf::Begin,
-            Self::Changed { changes, page_tokens, bytes } => CacheUpdateOf::Changed {
+            Self::Begin => CacheUpdateRecord::Begin,
+            Self::Changed { changes, page_tokens, bytes } => CacheUpdateRecord::Changed {
                 changes: form(changes),
                 page_tokens: *page_tokens,
                 bytes: *bytes,
             },
-            Self::Serve { is_exact } => CacheUpdateOf::Serve { is_exact: *is_exact },
-            Self::Doubt => CacheUpdateOf::Doubt,
-            Self::Forget => CacheUpdateOf::Forget,
+            Self::Serve { is_exact } => CacheUpdateRecord::Serve { is_exact: *is_exact },
+            Self::MarkInexact => CacheUpdateRecord::MarkInexact,
+            Self::Forget => CacheUpdateRecord::Forget,
         }
     }
 }
@@ -170,9 +171,9 @@ impl CacheReplica {
 
     /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot
     /// replaces it.
-    pub fn doubt(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    pub fn mark_inexact(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
         if std::mem::replace(&mut self.is_exact, false) {
-            tell(CacheUpdate::Doubt)?;
+            tell(CacheUpdate::MarkInexact)?;
         }
         Ok(())
     }

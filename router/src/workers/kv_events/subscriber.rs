@@ -118,7 +118,7 @@ impl EventReader {
             && was_exact
         {
             self.show(|status| status.gaps += 1);
-            self.doubt(&format!("batches {first} to {} are missing", number - 1))?;
+            self.mark_inexact(&format!("batches {first} to {} are missing", number - 1))?;
         }
         if self.replica.is_exact() && !was_exact {
             self.resynced("cleared");
@@ -159,11 +159,11 @@ impl EventReader {
         });
     }
 
-    fn doubt(&mut self, why: &str) -> Result<(), SubscriptionEnd> {
+    fn mark_inexact(&mut self, why: &str) -> Result<(), SubscriptionEnd> {
         if self.replica.is_exact() {
             tracing::warn!(worker = %self.name, why, "its cache is guessed");
         }
-        self.with(CacheReplica::doubt)?;
+        self.with(CacheReplica::mark_inexact)?;
         self.show(|status| status.reason = Some(why.to_owned()));
         Ok(())
     }
@@ -176,7 +176,7 @@ impl EventReader {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
                 self.with(CacheReplica::forget)
             }
-            _ => self.doubt(&end.to_string()),
+            _ => self.mark_inexact(&end.to_string()),
         };
         // The policy has no entry for this rank any more: nothing is left to be doubted.
         let _: Result<(), SubscriptionEnd> = outcome;

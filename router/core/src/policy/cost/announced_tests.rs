@@ -130,7 +130,7 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     assert_eq!(world.tell(2, &[]), ApplyResult::Gap { first: 1 });
     let policy = &world.policy;
     let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
-    world.replica.doubt(tell).expect("taken in");
+    world.replica.mark_inexact(tell).expect("taken in");
     assert_eq!(world.expected(&ids), 16);
     world.replica.snapshot(3, &[announced(&ids[..8], 4, 0)], tell).expect("a snapshot");
     assert_eq!(world.expected(&ids), 8);
