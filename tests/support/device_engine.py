@@ -33,11 +33,11 @@ class Device:
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
     runner: DeviceRunner | None = None
 
-    def late(self, path: Path | str, tell: Callable[[bytes], None] | None = None, **flags: object) -> EngineLoop:
-        """The attention backend of the flags, and the CPU's kernels. `tell`: as of the first of several ranks."""
+    def late(self, path: Path | str, broadcast: Callable[[bytes], None] | None = None, **flags: object) -> EngineLoop:
+        """The attention backend of the flags, and the CPU's kernels. `broadcast`: as of the first of several ranks."""
 
         def make_runner(*args: Any, **more: Any) -> DeviceRunner:
-            self.runner = DeviceRunner(*args, stream=self.stream, **{**more, "tell": tell})
+            self.runner = DeviceRunner(*args, stream=self.stream, **{**more, "broadcast": broadcast})
             return self.runner
 
         return self._make(path, make_runner, **flags)

@@ -286,7 +286,9 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         await until(lambda: seen == [1])
         assert stage.ranks.ranks[1].stats.gauges == {"g": 1.0}
         assert stage.ranks.ranks[1].stats.not_accepting_reason is None
-        await stage.say(StatsMessage(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
+        await stage.say(
+            StatsMessage(1, {"g": 1.0}, {"c": 2.0}, not_accepting_reason="its KV transfer runtime has failed")
+        )
         await until(lambda: seen == [1, 1])
         now = ServerLifecycle(stage.ranks).condition()
         assert (now.state, now.reason) == (NodeState.DEAD, "rank_failed")

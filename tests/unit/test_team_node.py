@@ -68,7 +68,7 @@ class Team:
     def __init__(self, size: int, rng: random.Random) -> None:
         self.ranks = [Rank() for _ in range(size)]
         self.rng = rng
-        self.merger = EventMerger(size, self.broadcast)
+        self.merger = EventMerger(size, self.tell)
         self.merger.begin(ROOM)
         self.heard: list[tuple[Any, ...]] = []
         self.granted = self.revoking = self.aborted = False
