@@ -277,7 +277,7 @@ class EngineLoop:
     # ------------------------------------------------------------------ views
 
     @property
-    def relay_counters(self) -> Mapping[str, float]:
+    def transfer_counters(self) -> Mapping[str, float]:
         """Counters of the transfer driver; empty on a node without one."""
         return {} if self._driver is None else self._driver.counters
 

@@ -116,16 +116,16 @@ def _recorded(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: RecordingScheduler, *args: Any, **kwargs: Any) -> Any:
-        if self._queued:  # one of the scheduler's methods calls another
+        if self._is_nested:  # one of the scheduler's methods calls another
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         self._write(json.dumps([name, *map(_argument, list(bound.arguments.values())[1:])]))
-        self._queued = True
+        self._is_nested = True
         try:
             result = original(self, *args, **kwargs)
         finally:
-            self._queued = False
+            self._is_nested = False
         if isinstance(result, StepPlan):
             self._write(json.dumps(["=", digest(result)]))
         return result
@@ -147,7 +147,7 @@ class RecordingScheduler(Scheduler):
     """A scheduler that writes its inputs. `write` gets one line at a time, before the call takes effect."""
 
     def __init__(self, limits: Limits, write: Write) -> None:
-        self._queued = False
+        self._is_nested = False
         self._write = write
         super().__init__(limits)
 

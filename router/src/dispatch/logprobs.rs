@@ -29,10 +29,10 @@ pub async fn merged(
 ) -> UpstreamResponse {
     let limit = if opened.is_sse { limit.min(STREAM_WAIT) } else { limit };
     if prefill.response.is_none() {
-        let _ = timeout(limit, prefill.ended()).await; // `words` are there if it ended well
+        let _ = timeout(limit, prefill.ended()).await; // `response` is there if it ended well
     }
     let Some(response) = prefill.response.as_ref().map(|response| response.concat()) else {
-        tracing::debug!("the prefill leg did not tell its input logprobs");
+        tracing::debug!("the prefill leg sent no input logprobs");
         return opened;
     };
     let pieces = &mut opened.answer.pieces;

@@ -271,12 +271,13 @@ impl ProxyBody {
             Some(StreamEnd::Finished) => self.out.push_back(Bytes::from_static(DONE)),
             Some(StreamEnd::Done) | None => {}
         }
-        let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
-        self.finish(if has_error { "error_event" } else { "ok" });
+        self.finish();
     }
 
     /// The answer is complete.
-    fn finish(&mut self, outcome: &'static str) {
+    fn finish(&mut self) {
+        let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
+        let outcome = if has_error { "error_event" } else { "ok" };
         if std::mem::take(&mut self.counts) {
             let usage = match &self.tail {
                 Some(tail) => tail.usage(),
@@ -338,7 +339,7 @@ impl ProxyBody {
             ending = tail.ending();
         }
         if ending != StreamEnd::Open {
-            self.finish("ok");
+            self.finish();
             let missing = (ending == StreamEnd::Finished).then_some(Bytes::from_static(DONE));
             self.out.extend(missing);
             return None;
@@ -605,5 +606,14 @@ impl Body for ProxyBody {
             return SizeHint::default();
         }
         SizeHint::with_exact(self.out.iter().map(|piece| piece.len() as u64).sum())
+    }
+}
+
+impl Drop for ProxyBody {
+    /// Clients may leave at `[DONE]`, before the worker has ended its answer: they have all of it.
+    fn drop(&mut self) {
+        if self.rest.is_some() && self.out.is_empty() && self.ending() == Some(StreamEnd::Done) {
+            self.finish();
+        }
     }
 }

@@ -55,9 +55,9 @@ pub struct MemoryShare {
 impl MemoryShare {
     pub fn grow(&mut self, bytes: usize) -> Result<(), RouteError> {
         let (memory, limit_bytes) = (&self.memory, self.memory.limit);
-        let is_compatible = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
+        let with_bytes = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         let order = Ordering::Relaxed;
-        let taken = memory.held.fetch_update(order, order, is_compatible);
+        let taken = memory.held.fetch_update(order, order, with_bytes);
         taken.map_err(|held_bytes| RouteError::BodyMemoryFull { held_bytes, limit_bytes })?;
         memory.gauge.iter().for_each(|gauge| gauge.add(bytes as f64));
         self.bytes += bytes;

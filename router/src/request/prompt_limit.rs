@@ -205,9 +205,9 @@ mod tests {
 
     #[test]
     fn ids_are_counted_where_they_take_the_place_of_a_text() {
-        let (is_compatible, long) = ("[1, 22, 333, 4]", "[1, 22, 333, 4, 5]");
+        let (fitting, long) = ("[1, 22, 333, 4]", "[1, 22, 333, 4, 5]");
         let too_long = |param| Some((param, "has 5".to_owned()));
-        for (ids, is_refused) in [(is_compatible, false), (long, true)] {
+        for (ids, is_refused) in [(fitting, false), (long, true)] {
             let expected = |param| is_refused.then(|| too_long(param)).flatten();
             for ids in [ids.to_owned(), format!("[[1, 2], {ids}]")] {
                 let body = format!("{{\"prompt\": {ids}}}");

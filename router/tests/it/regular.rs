@@ -249,6 +249,25 @@ async fn a_client_that_leaves_closes_the_workers_connection() {
 }
 
 #[tokio::test]
+async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN, FINISH, DONE], End::Hang)]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        let mut text = String::new();
+        while !text.ends_with(DONE) {
+            text += std::str::from_utf8(&answering.piece().await.unwrap()).unwrap();
+        }
+        drop((answering, client));
+        let ok = "baton_router_requests_total{method=\"POST\",outcome=\"ok\"";
+        eventually("it is counted", || async { router.metric(ok).await == 1.0 }).await;
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);

@@ -149,7 +149,7 @@ def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
         if engine.diagnosis:
             asked_at, answered_at = engine.diagnosis["asked_at"], engine.diagnosis["answered_at"]
             time_there = engine.diagnosis["host"]["unix_seconds"]
-            # It read its clock at some time between the two: only what lies outside is an offset.
+            # The engine read its clock between the two times: only what lies outside them is an offset.
             offset = time_there - min(max(time_there, asked_at), answered_at)
         if offset is not None:
             yield host.skew(engine.label, offset)

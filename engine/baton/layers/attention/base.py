@@ -15,6 +15,7 @@ Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are i
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -100,9 +101,9 @@ class PagedAttention(AttentionBackend):
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
         return self._layers[layer]
 
+    @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """`forward` for K and V that are in the pool already."""
-        raise NotImplementedError
 
 
 class GraphInputs:

@@ -30,8 +30,8 @@ LEAST_PAGES = 2
 
 
 class DeviceMemory:
-    """Memory of a CUDA device as torch and the driver tell it, in bytes. Reserved ones rather than allocated ones: what
-    its allocator cannot fill is gone for the pool as well."""
+    """Memory of a CUDA device as torch and the driver report it, in bytes. Torch's part is what it has reserved, not
+    what it has allocated: what its allocator cannot fill is gone for the pool as well."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -29,7 +29,7 @@ from baton.runtime.graphs.capture import BYTES_EACH, rows_to_record
 from baton.runtime.memory.device_memory import GIB, DeviceMemory, MemoryNeeds, account, size_pool
 from baton.runtime.runner.cuda_runner import make_runner
 
-log = logging.getLogger("baton.fit")
+log = logging.getLogger("baton.memory")
 
 
 def check_weights(needed: int, memory: DeviceMemory) -> None:

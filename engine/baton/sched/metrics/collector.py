@@ -45,7 +45,7 @@ RATE_SMOOTHING = 0.1
 MAX_DUE_PER_PLAN = 256
 """Waits that a plan finds to have become too long: some 0.7 ms."""
 
-SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
+REQUEUE_EVENTS = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
 """Name in a timeline, by reason."""
 
 
@@ -213,7 +213,7 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._request_stats[seq.handle]
-        self.timeline(seq).note(self.now, SENT_BACK[reason], seq.computed)
+        self.timeline(seq).note(self.now, REQUEUE_EVENTS[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return

@@ -32,20 +32,20 @@ class TransferPlanner:
             return
         self._growth.reset()
         self._skipped, announced_only = 0, False
-        first_sent_back = self._first_sent_back()
+        first_requeued = self._first_requeued()
         for seq in self._candidates():
             if not state.slots and not limits.priority.enabled:
                 return
-            # One that ran here and was sent back comes first, as long as one runs whose end will make room for it:
+            # One that ran here and was requeued comes first, as long as one runs whose end will make room for it:
             # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
-            if state.running and first_sent_back and first_sent_back < self._place(seq):
+            if state.running and first_requeued and first_requeued < self._sort_key(seq):
                 return
             if announced_only and not seq.is_announced:
                 return
             match, short = self._needs(seq)
             if (short > 0 or not state.slots) and limits.priority.enabled and not self._skipped:
                 if self._preempt_for(seq, match, short):
-                    first_sent_back = self._first_sent_back()
+                    first_requeued = self._first_requeued()
                 match, short = self._needs(seq)
             if short > 0 or not state.slots or not self._may_overtake(seq):
                 memory.cache.unlock(match.node)
@@ -84,7 +84,9 @@ class TransferPlanner:
     def _preempt_for(self, seq: Seq, match: PrefixMatch, short: int) -> bool:
         """Suspend less important running requests if that gives it a slot and `short` pages. Unlocks `match`."""
         state, limits = self._state, self._state.limits
-        victims = priority_victims(seq, short, state.running.values(), limits, state.memory.freed_by, self._place(seq))
+        victims = priority_victims(
+            seq, short, state.running.values(), limits, state.memory.freed_by, self._sort_key(seq)
+        )
         state.memory.cache.unlock(match.node)
         if not self._may_overtake(seq, without=victims):
             return False
@@ -158,11 +160,11 @@ class TransferPlanner:
             for seq in chosen:
                 state.revoke(seq)
 
-    def _first_sent_back(self) -> SortKey | None:
-        """Place of the first that ran here and waits for room again, within its tenant's limits."""
+    def _first_requeued(self) -> SortKey | None:
+        """Sort key of the first that ran here and waits for room again, within its tenant's limits."""
         state = self._state
         requeued = (seq for seq in state.waiting if seq.generated)
-        return min(map(self._place, state.sharing.startable(requeued, state.holders)), default=None)
+        return min(map(self._sort_key, state.sharing.startable(requeued, state.holders)), default=None)
 
-    def _place(self, seq: Seq) -> SortKey:
+    def _sort_key(self, seq: Seq) -> SortKey:
         return self._state.limits.priority.sort_key(seq, self._state.now)

@@ -7,8 +7,8 @@ it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no
    a caller want more than those in order, it gets the next ones.
 2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
    whose number changes at a moment known before (`Policy.expiries`).
-3. When the policy's `cache_key` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
-   built from the new ones beside the one in force, and takes its place when it is complete.
+3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn, ...), a second
+   order with the new numbers is built beside the one in force, and takes its place when it is complete.
 
 A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all again, a long queue
 over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
@@ -47,7 +47,7 @@ Entry = tuple[float, float, float, int, Seq]
 
 
 class _Order:
-    """Sequences sorted for one value of the policy's cache_key."""
+    """Sequences sorted for one cache key of the policy."""
 
     def __init__(self, rule: PriorityRule, cache_key: Hashable) -> None:
         self.cache_key = cache_key
@@ -131,7 +131,7 @@ class WaitingQueue:
         self._order = _Order(priority, None)
         """The order in force."""
         self._next: _Order | None = None
-        """The one that is being built, for other cache_key."""
+        """The order that is being built, for another cache key."""
         self._to_build: list[int] = []
         """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None

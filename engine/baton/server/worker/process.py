@@ -247,9 +247,8 @@ class RankProcess:
             if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
                 was_well = self.engine.not_accepting_reason is None
                 self._send_stats(now)
-                busy = busy or (
-                    was_well and self.engine.not_accepting_reason is not None
-                )  # it ended requests: their errors leave
+                if was_well and self.engine.not_accepting_reason is not None:
+                    busy = True  # the engine ended requests: their errors leave
         log.info("rank %d stops", self.dp_rank)
         if self._node is not None:
             self._node.close()
@@ -355,7 +354,7 @@ class RankProcess:
         gauges = {**engine.gauges(), **sched.stats.gauges(), **sched.sharing.gauges(), "generated_tokens_per_s": rate}
         counters = {
             **engine.counters,
-            **engine.relay_counters,
+            **engine.transfer_counters,
             **sched.turned_away(),
             **sched.stats.counters(),
             **sched.sharing.counters(),

@@ -122,7 +122,7 @@ impl DecisionReplay {
             LogEntry::Cached { role, worker, news } => {
                 let news = news.map(ChangeRecord::changes);
                 for policies in [&self.policies, &self.evaluators] {
-                    // It was refused or taken when it was written, and is again.
+                    // The recorded run took or refused this update; the replay does the same.
                     let news = news.map(Vec::as_slice);
                     let _: Result<(), NewsError> = policies.reconcile(*role, *worker, &news);
                 }
@@ -207,7 +207,7 @@ impl DecisionReplay {
         let mut event = observed.event(known);
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
-            *hashes = known; // the judge reads them whether or not the recorded policy did
+            *hashes = known; // the evaluators read them whether or not the recorded policy did
         }
         self.evaluators.observe(role, &event);
         if let Some(sent) = sent {

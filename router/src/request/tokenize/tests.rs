@@ -232,10 +232,10 @@ async fn reading_is_bounded_and_counted() {
 fn a_text_that_no_context_can_hold_is_not_tokenized() {
     let tokens = load("demo", &[]);
     let most = tokens.encoder.max_chars_per_token * 100;
-    for (chars, is_compatible) in [(most, true), (most + 1, false)] {
+    for (chars, is_read) in [(most, true), (most + 1, false)] {
         let body = json(&serde_json::json!({"prompt": "x".repeat(chars)}));
         let made = tokens.ids_of(ApiKind::Completions, &body, Some(100));
-        assert_eq!(made.err(), (!is_compatible).then_some(TokenizeFallback::TooLong));
+        assert_eq!(made.err(), (!is_read).then_some(TokenizeFallback::TooLong));
     }
 }
 

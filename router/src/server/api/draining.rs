@@ -178,8 +178,8 @@ async fn order(
         ))),
         409 if answer["error"].is_object() => Ok(Ordered::Refused(status, answer["error"].clone())),
         _ => {
-            let said = answer["error"]["message"].as_str().unwrap_or("no reason given");
-            Err(failed(format!("{status}, {said}")))
+            let message = answer["error"]["message"].as_str().unwrap_or("no reason given");
+            Err(failed(format!("{status}, {message}")))
         }
     }
 }

@@ -56,12 +56,12 @@ pub(super) fn start(
 }
 
 async fn follow(mut feed: DiscoveryFeed, path: PathBuf, roles: &'static [Role], text: String) {
-    let mut decision_lock = interval(POLL);
-    decision_lock.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticks = interval(POLL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut taken = Ok(text);
     let mut before = taken.clone();
     loop {
-        decision_lock.tick().await;
+        ticks.tick().await;
         if !feed.recheck() {
             return;
         }

@@ -136,12 +136,12 @@ pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodS
     let config = watcher::Config::default().labels(&wanted.selector).timeout(WATCH_SECS);
     let mut events = pin!(watcher(api, config).default_backoff());
     let mut pods = Pods::new(&wanted);
-    let mut decision_lock = interval(RECHECK);
-    decision_lock.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticks = interval(RECHECK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let event = tokio::select! {
             event = events.next() => event,
-            _ = decision_lock.tick() => {
+            _ = ticks.tick() => {
                 if !feed.recheck() {
                     return;
                 }
