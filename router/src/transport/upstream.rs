@@ -153,7 +153,8 @@ impl ConnectionPool {
                 }
             }
         }
-        let connection = self.connect().await?;
+        // Boxed: with TLS it takes 5 KB, which every future around it would hold and copy.
+        let connection = Box::pin(self.connect()).await?;
         on_sent();
         self.exchange(connection, Keep::Yes, head, body).await
     }

@@ -275,6 +275,7 @@ fn start_prefill(
     let meeting = BootstrapParams::new(candidate.clone(), &rooms.rooms, is_batch, with_ranks);
     let body = meeting.body(app, request, &candidate);
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
+    let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
     let leg = PrefillAttempt {
         task: Some(tokio::spawn(draining)),
         response: None,
