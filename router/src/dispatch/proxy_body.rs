@@ -612,8 +612,12 @@ impl Body for ProxyBody {
 impl Drop for ProxyBody {
     /// Clients may leave at `[DONE]`, before the worker has ended its answer: they have all of it.
     fn drop(&mut self) {
-        if self.rest.is_some() && self.out.is_empty() && self.ending() == Some(StreamEnd::Done) {
+        if self.out.is_empty()
+            && self.ending() == Some(StreamEnd::Done)
+            && let Some(rest) = self.rest.take()
+        {
             self.finish();
+            rest.drain_in_background();
         }
     }
 }

@@ -48,6 +48,8 @@ const IDLE: Duration = Duration::from_secs(3);
 const MAX_IDLE: usize = 512;
 /// How long a connection may take to become ready for the next request.
 const SETTLE: Duration = Duration::from_millis(5);
+/// How long the rest of a complete answer is waited for, so that its connection can be kept.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// A machine of the same network that does not accept for this long is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -355,5 +357,14 @@ impl ResponseBody {
 
     pub async fn piece(&mut self) -> Option<hyper::Result<Bytes>> {
         std::future::poll_fn(|cx| self.poll_piece(cx)).await
+    }
+
+    /// Read the rest of a complete answer, so that the connection can be used again, but not for
+    /// long.
+    pub fn drain_in_background(mut self) {
+        tokio::spawn(async move {
+            let reading = async { while let Some(Ok(_)) = self.piece().await {} };
+            let _ = timeout(DRAIN_TIMEOUT, reading).await; // else the connection is closed
+        });
     }
 }

@@ -268,6 +268,27 @@ async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
 }
 
 #[tokio::test]
+async fn the_connection_of_a_client_that_leaves_at_the_last_event_is_kept() {
+    timed(async {
+        let answer = Act::Stream(vec![TOKEN, FINISH, DONE], End::Gate);
+        let mock = Mock::start(&[answer, Act::Json(json!({}))]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        let mut text = String::new();
+        while !text.ends_with(DONE) {
+            text += std::str::from_utf8(&answering.piece().await.unwrap()).unwrap();
+        }
+        drop((answering, client));
+        router.no_load().await;
+        mock.release();
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!(mock.cancelled(), 0);
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
