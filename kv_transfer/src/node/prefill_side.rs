@@ -78,7 +78,7 @@ impl PrefillSide {
 
     /// The connection of these OPENs is lost.
     pub fn forget_opens_of(&mut self, peer: ConnectionId) {
-        self.pending_opens.drop_peer(peer, None);
+        self.pending_opens.drop_peer(peer);
     }
 
     pub fn offer(&mut self, ctx: &mut NodeContext, room: u64, request: OfferRequest) {
@@ -213,7 +213,7 @@ impl PrefillSide {
         (peer, room, attempt): (ConnectionId, u64, u32),
         code: ReasonCode,
     ) {
-        self.pending_opens.drop_peer(peer, Some(room));
+        self.pending_opens.take_of(peer, room);
         self.set_pending_timer(ctx);
         self.step(ctx, room, PrefillEvent::PeerAbort { peer, attempt, code });
     }

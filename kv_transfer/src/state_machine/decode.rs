@@ -482,6 +482,7 @@ impl DecodeRoom {
         }
         let mut actions = self.start_pulls(now);
         if self.grant.is_some()
+            && self.in_flight.is_empty()
             && self.all_announced()
             && self.needed().is_some_and(|n| self.verified_pages() + self.held == n)
         {

@@ -5,7 +5,7 @@
 //! an abort or by its TTL. A finished room's number is kept for a while, so that a late OPEN is
 //! refused at once instead of waiting until its TTL.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use super::ConnectionId;
 use crate::reason_code::ReasonCode;
@@ -35,7 +35,7 @@ pub struct PendingOpens {
     per_peer: usize,
     by_peer: HashMap<ConnectionId, usize>,
     rooms: HashMap<u64, PendingOpen>,
-    order: VecDeque<(u64, u64)>, // (until, room), oldest first; TTLs differ little, so expiry scans from the front
+    due: BTreeSet<(u64, u64)>, // (until, room)
 }
 
 impl PendingOpens {
@@ -46,7 +46,7 @@ impl PendingOpens {
             per_peer,
             by_peer: HashMap::new(),
             rooms: HashMap::new(),
-            order: VecDeque::new(),
+            due: BTreeSet::new(),
         }
     }
 
@@ -73,7 +73,7 @@ impl PendingOpens {
             return Err(PendingOpenError::PeerFull);
         }
         *of_peer += 1;
-        self.order.push_back((open.until, room));
+        self.due.insert((open.until, room));
         self.rooms.insert(room, open);
         Ok(())
     }
@@ -86,31 +86,31 @@ impl PendingOpens {
                 self.by_peer.remove(&open.peer);
             }
         }
-        self.order.retain(|&(_, r)| r != room);
+        self.due.remove(&(open.until, room));
         Some(open)
     }
 
-    /// Remove the pending OPENs of a lost peer, or the one of `room`.
-    pub fn drop_peer(&mut self, peer: ConnectionId, room: Option<u64>) {
-        let departed: Vec<u64> = self
-            .rooms
-            .iter()
-            .filter(|(r, open)| open.peer == peer && room.is_none_or(|only| only == **r))
-            .map(|(r, _)| *r)
-            .collect();
-        for room in departed {
-            self.take(room);
+    /// Remove the pending OPEN of `room`, if it is this peer's.
+    pub fn take_of(&mut self, peer: ConnectionId, room: u64) -> Option<PendingOpen> {
+        self.rooms.get(&room).filter(|open| open.peer == peer)?;
+        self.take(room)
+    }
+
+    /// Remove the pending OPENs of a lost peer.
+    pub fn drop_peer(&mut self, peer: ConnectionId) {
+        let rooms: Vec<u64> = self.rooms.keys().copied().collect();
+        for room in rooms {
+            self.take_of(peer, room);
         }
     }
 
     pub fn next_due(&self) -> Option<u64> {
-        self.order.iter().map(|&(until, _)| until).min()
+        self.due.first().map(|&(until, _)| until)
     }
 
     /// Remove and return the OPENs whose TTL is over.
     pub fn expire(&mut self, now: u64) -> Vec<(u64, PendingOpen)> {
-        let due: Vec<u64> =
-            self.order.iter().filter(|&&(until, _)| until <= now).map(|&(_, room)| room).collect();
+        let due: Vec<u64> = self.due.range(..=(now, u64::MAX)).map(|&(_, room)| room).collect();
         due.into_iter().filter_map(|room| self.take(room).map(|open| (room, open))).collect()
     }
 }
@@ -183,11 +183,11 @@ mod tests {
         assert_eq!(pending_opens.next_due(), Some(40));
         assert_eq!(pending_opens.expire(39), vec![]);
         assert_eq!(pending_opens.expire(40), vec![(2, open(9, 40))]);
-        pending_opens.drop_peer(7, None);
+        pending_opens.drop_peer(7);
         assert_eq!(pending_opens.len(), 1);
-        pending_opens.drop_peer(9, Some(2));
+        assert_eq!(pending_opens.take_of(7, 1), None, "another peer's");
         assert_eq!(pending_opens.len(), 1);
-        pending_opens.drop_peer(9, None);
+        pending_opens.drop_peer(9);
         assert!(pending_opens.is_empty());
         assert_eq!(pending_opens.next_due(), None);
     }
@@ -201,8 +201,8 @@ mod tests {
         assert_eq!(pending_opens.add(3, open(8, 50)), Ok(()));
         pending_opens.take(1);
         assert_eq!(pending_opens.add(4, open(9, 50)), Ok(()));
-        pending_opens.drop_peer(9, None);
-        pending_opens.drop_peer(8, None);
+        pending_opens.drop_peer(9);
+        pending_opens.drop_peer(8);
         assert!(pending_opens.by_peer.is_empty());
     }
 

@@ -1,7 +1,7 @@
 //! D's pulls under way: submission to a transport, cancellation, and the choice of the next
 //! transport after a failure.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -79,6 +79,8 @@ pub enum AfterPull {
 #[derive(Default)]
 pub struct PullJobs {
     jobs: HashMap<u64, PullJob>,
+    /// (room, job): those of one room are found without a scan of all.
+    by_room: BTreeSet<(u64, u64)>,
     next_job: u64,
 }
 
@@ -104,20 +106,26 @@ impl PullJobs {
                 return Err(job.failed("the peer's pool is not mapped"));
             };
             ctx.copy_threads.submit(CopyJob::Pull { pull, from });
-            self.jobs.insert(id, job);
+            self.add(id, job);
         } else if via.is_staged() {
-            self.jobs.insert(id, job); // its end may come at once
+            self.add(id, job); // its end may come at once
             ctx.start_staged_pull(peer, pull);
         } else {
             submit_to_tcp(ctx, peer, pull).map_err(|why| job.failed(why))?;
-            self.jobs.insert(id, job);
+            self.add(id, job);
         }
         Ok(())
     }
 
+    fn add(&mut self, id: u64, job: PullJob) {
+        self.by_room.insert((job.room, id));
+        self.jobs.insert(id, job);
+    }
+
     pub fn cancel(&mut self, ctx: &mut LoopContext, room: u64) {
         let mut staged = Vec::new();
-        for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
+        for &(_, id) in self.by_room.range((room, 0)..=(room, u64::MAX)) {
+            let Some(job) = self.jobs.get(&id) else { continue };
             job.cancel.store(true, Ordering::Relaxed);
             if job.via.is_staged() {
                 staged.push((job.peer, id));
@@ -137,6 +145,7 @@ impl PullJobs {
     /// Remove a pull that has ended. Returns its room, and what follows.
     pub fn on_end(&mut self, ctx: &mut LoopContext, end: PullEnd) -> Option<(u64, AfterPull)> {
         let job = self.jobs.remove(&end.id)?;
+        self.by_room.remove(&(job.room, end.id));
         {
             let mut stats = ctx.shared.stats.lock();
             let pull = stats.pull.get_mut(job.via.as_str());
@@ -170,8 +179,10 @@ impl PullJobs {
     /// Fail every tcp pull: the data thread has ended, and with it all writes to their pages.
     pub fn fail_tcp_pulls(&mut self) -> Vec<(u64, DecodeEvent)> {
         let lost = self.jobs.extract_if(|_, job| job.via == Transport::Tcp);
-        let failed =
-            lost.map(|(_, job)| (job.room, job.failed("internal: the data thread is gone")));
+        let failed = lost.map(|(id, job)| {
+            self.by_room.remove(&(job.room, id));
+            (job.room, job.failed("internal: the data thread is gone"))
+        });
         failed.collect()
     }
 }
