@@ -28,7 +28,7 @@ from baton.sim import main as command
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.node import NodeSetting, RequestOutcome, SimNode
-from baton.sim.report import SummaryStat, summarise
+from baton.sim.report import SummaryStat, summarise, table
 from baton.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
@@ -162,7 +162,8 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
         RequestOutcome.REFUSED,
     ]
     report = summarise("fcfs", made, 1.0, 0.0)
-    assert (report.completed, report.refused, report.timed_out, report.ttft) == (0, 1, 2, None)
+    assert (report.completed, report.refused, report.timed_out, report.ttft, report.in_time) == (0, 1, 2, None, 0.0)
+    assert "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)" in table([report])
 
 
 @pytest.mark.slow

@@ -194,4 +194,5 @@ def _endings(s: RunSummary) -> str:
         "starved": s.starved,
     }  # fmt: skip
     found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    return f"{s.policy}: {found}" if found else ""
+    left_out = " (no TTFT above without a first token: see `in time`)" if s.refused or s.timed_out else ""
+    return f"{s.policy}: {found}{left_out}" if found else ""

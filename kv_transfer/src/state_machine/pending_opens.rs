@@ -29,7 +29,7 @@ pub enum PendingOpenError {
     Duplicate,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PendingOpens {
     limit: usize,
     per_peer: usize,
@@ -41,13 +41,7 @@ pub struct PendingOpens {
 impl PendingOpens {
     /// At most `limit` OPENs, `per_peer` of them of one peer.
     pub fn new(limit: usize, per_peer: usize) -> Self {
-        Self {
-            limit,
-            per_peer,
-            by_peer: HashMap::new(),
-            rooms: HashMap::new(),
-            due: BTreeSet::new(),
-        }
+        Self { limit, per_peer, ..Self::default() }
     }
 
     pub fn len(&self) -> usize {
