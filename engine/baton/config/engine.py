@@ -27,6 +27,10 @@ SECRETS: Mapping[str, str] = {
     "second_cluster_key": "BATON_SECOND_CLUSTER_KEY",
 }
 """Fields that are never shown or recorded, and their environment variables."""
+QUEUE_ORDERS = (
+    "auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf", "adaptive",
+)  # fmt: skip
+"""Values of --schedule-policy."""
 MEM_FRACTION = 0.85
 """Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
 
@@ -271,21 +275,7 @@ class EngineConfig:
         ge=1,
     )
     schedule_policy: str = opt(
-        "auto",
-        "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
-        choices=(
-            "auto",
-            "fcfs",
-            "lpm",
-            "dfs-weight",
-            "lof",
-            "random",
-            "short-first",
-            "srpt-aging",
-            "hrrn",
-            "edf",
-            "adaptive",
-        ),
+        "auto", "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere", choices=QUEUE_ORDERS
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0)
     lpm_aging_tokens_per_s: float = opt(
