@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from baton.cli.kubectl import Kubectl, KubectlError
-from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -240,10 +240,8 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
         help="URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node",
     )
     add_flags(parser, DrainConfig)
-    values, bad = parser.read(argv)
-    targets = values.pop("targets")
-    bad += add_environment(DrainConfig, values)
-    config = DrainConfig(**values)
+    config, others, bad = parser.read_config(DrainConfig, argv)
+    targets = others["targets"]
     if not targets:
         bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")
     for target in targets:

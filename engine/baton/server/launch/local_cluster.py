@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -142,10 +141,7 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     )
     add_flags(parser.add_argument_group("the cluster"), UpConfig)
     add_flags(parser, EngineConfig, skip=PER_NODE)
-    values, bad = parser.read(argv)
-    names = {f.name for f in dataclasses.fields(UpConfig)}
-    up = UpConfig(**{name: value for name, value in values.items() if name in names})
-    engine = {name: value for name, value in values.items() if name not in names}
+    up, engine, bad = parser.read_config(UpConfig, argv)
     default = 0 if up.workers else 1
     counts = {
         "prefill": default if up.prefill is None else up.prefill,
@@ -154,7 +150,7 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     }
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
+    bad += [*_count_mistakes(counts), *_engine_mistakes(engine)]
     plan = ClusterPlan(up, counts, engine, args={}, own={})
     for name in ("router", *ROLES):
         plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
@@ -164,13 +160,13 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     return plan
 
 
-def _engine_complaint(engine: dict[str, Any]) -> str | None:
-    """Complaint that every engine would make, before any of them is started."""
+def _engine_mistakes(engine: dict[str, Any]) -> list[str]:
+    """Mistakes that every engine would report, before any of them is started."""
     try:
         build(dict(engine))
     except ConfigError as err:
-        return err.message
-    return None
+        return err.message.splitlines()
+    return []
 
 
 def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
@@ -185,19 +181,17 @@ def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[st
     parser = FlagParser(f"baton up: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
     values, mistakes = parser.read(words)
-    complaint = _engine_complaint({**engine, **values}) if values else None
-    return words, values, [*mistakes, *(complaint or "").splitlines()]
+    return words, values, [*mistakes, *(_engine_mistakes({**engine, **values}) if values else [])]
 
 
-def _complaint(counts: dict[str, int]) -> str | None:
+def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:
     prefill, decode, workers = (counts[role] for role in ROLES)
     if min(prefill, decode, workers) < 0:
-        return f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
-    if workers and (prefill or decode):
-        return f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
-    if not workers and not (prefill and decode):
-        return f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
-    return None
+        yield f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
+    elif workers and (prefill or decode):
+        yield f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
+    elif not workers and not (prefill and decode):
+        yield f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
 
 
 @dataclass
