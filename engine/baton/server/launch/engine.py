@@ -154,28 +154,24 @@ class _Launcher:
         except OSError as err:
             why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
             raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
-        bound = runner.addresses[0]
-        return url_of(host, bound[1])
+        return url_of(host, runner.addresses[0][1])
 
     def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
         """On a P node the server where D's transfer runtime finds our ranks."""
-        if self._config.disaggregation_mode != "prefill":
+        config = self._config
+        if config.disaggregation_mode != "prefill":
             return None
         try:
             from baton._native import BootstrapServer
         except ImportError as err:
-            raise ConfigError(
-                f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
-            ) from err
-        port = self._config.disaggregation_bootstrap_port
+            why = f"needs the native extension ({err}); build it with maturin"
+            raise ConfigError(f"--disaggregation-mode prefill {why}") from err
+        port = config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(
-                self._config.bootstrap_listen_host, port, self._config.cluster_key, self._config.second_cluster_key
-            )
+            server = BootstrapServer(config.bootstrap_listen_host, port, config.cluster_key, config.second_cluster_key)
         except OSError as err:
-            raise ConfigError(
-                f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
-            ) from err
+            why = f"cannot be bound ({err}); choose another, or 0"
+            raise ConfigError(f"--disaggregation-bootstrap-port {port} {why}") from err
         stack.callback(server.stop)
         return server
 
