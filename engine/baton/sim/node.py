@@ -264,14 +264,13 @@ class SimNode:
         deadline = self.sched.next_deadline()
         if deadline is not None and not self.sched.is_idle:
             coming.append(deadline)
-        if not coming:
-            if not self.sched.is_idle:
-                raise StuckSimulation(
-                    f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}"
-                )
-            return False
-        self.now = max(self.now, min(coming))
-        return True
+        if coming:
+            self.now = max(self.now, min(coming))
+        elif not self.sched.is_idle:
+            raise StuckSimulation(
+                f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}"
+            )
+        return bool(coming)
 
 
 def _outcome(event: EmittedTokens) -> RequestOutcome:

@@ -178,8 +178,7 @@ class _Launcher:
     async def _spawn(self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
-        path = os.environ.get("PYTHONPATH")
-        env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
+        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         listens = self._config.bootstrap_listen_host
         reachable = LOOPBACK if listens in UNSPECIFIED_HOSTS else listens
         order = {
@@ -193,7 +192,7 @@ class _Launcher:
         }
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
             self._rank_command,
-            env,
+            {**os.environ, "PYTHONPATH": path},
             stdout=sys.stderr.fileno(),
             stdin=json.dumps(order).encode() + b"\n",
             death_signal=signal.SIGKILL,

@@ -80,14 +80,12 @@ class ChildProcess:
         # A pipe of our own: asyncio's would make `wait` last until every descendant has closed it.
         read_end, write_end = os.pipe()
         try:
-            with self.log_path.open("ab") as log:
+            with os.fdopen(write_end, "wb"), self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._group = await ProcessGroup.spawn(self._argv(), self._env, stdout=write_end, stderr=log.fileno())
         except BaseException:
             os.close(read_end)
             raise
-        finally:
-            os.close(write_end)
         self._output = loop.create_task(self._copy_output(read_end, self._announced))
 
     async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
