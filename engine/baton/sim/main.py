@@ -96,9 +96,8 @@ class SimulatedRun:
         config = EngineConfig(**values)
         host_pages = self.sim.host_kv_tokens // self.sim.length_scale // config.page_size
         rate = 1 / max(self.model.copy_seconds(config.page_size * self.sim.length_scale), 1e-9)
-        made = dataclasses.replace(
-            limits(config, config.max_total_tokens // config.page_size), host_pages=host_pages, host_pages_per_s=rate
-        )
+        made = limits(config, config.max_total_tokens // config.page_size)
+        made = dataclasses.replace(made, host_pages=host_pages, host_pages_per_s=rate)
         tenants = made.fairness.tenants
         if tenants is None or self.sim.length_scale == 1:
             return made
@@ -342,12 +341,11 @@ def main(argv: Sequence[str]) -> int:
         summaries, curves, interrupted = simulate(run, what)
         print(table(summaries))
         if run.sim.json is not None:
+            values = dataclasses.asdict(run.engine)
             document = {
                 "simulation": dataclasses.asdict(run.sim),
                 "model": dataclasses.asdict(run.model),
-                "engine": {
-                    name: value for name, value in dataclasses.asdict(run.engine).items() if name not in NOT_SIMULATED
-                },
+                "engine": {name: value for name, value in values.items() if name not in NOT_SIMULATED},
                 "offered_load": offered / span if span > 0 else None,
                 "policies": [dataclasses.asdict(summary) for summary in summaries],
             }
