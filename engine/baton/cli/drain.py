@@ -231,12 +231,8 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     """Flags and targets; prints mistakes and exits with 2."""
     parser = FlagParser(PROG, "Take engines out of service without breaking a stream, or return them (--undo).")
     parser.usage = f"{PROG} TARGET… [flags]"
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node",
-    )
+    forms = "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node"
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=forms)
     add_flags(parser, DrainConfig)
     config, others, bad = parser.read_config(DrainConfig, argv)
     targets = others["targets"]

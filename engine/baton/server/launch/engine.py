@@ -178,7 +178,7 @@ class _Launcher:
     async def _spawn(self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
-        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         listens = self._config.bootstrap_listen_host
         reachable = LOOPBACK if listens in UNSPECIFIED_HOSTS else listens
         order = {
@@ -190,12 +190,10 @@ class _Launcher:
             "to_front": f"ipc://{folder}/front",
             "bootstrap": None if bootstrap is None else (reachable, bootstrap.port),
         }
+        env = {**os.environ, "PYTHONPATH": search_path}
+        stdin = json.dumps(order).encode() + b"\n"
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
-            self._rank_command,
-            {**os.environ, "PYTHONPATH": path},
-            stdout=sys.stderr.fileno(),
-            stdin=json.dumps(order).encode() + b"\n",
-            death_signal=signal.SIGKILL,
+            self._rank_command, env, stdout=sys.stderr.fileno(), stdin=stdin, death_signal=signal.SIGKILL
         )
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 

@@ -142,11 +142,8 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
     add_flags(parser, EngineConfig, skip=PER_NODE)
     up, engine, bad = parser.read_config(UpConfig, argv)
     default = 0 if up.workers else 1
-    counts = {
-        "prefill": default if up.prefill is None else up.prefill,
-        "decode": default if up.decode is None else up.decode,
-        "worker": up.workers,
-    }
+    given = {"prefill": up.prefill, "decode": up.decode, "worker": up.workers}
+    counts = {role: default if count is None else count for role, count in given.items()}
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
     bad += [*_count_mistakes(counts), *_engine_mistakes(engine)]
