@@ -143,9 +143,8 @@ class _Launcher:
         return context, RankSet(pull, pushes, limit, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
-        runner = web.AppRunner(
-            front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
-        )
+        app = front.application()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         host, port = self._config.host, self._config.port
