@@ -27,6 +27,8 @@ SECRETS: Mapping[str, str] = {
     "second_cluster_key": "BATON_SECOND_CLUSTER_KEY",
 }
 """Fields that are never shown or recorded, and their environment variables."""
+KV_TRANSPORTS = ("shm", "cuda_ipc", "tcp", "gloo", "nccl")
+"""Values of --disaggregation-transfer-backend besides auto."""
 QUEUE_ORDERS = (
     "auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf", "adaptive",
 )  # fmt: skip
@@ -102,7 +104,7 @@ class EngineConfig:
         "auto",
         "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
         "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
-        choices=("auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"),
+        choices=("auto", *KV_TRANSPORTS),
     )
     transfer_port: int = opt(
         0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones", ge=0, le=65535

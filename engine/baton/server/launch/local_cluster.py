@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_bytes
+from baton.config import KV_TRANSPORTS, MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_bytes
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
@@ -74,9 +74,7 @@ class UpConfig:
     prefill: int | None = opt(None, "prefill nodes (default: 1, or 0 with --workers)")
     decode: int | None = opt(None, "decode nodes (default: 1, or 0 with --workers)")
     workers: int = opt(0, "engines that do both phases, instead of prefill and decode nodes")
-    transport: str | None = opt(
-        None, "how KV pages travel (default: auto)", choices=("shm", "cuda_ipc", "tcp", "gloo", "nccl")
-    )
+    transport: str | None = opt(None, "how KV pages travel (default: auto)", choices=KV_TRANSPORTS)
     policy: str | None = opt(None, "router: how a worker is chosen (default: the router's)")
     prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
     decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")
