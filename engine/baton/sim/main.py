@@ -239,11 +239,10 @@ def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     """
     model, engine = run.model, run.engine
     capacity = 0 if engine.disable_radix_cache else engine.max_total_tokens
-    step_tokens = engine.step_tokens
     total = 0.0
     for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):
         new = request.input_length - cached
-        total += model.prefill_seconds(new, cached) + new / step_tokens * model.step_ms * 1e-3
+        total += model.prefill_seconds(new, cached) + new / engine.step_tokens * model.step_ms * 1e-3
     if run.sim.role == "prefill":
         return total
     contexts = [request.input_length + request.output_length / 2 for request in trace]
