@@ -21,14 +21,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from baton.cli.kubectl import Kubectl, KubectlError
-from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -201,12 +201,12 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     return list(found.values())
 
 
-def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> list[Place]:
+def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
     """Engines of a pod: containers with a port whose name begins with http. None of a pod that ends."""
     meta, status = pod["metadata"], pod.get("status", {})
     address = status.get("podIP")
     if "deletionTimestamp" in meta or status.get("phase") != "Running" or not address:
-        return []
+        return
     host = f"[{address}]" if ":" in address else address
     ports = [
         (container["name"], port["containerPort"])
@@ -214,16 +214,14 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> list
         for port in container.get("ports", ())
         if port.get("name", "").startswith("http")
     ]
-    places: list[Place] = []
     for container, port in ports:
         name = f"pod/{meta['name']}" + (f"/{container}" if len(ports) > 1 else "")
         url = f"http://{host}:{port}"
         if config.router is None:
-            places.append(PodPlace(name, meta["name"], container, url, kubectl))
+            yield PodPlace(name, meta["name"], container, url, kubectl)
         else:
             worker = f"{config.router.rstrip('/')}/workers/{urllib.parse.quote(url, safe='')}"
-            places.append(UrlPlace(name, worker, config.key))
-    return places
+            yield UrlPlace(name, worker, config.key)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -233,17 +231,11 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     """Flags and targets; prints mistakes and exits with 2."""
     parser = FlagParser(PROG, "Take engines out of service without breaking a stream, or return them (--undo).")
     parser.usage = f"{PROG} TARGET… [flags]"
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node",
-    )
+    forms = "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node"
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=forms)
     add_flags(parser, DrainConfig)
-    values, bad = parser.read(argv)
-    targets = values.pop("targets")
-    bad += add_environment(DrainConfig, values)
-    config = DrainConfig(**values)
+    config, others, bad = parser.read_config(DrainConfig, argv)
+    targets = others["targets"]
     if not targets:
         bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")
     for target in targets:

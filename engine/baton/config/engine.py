@@ -27,6 +27,12 @@ SECRETS: Mapping[str, str] = {
     "second_cluster_key": "BATON_SECOND_CLUSTER_KEY",
 }
 """Fields that are never shown or recorded, and their environment variables."""
+KV_TRANSPORTS = ("shm", "cuda_ipc", "tcp", "gloo", "nccl")
+"""Values of --disaggregation-transfer-backend besides auto."""
+QUEUE_ORDERS = (
+    "auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf", "adaptive",
+)  # fmt: skip
+"""Values of --schedule-policy."""
 MEM_FRACTION = 0.85
 """Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
 
@@ -98,7 +104,7 @@ class EngineConfig:
         "auto",
         "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
         "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
-        choices=("auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"),
+        choices=("auto", *KV_TRANSPORTS),
     )
     transfer_port: int = opt(
         0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones", ge=0, le=65535
@@ -271,21 +277,7 @@ class EngineConfig:
         ge=1,
     )
     schedule_policy: str = opt(
-        "auto",
-        "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
-        choices=(
-            "auto",
-            "fcfs",
-            "lpm",
-            "dfs-weight",
-            "lof",
-            "random",
-            "short-first",
-            "srpt-aging",
-            "hrrn",
-            "edf",
-            "adaptive",
-        ),
+        "auto", "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere", choices=QUEUE_ORDERS
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0)
     lpm_aging_tokens_per_s: float = opt(

@@ -12,9 +12,11 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from baton.config.unsupported_flags import INSTEAD
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,13 @@ class FlagParser(argparse.ArgumentParser):
         values = vars(space)
         bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
         return {k: v for k, v in values.items() if not isinstance(v, FlagMistake)}, bad + self._unknown(rest)
+
+    def read_config(self, cls: type[Config], argv: Sequence[str]) -> tuple[Config, dict[str, Any], list[str]]:
+        """A config of the values given and of the environment, the values that are not its own, and all mistakes."""
+        values, bad = self.read(argv)
+        bad += add_environment(cls, values)
+        own = {name: values.pop(name) for name in typing.get_type_hints(cls) if name in values}
+        return cls(**own), values, bad
 
     def _unknown(self, rest: Sequence[str]) -> list[str]:
         bad, after_flag = [], False

@@ -72,10 +72,8 @@ def mistakes(text: str, dp_size: int) -> list[str]:
         return [f"{FLAG} {text[:100]}: is no JSON ({err}); give an object like " + '{"enable_kv_cache_events": true}']
     if not isinstance(values, dict):
         return [f"{FLAG} {text[:100]}: give a JSON object like " + '{"enable_kv_cache_events": true}']
-    bad = [
-        f"{FLAG}: there is no key {key!r}; there are {', '.join(sorted(_VALUES))}"
-        for key in sorted(values.keys() - _VALUES.keys())
-    ]
+    known = ", ".join(sorted(_VALUES))
+    bad = [f"{FLAG}: there is no key {key!r}; there are {known}" for key in sorted(values.keys() - _VALUES.keys())]
     for key in sorted(values.keys() & _VALUES.keys()):
         fits, wanted = _VALUES[key]
         if not fits(values[key]):

@@ -43,13 +43,11 @@ def _transfer(c: EngineConfig) -> Iterator[str]:
 
 def _is_address_or_name(text: str) -> bool:
     """True for an IP address of one host, and for a host name."""
-    if text in UNSPECIFIED_HOSTS:
-        return False
     try:
         ipaddress.ip_address(text)
     except ValueError:
         return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", text) is not None
-    return True
+    return text not in UNSPECIFIED_HOSTS
 
 
 def _device(c: EngineConfig) -> Iterator[str]:

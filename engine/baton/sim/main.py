@@ -96,9 +96,8 @@ class SimulatedRun:
         config = EngineConfig(**values)
         host_pages = self.sim.host_kv_tokens // self.sim.length_scale // config.page_size
         rate = 1 / max(self.model.copy_seconds(config.page_size * self.sim.length_scale), 1e-9)
-        made = dataclasses.replace(
-            limits(config, config.max_total_tokens // config.page_size), host_pages=host_pages, host_pages_per_s=rate
-        )
+        made = limits(config, config.max_total_tokens // config.page_size)
+        made = dataclasses.replace(made, host_pages=host_pages, host_pages_per_s=rate)
         tenants = made.fairness.tenants
         if tenants is None or self.sim.length_scale == 1:
             return made
@@ -240,11 +239,10 @@ def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     """
     model, engine = run.model, run.engine
     capacity = 0 if engine.disable_radix_cache else engine.max_total_tokens
-    step_tokens = engine.step_tokens
     total = 0.0
     for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):
         new = request.input_length - cached
-        total += model.prefill_seconds(new, cached) + new / step_tokens * model.step_ms * 1e-3
+        total += model.prefill_seconds(new, cached) + new / engine.step_tokens * model.step_ms * 1e-3
     if run.sim.role == "prefill":
         return total
     contexts = [request.input_length + request.output_length / 2 for request in trace]
@@ -342,12 +340,11 @@ def main(argv: Sequence[str]) -> int:
         summaries, curves, interrupted = simulate(run, what)
         print(table(summaries))
         if run.sim.json is not None:
+            values = dataclasses.asdict(run.engine)
             document = {
                 "simulation": dataclasses.asdict(run.sim),
                 "model": dataclasses.asdict(run.model),
-                "engine": {
-                    name: value for name, value in dataclasses.asdict(run.engine).items() if name not in NOT_SIMULATED
-                },
+                "engine": {name: value for name, value in values.items() if name not in NOT_SIMULATED},
                 "offered_load": offered / span if span > 0 else None,
                 "policies": [dataclasses.asdict(summary) for summary in summaries],
             }

@@ -149,10 +149,8 @@ class SimNode:
     def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
         self.sched = Scheduler(limits)
-        self.records = [
-            RequestRecord(arrival, request.input_length, setting.scale)
-            for arrival, request in zip(setting.arrivals, setting.trace, strict=True)
-        ]
+        timed = zip(setting.arrivals, setting.trace, strict=True)
+        self.records = [RequestRecord(arrival, request.input_length, setting.scale) for arrival, request in timed]
         self.now = setting.arrivals[0] if setting.arrivals else 0.0
         self.steps = 0
         self.busy_seconds = 0.0
@@ -264,14 +262,12 @@ class SimNode:
         deadline = self.sched.next_deadline()
         if deadline is not None and not self.sched.is_idle:
             coming.append(deadline)
-        if not coming:
-            if not self.sched.is_idle:
-                raise StuckSimulation(
-                    f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}"
-                )
-            return False
-        self.now = max(self.now, min(coming))
-        return True
+        if coming:
+            self.now = max(self.now, min(coming))
+        elif not self.sched.is_idle:
+            what = f"at {self.now:.3f} s nothing is planned and nothing will happen"
+            raise StuckSimulation(f"{what}: {self.sched.counts()}")
+        return bool(coming)
 
 
 def _outcome(event: EmittedTokens) -> RequestOutcome:

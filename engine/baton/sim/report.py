@@ -116,16 +116,12 @@ def _groups(node: SimNode) -> tuple[RecordGroup, ...]:
         for kind, name in (("class", request.priority_class), ("tenant", request.tenant)):
             if name is not None:
                 found.setdefault(f"{kind} {name}", []).append(record)
-    return tuple(
-        RecordGroup(
-            name,
-            len(records),
-            _count(records, RequestOutcome.COMPLETED),
-            _count(records, RequestOutcome.REFUSED),
-            SummaryStat.of(ttfts(records)),
-        )
-        for name, records in sorted(found.items())
-    )
+    return tuple(_group(name, records) for name, records in sorted(found.items()))
+
+
+def _group(name: str, records: Sequence[RequestRecord]) -> RecordGroup:
+    completed, refused = (_count(records, outcome) for outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED))
+    return RecordGroup(name, len(records), completed, refused, SummaryStat.of(ttfts(records)))
 
 
 def ttfts(records: Sequence[RequestRecord]) -> list[float]:
@@ -165,21 +161,10 @@ def _group_line(s: RunSummary, group: RecordGroup) -> str:
 
 def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
-    return (
-        s.label,
-        str(s.requests),
-        str(s.completed),
-        *_numbers(s.ttft)[:4],
-        ratio,
-        f"{s.in_time:.3f}",
-        *_numbers(s.tpot, 1e3)[:4],
-        *_numbers(s.wait),
-        f"{s.hit_rate:.3f}",
-        f"{s.utilisation:.2f}",
-        str(s.steps),
-        f"{s.simulated_seconds:.0f}",
-        f"{s.wall_seconds:.1f}",
-    )
+    counts = (s.label, str(s.requests), str(s.completed))
+    latencies = (*_numbers(s.ttft)[:4], ratio, f"{s.in_time:.3f}", *_numbers(s.tpot, 1e3)[:4], *_numbers(s.wait))
+    device = (f"{s.hit_rate:.3f}", f"{s.utilisation:.2f}", str(s.steps))
+    return (*counts, *latencies, *device, f"{s.simulated_seconds:.0f}", f"{s.wall_seconds:.1f}")
 
 
 def _numbers(stat: SummaryStat | None, unit: float = 1.0) -> list[str]:

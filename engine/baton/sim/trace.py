@@ -130,9 +130,8 @@ def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tupl
     if not isinstance(hash_ids, list) or any(type(item) is not int for item in hash_ids):
         raise _BadLine("hash_ids is not a list of integers")
     if len(hash_ids) != count:
-        raise _BadLine(
-            f"{len(hash_ids)} hash_ids for {prompt} prompt tokens; {count} blocks of {BLOCK_TOKENS} expected"
-        )
+        expected = f"{count} blocks of {BLOCK_TOKENS} expected"
+        raise _BadLine(f"{len(hash_ids)} hash_ids for {prompt} prompt tokens; {expected}")
     numbers: list[int] = []
     for item in hash_ids:
         numbers.append(ids.setdefault((numbers[-1] if numbers else _START, item), len(ids)))

@@ -42,10 +42,8 @@ class Ask:
 
 def asks(trace: Sequence[TraceRequest], factor: float) -> list[Ask]:
     """Arrivals `factor` times as far apart as recorded."""
-    return [
-        Ask(at * factor, request, parent)
-        for at, request, parent in zip(arrivals(trace), trace, parents(trace), strict=True)
-    ]
+    timed = zip(arrivals(trace), trace, parents(trace), strict=True)
+    return [Ask(at * factor, request, parent) for at, request, parent in timed]
 
 
 def parents(trace: Sequence[TraceRequest]) -> list[int | None]:

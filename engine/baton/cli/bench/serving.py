@@ -88,11 +88,8 @@ TRACE: dict[str, tuple[Any, str]] = {
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="baton bench",
-        description="Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed.",
-        allow_abbrev=False,
-    )
+    about = "Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed."
+    parser = argparse.ArgumentParser(prog="baton bench", description=about, allow_abbrev=False)
     parser.add_argument(
         "--url", action="append", default=[], help="server to measure; repeat to compare (default: start two)"
     )

@@ -36,8 +36,8 @@ class KubeView:
     """By kind, why it could not be read."""
     secrets: dict[str, list[str] | None] = field(default_factory=dict)
     """Keys of each Secret that a pod template names; None: it is not there."""
-    access: dict[str, str] = field(default_factory=dict)
-    """By `ACCOUNT VERB`, for each account of a router: yes, no, or why it is unknown."""
+    access: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By account and verb, for each account of a router: yes, no, or why it is unknown."""
 
     def of_kind(self, kind: str) -> list[Object]:
         return self.objects.get(kind, [])
@@ -71,7 +71,7 @@ def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
                 view.unreadable[f"secret {name}"] = str(err)
     for account in sorted({account_of(workload) for workload in view.workloads if program(workload) == "router"}):
         for verb in ROUTER_VERBS:
-            view.access[f"{account} {verb}"] = _can(kubectl, namespace, account, verb)
+            view.access[account, verb] = _can(kubectl, namespace, account, verb)
     return view
 
 
@@ -333,12 +333,11 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
     if not accounts:
         yield skip("no router finds its workers through Kubernetes")
         return
-    answers = [(*question.split(" "), answer) for question, answer in view.access.items()]
-    for account, verb, answer in answers:
+    for (account, verb), answer in view.access.items():
         if account in accounts and answer not in ("yes", "no"):
             yield skip(f"whether {account} may {verb} pods is unknown: {answer}")
             return
-    for account, verb, answer in answers:
+    for (account, verb), answer in view.access.items():
         if account in accounts and answer == "no":
             sentence = f"the router's service account {account} may not {verb} pods: it finds no worker"
             remedy = "bind it to a Role that may list and watch pods, as deploy/kubernetes/base/rbac.yaml does"

@@ -21,7 +21,7 @@ from baton.cli.doctor.host import check_host, skew
 from baton.cli.doctor.kubernetes import check_namespace, read_namespace
 from baton.cli.doctor.pairs import check_pairs
 from baton.cli.doctor.routers import check_routers
-from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.server.observability.host_facts import HostFacts
 
 PROG = "baton doctor"
@@ -57,9 +57,7 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     parser = FlagParser(PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace).")
     parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
     add_flags(parser, DoctorConfig)
-    values, bad = parser.read(argv)
-    bad += add_environment(DoctorConfig, values)
-    config = DoctorConfig(**values)
+    config, _, bad = parser.read_config(DoctorConfig, argv)
     bad += wrong_urls(config.routers)
     if bad:
         refuse(PROG, bad)

@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar
 
 from baton.cli.doctor.client import HttpClient, MetricSample, StreamEnded, parse_metrics, total
 from baton.cli.doctor.main import API_KEY_ENV, CONTROL_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
-from baton.config.flags import FlagParser, add_environment, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 
 PROG = "baton top"
 PERIOD_SECS = 1.0
@@ -95,9 +95,7 @@ def parse(argv: Sequence[str]) -> TopConfig:
     """Flags; prints mistakes and exits with 2."""
     parser = FlagParser(PROG, "Show nodes, pairs and slow requests of a running fleet, once a second; Ctrl-C ends it.")
     add_flags(parser, TopConfig)
-    values, bad = parser.read(argv)
-    bad += add_environment(TopConfig, values)
-    config = TopConfig(**values)
+    config, _, bad = parser.read_config(TopConfig, argv)
     bad += wrong_urls([config.router])
     if bad:
         refuse(PROG, bad)

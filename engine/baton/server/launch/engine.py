@@ -143,9 +143,8 @@ class _Launcher:
         return context, RankSet(pull, pushes, limit, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
-        runner = web.AppRunner(
-            front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
-        )
+        app = front.application()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         host, port = self._config.host, self._config.port
@@ -154,36 +153,31 @@ class _Launcher:
         except OSError as err:
             why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
             raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
-        bound = runner.addresses[0]
-        return url_of(host, bound[1])
+        return url_of(host, runner.addresses[0][1])
 
     def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
         """On a P node the server where D's transfer runtime finds our ranks."""
-        if self._config.disaggregation_mode != "prefill":
+        config = self._config
+        if config.disaggregation_mode != "prefill":
             return None
         try:
             from baton._native import BootstrapServer
         except ImportError as err:
-            raise ConfigError(
-                f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
-            ) from err
-        port = self._config.disaggregation_bootstrap_port
+            why = f"needs the native extension ({err}); build it with maturin"
+            raise ConfigError(f"--disaggregation-mode prefill {why}") from err
+        port = config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(
-                self._config.bootstrap_listen_host, port, self._config.cluster_key, self._config.second_cluster_key
-            )
+            server = BootstrapServer(config.bootstrap_listen_host, port, config.cluster_key, config.second_cluster_key)
         except OSError as err:
-            raise ConfigError(
-                f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
-            ) from err
+            why = f"cannot be bound ({err}); choose another, or 0"
+            raise ConfigError(f"--disaggregation-bootstrap-port {port} {why}") from err
         stack.callback(server.stop)
         return server
 
     async def _spawn(self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
-        path = os.environ.get("PYTHONPATH")
-        env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
+        search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         listens = self._config.bootstrap_listen_host
         reachable = LOOPBACK if listens in UNSPECIFIED_HOSTS else listens
         order = {
@@ -195,12 +189,10 @@ class _Launcher:
             "to_front": f"ipc://{folder}/front",
             "bootstrap": None if bootstrap is None else (reachable, bootstrap.port),
         }
+        env = {**os.environ, "PYTHONPATH": search_path}
+        stdin = json.dumps(order).encode() + b"\n"
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
-            self._rank_command,
-            env,
-            stdout=sys.stderr.fileno(),
-            stdin=json.dumps(order).encode() + b"\n",
-            death_signal=signal.SIGKILL,
+            self._rank_command, env, stdout=sys.stderr.fileno(), stdin=stdin, death_signal=signal.SIGKILL
         )
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 

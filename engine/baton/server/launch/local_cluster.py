@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_bytes
+from baton.config import KV_TRANSPORTS, MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_bytes
 from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
@@ -40,6 +39,7 @@ from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 from baton.server.text import model_info
 
+PROG = "baton up"
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
 _OWN = {
@@ -74,9 +74,7 @@ class UpConfig:
     prefill: int | None = opt(None, "prefill nodes (default: 1, or 0 with --workers)")
     decode: int | None = opt(None, "decode nodes (default: 1, or 0 with --workers)")
     workers: int = opt(0, "engines that do both phases, instead of prefill and decode nodes")
-    transport: str | None = opt(
-        None, "how KV pages travel (default: auto)", choices=("shm", "cuda_ipc", "tcp", "gloo", "nccl")
-    )
+    transport: str | None = opt(None, "how KV pages travel (default: auto)", choices=KV_TRANSPORTS)
     policy: str | None = opt(None, "router: how a worker is chosen (default: the router's)")
     prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
     decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")
@@ -137,40 +135,32 @@ class ClusterPlan:
 
 def parse(argv: Sequence[str]) -> ClusterPlan:
     """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
-    parser = FlagParser(
-        "baton up", "A whole Baton cluster on this machine; the flags of engines go to every engine.", _OWN
-    )
+    parser = FlagParser(PROG, "A whole Baton cluster on this machine; the flags of engines go to every engine.", _OWN)
     add_flags(parser.add_argument_group("the cluster"), UpConfig)
     add_flags(parser, EngineConfig, skip=PER_NODE)
-    values, bad = parser.read(argv)
-    names = {f.name for f in dataclasses.fields(UpConfig)}
-    up = UpConfig(**{name: value for name, value in values.items() if name in names})
-    engine = {name: value for name, value in values.items() if name not in names}
+    up, engine, bad = parser.read_config(UpConfig, argv)
     default = 0 if up.workers else 1
-    counts = {
-        "prefill": default if up.prefill is None else up.prefill,
-        "decode": default if up.decode is None else up.decode,
-        "worker": up.workers,
-    }
+    given = {"prefill": up.prefill, "decode": up.decode, "worker": up.workers}
+    counts = {role: default if count is None else count for role, count in given.items()}
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
+    bad += [*_count_mistakes(counts), *_engine_mistakes(engine)]
     plan = ClusterPlan(up, counts, engine, args={}, own={})
     for name in ("router", *ROLES):
         plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
         bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
     if bad:
-        refuse("baton up", bad)
+        refuse(PROG, bad)
     return plan
 
 
-def _engine_complaint(engine: dict[str, Any]) -> str | None:
-    """Complaint that every engine would make, before any of them is started."""
+def _engine_mistakes(engine: dict[str, Any]) -> list[str]:
+    """Mistakes that every engine would report, before any of them is started."""
     try:
         build(dict(engine))
     except ConfigError as err:
-        return err.message
-    return None
+        return err.message.splitlines()
+    return []
 
 
 def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
@@ -182,22 +172,20 @@ def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[st
     if name == "router":
         names = [word.partition("=")[0] for word in words]
         return words, {}, [f"{flag} is set by baton up; give its own flags" for flag in names if flag in _ROUTER_OWN]
-    parser = FlagParser(f"baton up: {flag_name(f'{name}_args')}", "")
+    parser = FlagParser(f"{PROG}: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
     values, mistakes = parser.read(words)
-    complaint = _engine_complaint({**engine, **values}) if values else None
-    return words, values, [*mistakes, *(complaint or "").splitlines()]
+    return words, values, [*mistakes, *(_engine_mistakes({**engine, **values}) if values else [])]
 
 
-def _complaint(counts: dict[str, int]) -> str | None:
+def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:
     prefill, decode, workers = (counts[role] for role in ROLES)
     if min(prefill, decode, workers) < 0:
-        return f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
-    if workers and (prefill or decode):
-        return f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
-    if not workers and not (prefill and decode):
-        return f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
-    return None
+        yield f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
+    elif workers and (prefill or decode):
+        yield f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
+    elif not workers and not (prefill and decode):
+        yield f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
 
 
 @dataclass
@@ -216,16 +204,13 @@ class ClusterNode:
         return f"http://127.0.0.1:{self.port}"
 
     def argv(self) -> list[str]:
-        argv = [sys.executable, "-m", "baton.cli", "engine", "--host", "127.0.0.1", "--port", str(self.port)]
-        argv += ["--disaggregation-mode", MODE[self.role]]
+        own = {"host": "127.0.0.1", "port": self.port, "disaggregation_mode": MODE[self.role]}
         if self.role == "prefill":
-            argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+            own["disaggregation_bootstrap_port"] = self.bootstrap_port
         threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.processes)}
-        values = {**threads, **self.plan.gpu_share, **self.plan.engine}
-        for name, value in values.items():
-            if name not in SECRETS:
-                argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]
-        return argv + self.plan.args[self.role]
+        shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
+        flags = _words({**own, **threads, **self.plan.gpu_share, **shared})
+        return [sys.executable, "-m", "baton.cli", "engine", *flags, *self.plan.args[self.role]]
 
 
 class LocalCluster:
@@ -324,9 +309,9 @@ class LocalCluster:
         while True:
             await asyncio.sleep(PROGRESS_SECS)
             for node in self.nodes:
-                if node.child.ready_at is None and node.child.pid and (text := node.child.last_progress()):
-                    if shown.get(node.name) != text:
-                        self._say(f"{node.name:<10} {text}")
+                text = node.child.last_progress() if node.child.ready_at is None and node.child.pid else ""
+                if text and shown.get(node.name) != text:
+                    self._say(f"{node.name:<10} {text}")
                     shown[node.name] = text
 
     async def _start_router_first(self) -> None:
@@ -349,19 +334,16 @@ class LocalCluster:
         try:
             await starting
         except ChildFailed as err:
-            raise ChildFailed(
-                f"{err}; {child.log_path} says:\n{_indented(child.last_errors())}", err.exit_code
-            ) from err
+            log_end = _indented(child.last_errors())
+            raise ChildFailed(f"{err}; {child.log_path} says:\n{log_end}", err.exit_code) from err
 
     def _router_argv(self) -> list[str]:
         argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
         # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to stop.
         argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
         argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
-        if self.plan.counts["worker"]:
-            argv += ["--worker-urls", *(node.url for node in self.nodes)]
-        else:
-            argv += ["--pd-disaggregation"]
+        workers = [node.url for node in self.nodes if node.role == "worker"]
+        argv += ["--worker-urls", *workers] if workers else ["--pd-disaggregation"]
         for node in self.nodes:
             if node.role == "prefill":
                 argv += ["--prefill", node.url, str(node.bootstrap_port)]
@@ -406,11 +388,9 @@ async def _answers(url: str) -> None:
 def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
     """The router's port and a sentence if it is not the expected one. Raises ChildFailed if `wanted` is taken."""
     if wanted is not None:
-        if (port := _bindable(host, wanted)) is None:
-            raise ChildFailed(
-                f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
-            )
-        return port, None
+        if (port := _bindable(host, wanted)) is not None:
+            return port, None
+        raise ChildFailed(f"port {wanted} on {host} is taken; give another --port, or none to take the next free one")
     for candidate in range(8000, 8000 + PORTS_TRIED):
         if _bindable(host, candidate) is not None:
             return candidate, None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}"
@@ -427,6 +407,12 @@ def _bindable(host: str, port: int) -> int | None:
         except OSError:
             return None
         return int(probe.getsockname()[1])
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    """Command line of flags by their field names; the value of a switch is True."""
+    named = ((flag_name(name), value) for name, value in flags.items())
+    return [word for flag, value in named for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def _cores() -> int:
@@ -504,7 +490,7 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
             return 0
         return serving.result()
     except ChildFailed as err:
-        print(f"baton up: {err}", file=sys.stderr, flush=True)
+        print(f"{PROG}: {err}", file=sys.stderr, flush=True)
         return 2 if err.exit_code == 2 else 1
     finally:
         await cluster.stop()
@@ -526,15 +512,9 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 
 def _router_flags(plan: ClusterPlan) -> list[str]:
     """User's flags for the router, and for router and nodes together."""
-    up, flags = plan.up, []
-    if plan.engine.get("enable_trace"):
-        flags += ["--enable-trace"]
-    if endpoint := plan.engine.get("otlp_traces_endpoint"):
-        flags += ["--otlp-traces-endpoint", endpoint]
-    for name in ("policy", "prefill_policy", "decode_policy"):
-        if value := getattr(up, name):
-            flags += [flag_name(name), value]
-    return flags + plan.args["router"]
+    shared = {name: plan.engine.get(name) for name in ("enable_trace", "otlp_traces_endpoint")}
+    own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
+    return _words({name: value for name, value in (shared | own).items() if value}) + plan.args["router"]
 
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
@@ -550,8 +530,7 @@ def check_place(plan: ClusterPlan) -> str | None:
     """Faults of the address, the files and the model that the flags name."""
     up = plan.up
     try:
-        with socket.create_server((up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET):
-            pass
+        socket.create_server((up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET).close()
     except OSError as err:
         why = (err.strerror or str(err)).partition(" (while")[0]
         return f"--host {up.host} cannot be bound ({why}); give an address of this machine"
@@ -579,7 +558,7 @@ def main(argv: Sequence[str]) -> int:
         print(complaint, file=sys.stderr)
         return 2
     if complaint := check_place(plan):
-        refuse("baton up", [complaint])
+        refuse(PROG, [complaint])
     log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
     code = asyncio.run(_run(plan, log_dir))
     if code == 0 and not plan.up.log_dir:  # else the logs are of interest; --log-dir keeps them always

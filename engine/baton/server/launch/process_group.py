@@ -58,13 +58,12 @@ class ProcessGroup:
             start_new_session=True,  # a Ctrl-C in the terminal reaches us alone: we stop children in order
             preexec_fn=_die_with_parent(os.getpid(), death_signal) if sys.platform == "linux" else None,
         )
-        group = cls(process)
         if process.stdin is not None:
             process.stdin.write(stdin)
             with contextlib.suppress(ConnectionError):  # it has died already, which `wait` reports
                 await process.stdin.drain()
             process.stdin.close()
-        return group
+        return cls(process)
 
     @property
     def pid(self) -> int:
@@ -91,10 +90,9 @@ class ProcessGroup:
 
     def kill(self) -> None:
         """SIGKILL for the child and its group, which outlives it."""
-        if self._is_swept:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if not self._is_swept:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -23,6 +23,7 @@ from baton.server.launch.process_group import ProcessGroup, cancel, describe_exi
 
 READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
+FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, FORGIVE_AFTER_SECS = 0.5, 30.0, 60.0
 ROUTINE_LINE = re.compile(r"\S+( \S+){0,2} +(INFO|DEBUG|TRACE) |READY ")
 """Lines of an engine (date, time, maybe the rank, level) or a router (time, level) that are no complaint."""
 PROGRESS_LINE = re.compile(r"\S+ \S+ (?:\S+ )?INFO \S+ (.*)")
@@ -38,20 +39,15 @@ class ChildFailed(Exception):
 
 
 class RestartBackoff:
-    """Pauses between restarts: doubling from `first` to `longest`; a process that lived well restarts at `first`."""
+    """Pauses between restarts: each twice the one before, up to a limit; the shortest after a long healthy life."""
 
-    def __init__(self, first: float = 0.5, longest: float = 30.0, forgive_after: float = 60.0) -> None:
-        self._first = first
-        self._longest = longest
-        self._forgive_after = forgive_after
-        self._next = first
+    def __init__(self) -> None:
+        self._next = FIRST_PAUSE_SECS
 
     def pause(self, healthy_secs: float) -> float:
         """Seconds to wait now, for a process that was healthy for `healthy_secs` before it died."""
-        if healthy_secs >= self._forgive_after:
-            self._next = self._first
-        pause = self._next
-        self._next = min(self._longest, pause * 2)
+        pause = FIRST_PAUSE_SECS if healthy_secs >= FORGIVE_AFTER_SECS else self._next
+        self._next = min(LONGEST_PAUSE_SECS, pause * 2)
         return pause
 
 
@@ -84,14 +80,12 @@ class ChildProcess:
         # A pipe of our own: asyncio's would make `wait` last until every descendant has closed it.
         read_end, write_end = os.pipe()
         try:
-            with self.log_path.open("ab") as log:
+            with os.fdopen(write_end, "wb"), self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._group = await ProcessGroup.spawn(self._argv(), self._env, stdout=write_end, stderr=log.fileno())
         except BaseException:
             os.close(read_end)
             raise
-        finally:
-            os.close(write_end)
         self._output = loop.create_task(self._copy_output(read_end, self._announced))
 
     async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
