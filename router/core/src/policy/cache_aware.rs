@@ -139,7 +139,7 @@ impl CacheAware {
     fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
             let mut tree = poisoned.into_inner();
-            let workers = tree.stats().tenants;
+            let workers = tree.units_by_worker();
             *tree = PrefixTree::new(self.params.max_bytes);
             for (worker, _) in workers {
                 tree.add(worker, self.params.max_tree_size);
@@ -214,11 +214,11 @@ impl Policy for CacheAware {
     }
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
-        let tree = self.read().stats();
+        let tree = self.read();
         PolicyStats {
-            chars: tree.tenants,
-            index_bytes: tree.bytes,
-            evicted_total: tree.evicted_units_total,
+            chars: tree.units_by_worker(),
+            index_bytes: tree.bytes(),
+            evicted_total: tree.evicted_units_total(),
             ..PolicyStats::default()
         }
     }
@@ -451,7 +451,10 @@ mod tests {
         policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
-        assert_eq!((policy.read().stats().nodes, stats.chars), (0, vec![(WorkerId(1), 0)]));
+        assert_eq!(
+            (policy.read().nodes_and_label_bytes().0, stats.chars),
+            (0, vec![(WorkerId(1), 0)])
+        );
     }
 
     #[test]
@@ -472,8 +475,7 @@ mod tests {
         });
         assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
         (0..4).for_each(|id| policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(id) }));
-        let left = policy.read().stats();
-        assert_eq!((left.nodes, left.label_bytes), (0, 0));
+        assert_eq!(policy.read().nodes_and_label_bytes(), (0, 0));
     }
 
     #[test]
