@@ -127,12 +127,6 @@ pub struct OthersLoad {
     pub kv_tokens: f64,
 }
 
-impl QueueReport {
-    fn is_current(&self, now_ms: f64) -> bool {
-        now_ms - self.at_ms <= REPORT_LIFE_MS
-    }
-}
-
 impl RankEstimate {
     pub fn new(facts: WorkerFacts) -> Self {
         Self { facts, confidence: 1.0, ..Self::default() }
@@ -194,19 +188,14 @@ impl RankEstimate {
         self.kv_tokens += kv_tokens;
     }
 
-    fn unbook(&mut self, ticket: SendTicket) {
-        if let Some(work) = self.in_flight.remove(&ticket) {
-            self.kv_tokens -= work.kv_tokens;
-        }
-        if self.in_flight.is_empty() {
-            self.kv_tokens = 0.0; // no rounding piles up
-        }
+    /// The last report, unless it is too old.
+    fn current_report(&self, now_ms: f64) -> Option<QueueReport> {
+        self.report.filter(|report| now_ms - report.at_ms <= REPORT_LIFE_MS)
     }
 
     /// Load of other routers beside this router's bookings, by the last report.
     pub fn others(&self, now_ms: f64) -> OthersLoad {
-        let report = self.report.filter(|report| report.is_current(now_ms));
-        report.map_or(OthersLoad::default(), |report| report.others)
+        self.current_report(now_ms).map(|report| report.others).unwrap_or_default()
     }
 
     pub fn sent(&mut self, pending: PendingPrompt) {
@@ -298,7 +287,12 @@ impl RankEstimate {
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
     pub fn ended(&mut self, ticket: SendTicket, now_ms: f64) -> bool {
-        self.unbook(ticket);
+        if let Some(work) = self.in_flight.remove(&ticket) {
+            self.kv_tokens -= work.kv_tokens;
+        }
+        if self.in_flight.is_empty() {
+            self.kv_tokens = 0.0; // no rounding piles up
+        }
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
         let Some(pending) = self.remove(ticket) else { return false };
@@ -380,8 +374,8 @@ impl RankEstimate {
     }
 
     fn others_ms(&self, now_ms: f64) -> f64 {
-        let report = self.report.filter(|report| report.is_current(now_ms));
-        report.map_or(0.0, |report| (report.others_ms - (now_ms - report.at_ms)).max(0.0))
+        let left_ms = |report: QueueReport| report.others_ms - (now_ms - report.at_ms);
+        self.current_report(now_ms).map_or(0.0, |report| left_ms(report).max(0.0))
     }
 }
 
