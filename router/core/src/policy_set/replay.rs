@@ -204,7 +204,7 @@ impl DecisionReplay {
             _ => None,
         };
         let known: &[u64] = sent.map_or(&[], |sent| &sent.hashes);
-        let mut event = observed.event(known);
+        let Some(mut event) = observed.event(known) else { return };
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
             *hashes = known; // the evaluators read them whether or not the recorded policy did
