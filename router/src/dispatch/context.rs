@@ -164,14 +164,15 @@ impl RequestContext {
         self.failed.add(held_ms, is_loss_of_any(reason));
     }
 
-    /// True if requests with this body broke workers a moment ago.
-    pub async fn is_poison(&self, app: &AppState) -> Result<bool, RouteError> {
+    /// Refuse it if requests with this body broke workers a moment ago.
+    pub async fn check_poison(&self, app: &AppState) -> Result<(), RouteError> {
         if app.poison.lock().is_empty() {
-            return Ok(false);
+            return Ok(());
         }
         let body = self.body.clone();
         let hash = app.body_threads.run(body.len(), move || body_hash(&body)).await?;
-        Ok(app.poison.lock().is_refused(hash, now_ms()))
+        let is_refused = app.poison.lock().is_refused(hash, now_ms());
+        if is_refused { Err(RouteError::PoisonRequest) } else { Ok(()) }
     }
 
     /// Bytes that are held to ask again.

@@ -32,7 +32,7 @@ use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error,
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{has_tries, send_with_retries};
-use crate::dispatch::types::{CommitResult, NoResponse};
+use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
@@ -104,7 +104,7 @@ struct Resuming {
     metrics: Arc<RouterMetrics>,
 }
 
-type Resumed = (Box<RequestContext>, CommitResult);
+type Resumed = (Box<RequestContext>, AttemptResult);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
@@ -294,9 +294,8 @@ impl ProxyBody {
     }
 
     fn end(&mut self, outcome: &'static str) {
-        let status = self.status;
         if let Some(record) = self.state.record() {
-            record.end(status, outcome);
+            record.end(self.status, outcome);
         }
     }
 
@@ -447,17 +446,13 @@ impl ProxyBody {
         let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
         self.resuming = Some(Resuming {
             asking: Box::pin(async move {
-                let started = request.record.started;
-                let rest = match request.ends_at() {
-                    None => send_with_retries(&app, &mut request).await,
-                    Some(end) => match timeout_at(end, send_with_retries(&app, &mut request)).await
-                    {
-                        Ok(rest) => rest,
-                        Err(_) => {
-                            let waited_ms = ms_since(started);
-                            Err(NoResponse::Refused(RouteError::DeadlineOver { waited_ms }))
-                        }
-                    },
+                let (started, end) = (request.record.started, request.ends_at());
+                let asking = send_with_retries(&app, &mut request);
+                let rest = match end {
+                    None => asking.await,
+                    Some(end) => timeout_at(end, asking).await.unwrap_or_else(|_| {
+                        Err(RouteError::DeadlineOver { waited_ms: ms_since(started) }.into())
+                    }),
                 };
                 (request, rest)
             }),
@@ -487,12 +482,12 @@ impl ProxyBody {
                 return self.follow(opened, prefill);
             }
             Ok(_) => "the rest came as something else than a stream".to_owned(),
-            Err(NoResponse::Refused(err)) if err.code() == "timeout" => {
+            Err(AttemptFailure::Refused(err)) if err.code() == "timeout" => {
                 resuming.failure = Some(StreamFailure::Router(err));
                 String::new()
             }
-            Err(NoResponse::Refused(err)) => err.to_string(),
-            Err(NoResponse::Failed(failure)) => {
+            Err(AttemptFailure::Refused(err)) => err.to_string(),
+            Err(AttemptFailure::Failed(failure)) => {
                 format!("the last one asked, a {} worker: {}", failure.role, failure.reason)
             }
         };
@@ -548,9 +543,8 @@ impl Body for ProxyBody {
         let this = &mut *self;
         loop {
             if let Some(piece) = this.out.pop_front() {
-                let status = this.status;
                 if let Some(record) = this.state.record() {
-                    record.first_byte(status);
+                    record.first_byte(this.status);
                 }
                 return Poll::Ready(Some(Ok(Frame::data(piece))));
             }

@@ -63,16 +63,15 @@ pub async fn attempt(
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     match try_attempt(app, request, reusable_prefill).await {
-        Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
-            if failure.reason == "duplicate_room" =>
-        {
+        Err(AttemptFailure::Failed(mut failure)) if failure.reason == "duplicate_room" => {
             let sent_to = match failure.role {
                 Role::Prefill => &request.record.prefill,
                 Role::Decode | Role::Regular => &request.record.worker,
             };
             failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
+            failure.is_stale = true;
             *reusable_prefill = None;
-            Err(AttemptFailure::Stale(failure))
+            Err(failure.into())
         }
         other => other,
     }
@@ -141,7 +140,7 @@ async fn try_attempt(
         }
         Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await)
+            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await.into())
         }
         Err(failure) => {
             let mut tried = request.avoid.clone();
@@ -162,20 +161,17 @@ async fn attribute_failure(
     mut failure: AttemptError,
     prefilled: &mut PendingPrefill,
     is_second_reader: bool,
-) -> AttemptFailure {
+) -> AttemptError {
     match timeout(FAULT_ATTRIBUTION_WAIT, prefilled.leg.ended()).await {
-        Ok(Some(Err(its))) => its.into(),
+        Ok(Some(Err(its))) => return its,
         // The pages of the earlier attempt are gone: no worker's fault, and P still has most of
         // them in its cache.
-        _ if is_second_reader => AttemptFailure::Stale(failure),
-        _ => {
-            // The worker at fault is unknown; the decode worker only reports it, so avoid the
-            // prefill worker.
-            failure.role = Role::Prefill;
-            failure.worker = prefilled.meeting.prefill.id;
-            failure.into()
-        }
+        _ if is_second_reader => failure.is_stale = true,
+        // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill
+        // worker.
+        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.meeting.prefill.id),
     }
+    failure
 }
 
 fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
