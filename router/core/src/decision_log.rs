@@ -14,6 +14,7 @@
 //! not kept.
 
 use std::convert::Infallible;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -151,26 +152,25 @@ pub struct HexHashes(pub Vec<u64>);
 
 impl Serialize for HexHashes {
     fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let mut text = String::with_capacity(16 * self.0.len());
-        for hash in &self.0 {
-            use std::fmt::Write;
-            let _ = write!(text, "{hash:016x}"); // a String takes everything
-        }
-        to.serialize_str(&text)
+        to.collect_str(self)
+    }
+}
+
+impl fmt::Display for HexHashes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|hash| write!(f, "{hash:016x}"))
     }
 }
 
 impl<'de> Deserialize<'de> for HexHashes {
     fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let text = String::deserialize(from)?;
-        let digits = text.as_bytes().chunks(16);
-        let hashes = digits.map(|digits| {
-            let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 16);
-            digits.and_then(|digits| u64::from_str_radix(digits, 16).ok())
+        let hashes = text.as_bytes().chunks(16).map(|digits| {
+            let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 16)?;
+            u64::from_str_radix(digits, 16).ok()
         });
-        let hashes: Option<Vec<u64>> = hashes.collect();
         let wrong = || serde::de::Error::custom("hashes are not groups of 16 hexadecimal digits");
-        hashes.map(HexHashes).ok_or_else(wrong)
+        hashes.collect::<Option<_>>().map(HexHashes).ok_or_else(wrong)
     }
 }
 

@@ -333,14 +333,9 @@ impl DecisionCounts {
         writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
         let sides = [&self.recorded, &self.again, &self.observed];
         let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
-            write!(f, "  {what:<26}")?;
-            for value in values {
-                match value {
-                    Some(value) => write!(f, " {value:>9.1}")?,
-                    None => write!(f, " {:>9}", "-")?,
-                }
-            }
-            writeln!(f)
+            let shown = |value: f64| format!("{value:.1}");
+            let [a, b, c] = values.map(|value| value.map_or("-".to_owned(), shown));
+            writeln!(f, "  {what:<26} {a:>9} {b:>9} {c:>9}")
         };
         if role != Role::Decode.into_str() {
             row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
