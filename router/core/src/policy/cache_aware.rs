@@ -26,7 +26,6 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rand::RngCore;
-use serde::{Deserialize, Serialize};
 use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
@@ -39,8 +38,7 @@ use crate::types::{PolicyEvent, SelectionReason, WorkerChoice, WorkerId, WorkerV
 const RETIRE_BATCH: usize = 256;
 
 /// Parameters of `cache_aware`; names and defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct CacheAwareParams {
     /// Least matched fraction of the routing text for which affinity wins over spreading.
     pub cache_threshold: f32,
@@ -69,11 +67,8 @@ impl Default for CacheAwareParams {
 }
 
 /// Rule for a request whose prefix no worker holds well enough.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr, VariantArray)]
 #[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(rename_all = "snake_case")]
 pub enum MissPolicy {
     /// The worker with the fewest characters in the tree (sglang-router).
     SmallestTree,

@@ -2,11 +2,9 @@
 //! The sleeping and "no byte reached the client yet" are the shell's.
 
 use rand::{Rng, RngCore};
-use serde::{Deserialize, Serialize};
 
 /// Attempts and waits. Defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RetryConfig {
     /// All attempts, the first included.
     pub max_attempts: u32,
@@ -172,8 +170,7 @@ const SLICES: usize = 16;
 
 /// How much of the recent load retries may be: a dying worker must not bring the others its whole
 /// load several times over.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct BudgetConfig {
     /// Retries per request of the window.
     pub ratio: f64,
