@@ -185,22 +185,15 @@ impl SelectionReason {
 
 impl fmt::Display for SelectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SelectionReason::PrefixHit { matched_chars, total_chars } => {
-                write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
-            }
-            other => match other.forecast() {
-                Some(forecast) => write!(
-                    f,
-                    "{} {}/{} tokens cached, {} ms",
-                    other.into_str(),
-                    forecast.cached_tokens,
-                    forecast.prompt_tokens,
-                    forecast.ttft_ms
-                ),
-                None => f.write_str(other.into_str()),
-            },
+        f.write_str(self.into_str())?;
+        if let SelectionReason::PrefixHit { matched_chars, total_chars } = self {
+            write!(f, " {matched_chars}/{total_chars} chars")?;
         }
+        if let Some(forecast) = self.forecast() {
+            let PrefillForecast { cached_tokens, prompt_tokens, ttft_ms, .. } = forecast;
+            write!(f, " {cached_tokens}/{prompt_tokens} tokens cached, {ttft_ms} ms")?;
+        }
+        Ok(())
     }
 }
 

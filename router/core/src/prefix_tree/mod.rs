@@ -285,12 +285,9 @@ where
             let child = match self.node(at).child_for(rest) {
                 None => self.add_child(at, rest),
                 Some(child) => {
-                    let common = self.node(child).label.common(rest);
-                    if common < self.node(child).label.len() {
-                        self.split(child, common)
-                    } else {
-                        child
-                    }
+                    let label = &self.node(child).label;
+                    let (common, len) = (label.common(rest), label.len());
+                    if common < len { self.split(child, common) } else { child }
                 }
             };
             self.hold(child, worker, stamp);

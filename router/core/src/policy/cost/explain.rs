@@ -17,8 +17,8 @@ pub(super) struct ScoredChoice {
 }
 
 impl CostState {
-    /// What led to `picked` of `options`, estimated for `req`, of which a worker holds `deepest`
-    /// blocks.
+    /// Explanation of `picked` among `options`, estimated for `req`, of which a worker holds
+    /// `deepest` blocks.
     pub(super) fn explain(
         &self,
         req: &RequestView<'_>,

@@ -71,6 +71,7 @@ pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
+use super::tie_break::two_distinct;
 use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
 use crate::explain::DecisionRule;
 use crate::kv::{CacheUpdate, NewsError};
@@ -292,10 +293,8 @@ fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<Candidate
             }
         }
     }
-    let known = top.iter().flatten().count();
-    let first = rng.random_range(0..known);
-    let other = rng.random_range(0..known - 1);
-    top[first.min(if other >= first { other + 1 } else { other })]
+    let (first, second) = two_distinct(top.iter().flatten().count(), rng);
+    top[first.min(second)]
 }
 
 fn keep_cheapest(options: &mut Vec<CandidateCost>) {

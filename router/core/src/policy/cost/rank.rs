@@ -94,7 +94,8 @@ pub struct RankEstimate {
     /// answers.
     answered_ms: f64,
     answers: Option<GatheredWork>,
-    pace: ObservedPace,
+    /// Observed prefill times against what the fleet would have taken.
+    pub pace: ObservedPace,
     /// True once its first prompts were observed: they met cold kernels and new connections, and
     /// say nothing of the next ones.
     is_warm: bool,
@@ -278,11 +279,6 @@ impl RankEstimate {
         }
         let (work, ms, _) = self.answers.replace((work, took_ms, 1))?;
         std::mem::replace(&mut self.is_warm, true).then_some((work, ms))
-    }
-
-    /// Learn from what was observed here, against what the fleet would have taken.
-    pub fn learn(&mut self, (work, took_ms): (PrefillWork, f64), fleet: PrefillSpeed, now_ms: f64) {
-        self.pace.observe(fleet.ms(work), took_ms, now_ms);
     }
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
