@@ -103,8 +103,7 @@ impl PolicySet {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
-            fingerprints: fingerprints
-                .map(|fingerprints| fingerprints.map(<[WorkerFingerprint]>::to_vec)),
+            fingerprints: fingerprints.map(|sides| sides.map(<[WorkerFingerprint]>::to_vec)),
             ..asked
         });
         let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
@@ -250,11 +249,9 @@ pub fn compatibility_by<'a>(
 ) -> Box<IsCompatible<'a>> {
     let fingerprint = move |side: usize, id: WorkerId| {
         let at = ready[side].iter().position(|worker| worker.id == id);
-        at.and_then(|at| fingerprints[side].get(at)).copied()
+        at.and_then(|at| fingerprints[side].get(at)).copied().unwrap_or_default()
     };
-    Box::new(move |p, d| {
-        fingerprint(0, p).unwrap_or_default().is_compatible(&fingerprint(1, d).unwrap_or_default())
-    })
+    Box::new(move |p, d| fingerprint(0, p).is_compatible(&fingerprint(1, d)))
 }
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every
