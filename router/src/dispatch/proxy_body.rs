@@ -236,13 +236,11 @@ impl ProxyBody {
             return Ok(());
         };
         let Some(buffer) = &mut self.resume_buffer else {
-            tail.pass(piece, &mut self.out);
+            tail.pass([piece], &mut self.out);
             return Ok(());
         };
         let result = buffer.pass(piece, &mut self.passed);
-        for event in self.passed.drain(..) {
-            tail.pass(event, &mut self.out);
-        }
+        tail.pass(self.passed.drain(..), &mut self.out);
         if let (Some(lost), RequestState::Resumable(_)) = (buffer.lost(), &self.state) {
             self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
             self.state.drop_resume_state();
@@ -332,9 +330,7 @@ impl ProxyBody {
         }
         if let (Some(buffer), Some(tail)) = (&mut self.resume_buffer, &mut self.tail) {
             buffer.release(&mut self.passed);
-            for event in self.passed.drain(..) {
-                tail.pass(event, &mut self.out);
-            }
+            tail.pass(self.passed.drain(..), &mut self.out);
             ending = tail.ending();
         }
         if ending != StreamEnd::Open {
@@ -450,9 +446,12 @@ impl ProxyBody {
                 let asking = send_with_retries(&app, &mut request);
                 let rest = match end {
                     None => asking.await,
-                    Some(end) => timeout_at(end, asking).await.unwrap_or_else(|_| {
-                        Err(RouteError::DeadlineOver { waited_ms: ms_since(started) }.into())
-                    }),
+                    Some(end) => match timeout_at(end, asking).await {
+                        Ok(rest) => rest,
+                        Err(_) => {
+                            Err(RouteError::DeadlineOver { waited_ms: ms_since(started) }.into())
+                        }
+                    },
                 };
                 (request, rest)
             }),
