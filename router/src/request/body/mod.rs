@@ -250,14 +250,14 @@ struct TopLevelFields<'a> {
     ours: Vec<(ManagedField, Range<usize>)>,
     /// End of the member before the present one, or just behind `{`.
     last_end: usize,
-    stream: Option<&'a RawValue>,
+    stream: bool,
     n: Option<&'a RawValue>,
     messages: Option<&'a RawValue>,
     prompt: Option<&'a RawValue>,
     text: Option<&'a RawValue>,
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
-    return_logprob: Option<&'a RawValue>,
+    return_logprob: bool,
     model: Option<&'a RawValue>,
     /// Deadlines that are numbers; the engine refuses others.
     deadlines: RequestDeadlines,
@@ -287,7 +287,7 @@ impl<'a> TopLevelFields<'a> {
             self.scope[at] = (value.get() != "null").then(|| self.span(value));
         }
         match name {
-            "stream" => self.stream = Some(value),
+            "stream" => self.stream = value.get() == "true",
             "model" => self.model = Some(value),
             "n" => self.n = Some(value),
             "messages" => self.messages = Some(value),
@@ -295,7 +295,7 @@ impl<'a> TopLevelFields<'a> {
             "text" => self.text = Some(value),
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
-            "return_logprob" => self.return_logprob = Some(value),
+            "return_logprob" => self.return_logprob = value.get() == "true",
             "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
             "deadline_ms" => self.deadlines.whole = ms_of(value),
             "cache_salt" => self.cache_salt = Some(value),
@@ -335,12 +335,11 @@ impl<'a> TopLevelFields<'a> {
             api,
             ids: ids.map(|value| self.span(value)),
             namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
-            stream: self.stream.is_some_and(|v| v.get() == "true"),
+            stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
             prompt_param,
-            wants_input_logprobs: api == ApiKind::Generate
-                && self.return_logprob.is_some_and(|v| v.get() == "true"),
+            wants_input_logprobs: api == ApiKind::Generate && self.return_logprob,
             deadlines: self.deadlines,
             scope: self.scope,
             model: model.and_then(|value| serde_json::from_str(value.get()).ok()),

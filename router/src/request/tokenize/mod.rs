@@ -97,12 +97,10 @@ impl PromptTokenizer {
         let Some(files) = TokenizerFiles::read(config)? else { return Ok(None) };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
-        let encoder =
-            PromptEncoder::new(&files.tokenizer_json, config, lookups).map_err(|err| {
-                format!(
-                    "tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path"
-                )
-            })?;
+        let encoder = PromptEncoder::new(&files.tokenizer_json, config, lookups);
+        let encoder = encoder.map_err(|err| {
+            format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
+        })?;
         let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
