@@ -220,16 +220,12 @@ impl RequestContext {
         self.body_overrides = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
         let remaining = left(self.header_deadlines);
         let headers = self.head.headers_mut();
-        for name in TTFT_HEADERS {
+        for name in TTFT_HEADERS.into_iter().chain([DEADLINE_HEADER]) {
             headers.remove(name);
         }
-        headers.remove(DEADLINE_HEADER);
         let [ttft, _] = TTFT_HEADERS;
-        for (name, ms) in [ttft, DEADLINE_HEADER].into_iter().zip(remaining) {
-            if let Some(ms) = ms {
-                headers.insert(name, HeaderValue::from(ms));
-            }
-        }
+        let names = [ttft, DEADLINE_HEADER].into_iter().zip(remaining);
+        headers.extend(names.filter_map(|(name, ms)| Some((name, HeaderValue::from(ms?)))));
         Ok(())
     }
 }

@@ -125,10 +125,8 @@ fn model_not_found(
     request: &RequestContext,
     err: &RouteError,
 ) -> Option<RouteError> {
-    let (RouteError::NoWorker { role, .. }, Some(model)) = (err, &request.scan.model) else {
-        return None;
-    };
-    let (model, role) = (model.clone(), *role);
+    let RouteError::NoWorker { role, .. } = *err else { return None };
+    let model = request.scan.model.clone()?;
     let is_missing = app.fleet.registry.lacks_model(role, &model);
     is_missing.then_some(RouteError::ModelNotFound { model, role })
 }

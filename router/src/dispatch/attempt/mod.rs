@@ -116,17 +116,6 @@ const PARTNERS_FAULT: [&str; 4] =
     ["kv_transfer_failed", "kv_transfer_timeout", "prefill_failed", "bootstrap_unreachable"];
 
 impl AttemptError {
-    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never
-    /// seen it.
-    pub fn hide_room(&mut self, worker: String) {
-        self.reply = ErrorReply::Error(RouteError::Upstream {
-            role: self.role,
-            worker,
-            cause: "it says of each bootstrap room drawn for the request that it is in use"
-                .to_owned(),
-        });
-    }
-
     /// True if the other leg's worker may have failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
@@ -262,8 +251,9 @@ impl UpstreamAttempt {
     /// Send and read until the answer can be committed to. Dropping the future closes the
     /// connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
-        let opened = self.open_unless_hung().await;
-        let mut answer = self.settle(opened)?;
+        let mut opened = self.open_unless_hung().await;
+        self.settle(&mut opened);
+        let mut answer = opened?;
         let stages = self.take_stages(&mut answer.headers);
         let is_sse = is_sse(&answer.headers);
         if is_sse {
@@ -282,7 +272,7 @@ impl UpstreamAttempt {
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
     /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
-        let drained = async {
+        let mut drained = async {
             let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
                 self.open_unless_hung().await?;
             self.take_stages(&mut headers);
@@ -321,7 +311,8 @@ impl UpstreamAttempt {
             }
         }
         .await;
-        self.settle(drained)
+        self.settle(&mut drained);
+        drained
     }
 
     fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
@@ -331,25 +322,23 @@ impl UpstreamAttempt {
     }
 
     /// Attribute the end of the leg to its worker.
-    fn settle<T>(&mut self, ended: Result<T, AttemptError>) -> Result<T, AttemptError> {
-        self.guard.settle(match &ended {
+    fn settle<T>(&mut self, ended: &mut Result<T, AttemptError>) {
+        self.guard.settle(match ended {
             Ok(_) => RequestOutcome::Success,
             Err(failure) => failure.outcome(),
         });
         let Candidate { worker, penalty, .. } = &*self.guard.candidate;
-        ended.inspect(|_| penalty.lock().answered(now_ms())).map_err(|mut failure| {
-            if failure.is_overload() {
-                penalty.lock().overloaded(failure.retry_after_ms(), now_ms());
-            }
-            if is_break(failure.reason) {
-                failure.broke_alone = Some(worker.note_break(now_ms()));
-            }
-            // The probe that follows finds out whether the worker drains, and for how long.
-            if matches!(failure.reason, "connect" | "reset" | "draining") {
-                worker.suspect.notify_one();
-            }
-            failure
-        })
+        let Err(failure) = ended else { return penalty.lock().answered(now_ms()) };
+        if failure.is_overload() {
+            penalty.lock().overloaded(failure.retry_after_ms(), now_ms());
+        }
+        if is_break(failure.reason) {
+            failure.broke_alone = Some(worker.note_break(now_ms()));
+        }
+        // The probe that follows finds out whether the worker drains, and for how long.
+        if matches!(failure.reason, "connect" | "reset" | "draining") {
+            worker.suspect.notify_one();
+        }
     }
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
@@ -380,9 +369,10 @@ impl UpstreamAttempt {
             let code = code_of(&body);
             return Err(AttemptError::answer(&self.guard, code, status, head.headers, body));
         }
-        if is_sse(&head.headers) {
-            let mut events = EventSplitter::default();
-            let first = loop {
+        let mut events = EventSplitter::default();
+        let mut pieces = Vec::with_capacity(1);
+        let rest = if is_sse(&head.headers) {
+            pieces.push(loop {
                 let run = match self.next_piece(&mut answer).await? {
                     Some(piece) => events.push(piece),
                     None => Some(events.finish().ok_or_else(|| {
@@ -400,30 +390,19 @@ impl UpstreamAttempt {
                 if begin < run.len() {
                     break run;
                 }
-            };
-            return Ok(PartialAnswer {
-                status: head.status,
-                headers: head.headers,
-                pieces: vec![first],
-                events,
-                rest: (!answer.is_end()).then_some(answer),
             });
-        }
-        let mut pieces = Vec::new();
-        let mut held = 0;
-        let mut rest = Some(answer);
-        while held <= MAX_HELD
-            && let Some(answer) = &mut rest
-        {
-            match self.next_piece(answer).await? {
-                Some(piece) => {
-                    held += piece.len();
-                    pieces.push(piece);
+            (!answer.is_end()).then_some(answer)
+        } else {
+            let mut held = 0;
+            loop {
+                if held > MAX_HELD {
+                    break Some(answer);
                 }
-                None => rest = None,
+                let Some(piece) = self.next_piece(&mut answer).await? else { break None };
+                held += piece.len();
+                pieces.push(piece);
             }
-        }
-        let events = EventSplitter::default();
+        };
         Ok(PartialAnswer { status: head.status, headers: head.headers, pieces, events, rest })
     }
 
