@@ -13,14 +13,17 @@
 //! are equal, and routing keys by numbers; both depend on a secret that is drawn for each run and
 //! not kept.
 
+use std::convert::Infallible;
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::kv::{BlockChange, CacheUpdateRecord};
 use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::prompt::{HashedPrompt, mix};
 use crate::types::{
-    PolicyEvent, RequestView, Role, RoutingRequest, RunningLoad, SendTicket, TokenUsage,
-    WorkerChoice, WorkerFacts, WorkerId, WorkerView,
+    EventRecord, PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice,
+    WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Where lines go. Called with the order held: it must not wait.
@@ -107,39 +110,16 @@ pub struct DecisionSide {
     pub ready: Vec<(u64, usize, u32)>,
 }
 
-/// [`PolicyEvent`] with what it borrowed, and without what the line of its decision holds already.
+/// [`PolicyEvent`] with what it borrowed, and without what the line of its decision holds already:
+/// of a prompt, only whether the policy was given its hashes.
+pub type ObservedEvent = EventRecord<Infallible, bool, NamedFacts>;
+
+/// Facts about a worker, with its name for readers of the log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum ObservedEvent {
-    /// Prefill is over.
-    FirstToken { ticket: SendTicket, worker: WorkerId, now_ms: u64 },
-    /// Tokens that the worker counted.
-    Usage {
-        ticket: SendTicket,
-        worker: WorkerId,
-        #[serde(flatten)]
-        usage: TokenUsage,
-    },
-    /// The request is over. `has_hashes`: the policy was given the prompt's hashes.
-    Finished { ticket: SendTicket, worker: WorkerId, is_kept: bool, has_hashes: bool, now_ms: u64 },
-    /// The worker's report of its load.
-    Reported {
-        worker: WorkerId,
-        queued_tokens: u64,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        running: Option<RunningLoad>,
-        age_ms: u64,
-        now_ms: u64,
-    },
-    /// A worker may be chosen from now on.
-    Added {
-        worker: WorkerId,
-        name: String,
-        #[serde(flatten)]
-        facts: WorkerFacts,
-    },
-    /// The worker is not chosen any more.
-    Gone { worker: WorkerId },
+pub struct NamedFacts {
+    pub name: String,
+    #[serde(flatten)]
+    pub facts: WorkerFacts,
 }
 
 /// Changes of a [`CacheUpdate`](crate::kv::CacheUpdate).
@@ -172,26 +152,25 @@ pub struct HexHashes(pub Vec<u64>);
 
 impl Serialize for HexHashes {
     fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let mut text = String::with_capacity(16 * self.0.len());
-        for hash in &self.0 {
-            use std::fmt::Write;
-            let _ = write!(text, "{hash:016x}"); // a String takes everything
-        }
-        to.serialize_str(&text)
+        to.collect_str(self)
+    }
+}
+
+impl fmt::Display for HexHashes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|hash| write!(f, "{hash:016x}"))
     }
 }
 
 impl<'de> Deserialize<'de> for HexHashes {
     fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let text = String::deserialize(from)?;
-        let digits = text.as_bytes().chunks(16);
-        let hashes = digits.map(|digits| {
-            let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 16);
-            digits.and_then(|digits| u64::from_str_radix(digits, 16).ok())
+        let hashes = text.as_bytes().chunks(16).map(|digits| {
+            let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 16)?;
+            u64::from_str_radix(digits, 16).ok()
         });
-        let hashes: Option<Vec<u64>> = hashes.collect();
         let wrong = || serde::de::Error::custom("hashes are not groups of 16 hexadecimal digits");
-        hashes.map(HexHashes).ok_or_else(wrong)
+        hashes.collect::<Option<_>>().map(HexHashes).ok_or_else(wrong)
     }
 }
 
@@ -254,49 +233,13 @@ impl DecisionSide {
 impl ObservedEvent {
     /// `None` for `Routed`, which is part of the decision.
     pub(crate) fn of(event: &PolicyEvent<'_>, name: Option<&str>) -> Option<Self> {
-        Some(match *event {
-            PolicyEvent::Routed { .. } => return None,
-            PolicyEvent::FirstToken { ticket, worker, now_ms } => {
-                ObservedEvent::FirstToken { ticket, worker, now_ms }
-            }
-            PolicyEvent::Usage { ticket, worker, usage } => {
-                ObservedEvent::Usage { ticket, worker, usage }
-            }
-            PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
-                let has_hashes = !hashes.is_empty();
-                ObservedEvent::Finished { ticket, worker, is_kept, has_hashes, now_ms }
-            }
-            PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
-            }
-            PolicyEvent::WorkerAdded { worker, facts } => {
-                ObservedEvent::Added { worker, name: name.unwrap_or_default().to_owned(), facts }
-            }
-            PolicyEvent::WorkerGone { worker } => ObservedEvent::Gone { worker },
-        })
+        let name = || name.unwrap_or_default().to_owned();
+        event.map(|hashes| !hashes.is_empty(), |facts| NamedFacts { name: name(), facts: *facts })
     }
 
     /// The event again; `hashes` are the prompt's of its ticket.
-    pub fn event<'a>(&self, hashes: &'a [u64]) -> PolicyEvent<'a> {
-        match *self {
-            ObservedEvent::FirstToken { ticket, worker, now_ms } => {
-                PolicyEvent::FirstToken { ticket, worker, now_ms }
-            }
-            ObservedEvent::Usage { ticket, worker, usage } => {
-                PolicyEvent::Usage { ticket, worker, usage }
-            }
-            ObservedEvent::Finished { ticket, worker, is_kept, has_hashes, now_ms } => {
-                let hashes = if has_hashes { hashes } else { &[] };
-                PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms }
-            }
-            ObservedEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms }
-            }
-            ObservedEvent::Added { worker, facts, .. } => {
-                PolicyEvent::WorkerAdded { worker, facts }
-            }
-            ObservedEvent::Gone { worker } => PolicyEvent::WorkerGone { worker },
-        }
+    pub fn event<'a>(&self, hashes: &'a [u64]) -> Option<PolicyEvent<'a>> {
+        self.map(|has_hashes| if *has_hashes { hashes } else { &[] }, |named| named.facts)
     }
 }
 

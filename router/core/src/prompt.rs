@@ -78,18 +78,16 @@ impl PromptBlocks {
     pub fn of_text_in(scope: TextScope, text: &[u8], tokens: Option<u32>) -> Self {
         let mut state = scope.0;
         let whole = text.chunks_exact(BLOCK_BYTES);
+        let hashes = whole.map(|block| {
+            state = hash_block(state, block);
+            state
+        });
         Self {
-            hashes: whole
-                .map(|block| {
-                    state = hash_block(state, block);
-                    state
-                })
-                .collect(),
-            unit: SizeUnit::Bytes,
+            hashes: hashes.collect(),
             block_units: BLOCK_BYTES,
             units: text.len(),
             tokens,
-            has_media: false,
+            ..Self::default()
         }
     }
 

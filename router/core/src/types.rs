@@ -185,22 +185,15 @@ impl SelectionReason {
 
 impl fmt::Display for SelectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SelectionReason::PrefixHit { matched_chars, total_chars } => {
-                write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
-            }
-            other => match other.forecast() {
-                Some(forecast) => write!(
-                    f,
-                    "{} {}/{} tokens cached, {} ms",
-                    other.into_str(),
-                    forecast.cached_tokens,
-                    forecast.prompt_tokens,
-                    forecast.ttft_ms
-                ),
-                None => f.write_str(other.into_str()),
-            },
+        f.write_str(self.into_str())?;
+        if let SelectionReason::PrefixHit { matched_chars, total_chars } = self {
+            write!(f, " {matched_chars}/{total_chars} chars")?;
         }
+        if let Some(forecast) = self.forecast() {
+            let PrefillForecast { cached_tokens, prompt_tokens, ttft_ms, .. } = forecast;
+            write!(f, " {cached_tokens}/{prompt_tokens} tokens cached, {ttft_ms} ms")?;
+        }
+        Ok(())
     }
 }
 
@@ -212,42 +205,89 @@ pub struct WorkerChoice {
     pub why: SelectionReason,
 }
 
-/// Events in the order the shell saw them. The only way a policy learns.
+/// An event as a policy is given it.
+pub type PolicyEvent<'a> = EventRecord<&'a RequestView<'a>, &'a [u64], WorkerFacts>;
+
+/// Events in the order the shell saw them. The only way a policy learns. The request, its prompt's
+/// hashes and the facts about a worker are in one form or another.
 ///
 /// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers that
 /// were not added, so that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory
 /// back. Each `Routed` is followed by exactly one `Finished` of its ticket, with `FirstToken` and
 /// `TokenUsage` in between if they were seen.
-#[derive(Debug, Clone, Copy)]
-pub enum PolicyEvent<'a> {
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum EventRecord<R, H, F> {
     /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its
     /// prefill is over (the answer to a request that does not stream says it too late).
-    Routed {
-        ticket: SendTicket,
-        worker: WorkerId,
-        request: &'a RequestView<'a>,
-        tells_first_token: bool,
-    },
+    #[serde(skip)]
+    Routed { ticket: SendTicket, worker: WorkerId, request: R, tells_first_token: bool },
     /// Prefill is over.
     FirstToken { ticket: SendTicket, worker: WorkerId, now_ms: u64 },
     /// Tokens that the worker counted.
-    Usage { ticket: SendTicket, worker: WorkerId, usage: TokenUsage },
+    Usage {
+        ticket: SendTicket,
+        worker: WorkerId,
+        #[serde(flatten)]
+        usage: TokenUsage,
+    },
     /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered;
     /// `hashes` are the prompt's.
-    Finished { ticket: SendTicket, worker: WorkerId, is_kept: bool, hashes: &'a [u64], now_ms: u64 },
+    Finished {
+        ticket: SendTicket,
+        worker: WorkerId,
+        is_kept: bool,
+        #[serde(rename = "has_hashes")]
+        hashes: H,
+        now_ms: u64,
+    },
     /// The worker's report of its queue: prompt tokens sent to it, by any router, and not yet
     /// prefilled; and of its running batch, if it said so. It was true `age_ms` before it arrived.
     Reported {
         worker: WorkerId,
         queued_tokens: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
         running: Option<RunningLoad>,
         age_ms: u64,
         now_ms: u64,
     },
     /// The worker may be chosen from now on.
-    WorkerAdded { worker: WorkerId, facts: WorkerFacts },
+    #[serde(rename = "added")]
+    WorkerAdded {
+        worker: WorkerId,
+        #[serde(flatten)]
+        facts: F,
+    },
     /// The worker is not chosen any more.
+    #[serde(rename = "gone")]
     WorkerGone { worker: WorkerId },
+}
+
+impl<R, H, F> EventRecord<R, H, F> {
+    /// The same event with hashes and facts in another form; `None` for `Routed`, which is recorded
+    /// with the decision.
+    pub(crate) fn map<Q, G, K>(
+        &self,
+        hashes_form: impl FnOnce(&H) -> G,
+        facts_form: impl FnOnce(&F) -> K,
+    ) -> Option<EventRecord<Q, G, K>> {
+        use EventRecord as E;
+        Some(match *self {
+            Self::Routed { .. } => return None,
+            Self::FirstToken { ticket, worker, now_ms } => E::FirstToken { ticket, worker, now_ms },
+            Self::Usage { ticket, worker, usage } => E::Usage { ticket, worker, usage },
+            Self::Finished { ticket, worker, is_kept, ref hashes, now_ms } => {
+                E::Finished { ticket, worker, is_kept, hashes: hashes_form(hashes), now_ms }
+            }
+            Self::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                E::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            }
+            Self::WorkerAdded { worker, ref facts } => {
+                E::WorkerAdded { worker, facts: facts_form(facts) }
+            }
+            Self::WorkerGone { worker } => E::WorkerGone { worker },
+        })
+    }
 }
 
 /// Requests and KV pages at a worker, of all routers, as the worker reports them.

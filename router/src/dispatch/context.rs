@@ -164,14 +164,15 @@ impl RequestContext {
         self.failed.add(held_ms, is_loss_of_any(reason));
     }
 
-    /// True if requests with this body broke workers a moment ago.
-    pub async fn is_poison(&self, app: &AppState) -> Result<bool, RouteError> {
+    /// Refuse it if requests with this body broke workers a moment ago.
+    pub async fn check_poison(&self, app: &AppState) -> Result<(), RouteError> {
         if app.poison.lock().is_empty() {
-            return Ok(false);
+            return Ok(());
         }
         let body = self.body.clone();
         let hash = app.body_threads.run(body.len(), move || body_hash(&body)).await?;
-        Ok(app.poison.lock().is_refused(hash, now_ms()))
+        let is_refused = app.poison.lock().is_refused(hash, now_ms());
+        if is_refused { Err(RouteError::PoisonRequest) } else { Ok(()) }
     }
 
     /// Bytes that are held to ask again.
@@ -219,16 +220,12 @@ impl RequestContext {
         self.body_overrides = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
         let remaining = left(self.header_deadlines);
         let headers = self.head.headers_mut();
-        for name in TTFT_HEADERS {
+        for name in TTFT_HEADERS.into_iter().chain([DEADLINE_HEADER]) {
             headers.remove(name);
         }
-        headers.remove(DEADLINE_HEADER);
         let [ttft, _] = TTFT_HEADERS;
-        for (name, ms) in [ttft, DEADLINE_HEADER].into_iter().zip(remaining) {
-            if let Some(ms) = ms {
-                headers.insert(name, HeaderValue::from(ms));
-            }
-        }
+        let names = [ttft, DEADLINE_HEADER].into_iter().zip(remaining);
+        headers.extend(names.filter_map(|(name, ms)| Some((name, HeaderValue::from(ms?)))));
         Ok(())
     }
 }

@@ -67,11 +67,8 @@ fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
         return None;
     }
     merge(&logprobs_of(response)?, &mut event);
-    let mut merged = run[..start].to_vec();
-    merged.extend_from_slice(b"data: ");
-    merged.extend_from_slice(event.to_string().as_bytes());
-    merged.extend_from_slice(&run[end..]);
-    Some(Bytes::from(merged))
+    let event = event.to_string();
+    Some([&run[..start], b"data: ", event.as_bytes(), &run[end..]].concat().into())
 }
 
 /// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.

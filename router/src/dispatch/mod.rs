@@ -44,7 +44,7 @@ use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::ProxyBody;
 use crate::dispatch::retry::send_with_retries;
-use crate::dispatch::types::NoResponse;
+use crate::dispatch::types::AttemptFailure;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::response::keepalive::{sse_headers, with_keepalive};
@@ -61,10 +61,8 @@ pub async fn generate(app: Arc<AppState>, request: Box<RequestContext>) -> Respo
 }
 
 async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Response {
-    match request.is_poison(&app).await {
-        Ok(false) => {}
-        Ok(true) => return refuse(request.record, RouteError::PoisonRequest),
-        Err(err) => return refuse(request.record, err),
+    if let Err(err) = request.check_poison(&app).await {
+        return refuse(request.record, err);
     }
     app.retry_budget.lock().on_request(now_ms());
     app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
@@ -72,8 +70,8 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
         Err(_) if app.is_cut() => refuse(request.record, RouteError::Draining),
-        Err(NoResponse::Refused(err)) => refuse(request.record, err),
-        Err(NoResponse::Failed(failure)) => reply_with(request, failure),
+        Err(AttemptFailure::Refused(err)) => refuse(request.record, err),
+        Err(AttemptFailure::Failed(failure)) => reply_with(request, failure),
     }
 }
 

@@ -32,7 +32,7 @@ use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error,
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{has_tries, send_with_retries};
-use crate::dispatch::types::{CommitResult, NoResponse};
+use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
@@ -104,7 +104,7 @@ struct Resuming {
     metrics: Arc<RouterMetrics>,
 }
 
-type Resumed = (Box<RequestContext>, CommitResult);
+type Resumed = (Box<RequestContext>, AttemptResult);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
@@ -236,13 +236,11 @@ impl ProxyBody {
             return Ok(());
         };
         let Some(buffer) = &mut self.resume_buffer else {
-            tail.pass(piece, &mut self.out);
+            tail.pass([piece], &mut self.out);
             return Ok(());
         };
         let result = buffer.pass(piece, &mut self.passed);
-        for event in self.passed.drain(..) {
-            tail.pass(event, &mut self.out);
-        }
+        tail.pass(self.passed.drain(..), &mut self.out);
         if let (Some(lost), RequestState::Resumable(_)) = (buffer.lost(), &self.state) {
             self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
             self.state.drop_resume_state();
@@ -294,9 +292,8 @@ impl ProxyBody {
     }
 
     fn end(&mut self, outcome: &'static str) {
-        let status = self.status;
         if let Some(record) = self.state.record() {
-            record.end(status, outcome);
+            record.end(self.status, outcome);
         }
     }
 
@@ -333,9 +330,7 @@ impl ProxyBody {
         }
         if let (Some(buffer), Some(tail)) = (&mut self.resume_buffer, &mut self.tail) {
             buffer.release(&mut self.passed);
-            for event in self.passed.drain(..) {
-                tail.pass(event, &mut self.out);
-            }
+            tail.pass(self.passed.drain(..), &mut self.out);
             ending = tail.ending();
         }
         if ending != StreamEnd::Open {
@@ -447,15 +442,14 @@ impl ProxyBody {
         let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
         self.resuming = Some(Resuming {
             asking: Box::pin(async move {
-                let started = request.record.started;
-                let rest = match request.ends_at() {
-                    None => send_with_retries(&app, &mut request).await,
-                    Some(end) => match timeout_at(end, send_with_retries(&app, &mut request)).await
-                    {
+                let (started, end) = (request.record.started, request.ends_at());
+                let asking = send_with_retries(&app, &mut request);
+                let rest = match end {
+                    None => asking.await,
+                    Some(end) => match timeout_at(end, asking).await {
                         Ok(rest) => rest,
                         Err(_) => {
-                            let waited_ms = ms_since(started);
-                            Err(NoResponse::Refused(RouteError::DeadlineOver { waited_ms }))
+                            Err(RouteError::DeadlineOver { waited_ms: ms_since(started) }.into())
                         }
                     },
                 };
@@ -487,12 +481,12 @@ impl ProxyBody {
                 return self.follow(opened, prefill);
             }
             Ok(_) => "the rest came as something else than a stream".to_owned(),
-            Err(NoResponse::Refused(err)) if err.code() == "timeout" => {
+            Err(AttemptFailure::Refused(err)) if err.code() == "timeout" => {
                 resuming.failure = Some(StreamFailure::Router(err));
                 String::new()
             }
-            Err(NoResponse::Refused(err)) => err.to_string(),
-            Err(NoResponse::Failed(failure)) => {
+            Err(AttemptFailure::Refused(err)) => err.to_string(),
+            Err(AttemptFailure::Failed(failure)) => {
                 format!("the last one asked, a {} worker: {}", failure.role, failure.reason)
             }
         };
@@ -548,9 +542,8 @@ impl Body for ProxyBody {
         let this = &mut *self;
         loop {
             if let Some(piece) = this.out.pop_front() {
-                let status = this.status;
                 if let Some(record) = this.state.record() {
-                    record.first_byte(status);
+                    record.first_byte(this.status);
                 }
                 return Poll::Ready(Some(Ok(Frame::data(piece))));
             }

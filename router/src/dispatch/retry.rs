@@ -9,13 +9,11 @@ use tokio::time::Instant;
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::AttemptError;
+use crate::dispatch::attempt::{AttemptError, is_loss};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
-use crate::dispatch::types::{
-    AttemptFailure, AttemptResult, CommitResult, NoResponse, ids_for, leg,
-};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 
@@ -23,28 +21,28 @@ use crate::request::body::ManagedField;
 const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
-pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
+pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let committed = try_until_committed(app, request).await;
     request.place = None;
     committed
 }
 
-async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> CommitResult {
+async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
     let (mut reusable_prefill, mut wait) = (None, None);
     loop {
-        let (failure, is_stale) = match attempt_in_turn(app, request, &mut reusable_prefill).await {
+        let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(committed) => {
                 if let Some((role, worker)) = suspect {
                     app.fleet.registry.count_failure(role, worker);
                 }
                 return Ok(committed);
             }
-            Err(AttemptFailure::Error(err)) => {
+            Err(AttemptFailure::Refused(err)) => {
                 if let Some(err) = model_not_found(app, request, &err) {
-                    return Err(NoResponse::Refused(err));
+                    return Err(err.into());
                 }
                 if may_come(app, request, &err)
                     && WorkerWait::for_change(&mut wait, app, request).await
@@ -52,10 +50,9 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
                     request.record.attempts -= 1; // nothing was sent
                     continue;
                 }
-                return Err(NoResponse::Refused(err));
+                return Err(err.into());
             }
-            Err(AttemptFailure::Failed(failure)) => (failure, false),
-            Err(AttemptFailure::Stale(failure)) => (failure, true),
+            Err(AttemptFailure::Failed(failure)) => failure,
         };
         request.record.timeline.failed(failure.role, failure.reason, None);
         request.record.upstream_error(failure.role, failure.reason);
@@ -68,9 +65,8 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
         let is_poison =
             failure.broke_alone.is_some_and(|alone| request.add_break(app, failure.worker, alone));
         let may_retry = may_retry && !is_poison;
-        let has_budget =
-            |request: &mut RequestContext| is_stale || has_budget(app, request, &failure);
-        let is_tried_again = may_retry && has_tries(app, request) && has_budget(request);
+        let is_tried_again =
+            may_retry && has_tries(app, request) && has_budget(app, request, &failure);
         if failure.class == RetryClass::Unexplained && !is_second {
             match is_tried_again {
                 true => suspect = Some((failure.role, failure.worker)),
@@ -84,7 +80,7 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
             if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
                 continue;
             }
-            return Err(NoResponse::Failed(failure));
+            return Err(failure.into());
         }
         tracing::debug!(
             rid = request.record.rid,
@@ -93,7 +89,7 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
             "trying again"
         );
         app.metrics.retries.with_label_values(&[failure.reason]).inc();
-        if is_stale {
+        if failure.is_stale {
             continue;
         }
         request.avoid = avoid;
@@ -129,10 +125,8 @@ fn model_not_found(
     request: &RequestContext,
     err: &RouteError,
 ) -> Option<RouteError> {
-    let (RouteError::NoWorker { role, .. }, Some(model)) = (err, &request.scan.model) else {
-        return None;
-    };
-    let (model, role) = (model.clone(), *role);
+    let RouteError::NoWorker { role, .. } = *err else { return None };
+    let model = request.scan.model.clone()?;
     let is_missing = app.fleet.registry.lacks_model(role, &model);
     is_missing.then_some(RouteError::ModelNotFound { model, role })
 }
@@ -175,12 +169,12 @@ pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
 
 /// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is
 /// paced, if there is a place in the queue: to the budget, the end of a busy worker looks like a
-/// storm of retries.
+/// storm of retries. An attempt that was stale costs nothing.
 fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptError) -> bool {
-    if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
+    if failure.is_stale || request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;
     }
-    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.lost_worker();
+    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && is_loss(failure.reason);
     request.is_paced = may_wait && request.take_place(app);
     if !request.is_paced {
         app.metrics.retries_refused.with_label_values(&["budget"]).inc();

@@ -15,18 +15,17 @@ use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::Candidate;
 use crate::workers::registry::selection::Selection;
 
-/// Attempt failed: at a worker, or because no worker could be chosen.
+/// No answer, of one attempt or of all.
 pub enum AttemptFailure {
+    /// No worker could be chosen, or the request's time is over.
+    Refused(RouteError),
+    /// The attempt, or the last one, failed at a worker.
     Failed(AttemptError),
-    /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided
-    /// for that.
-    Stale(AttemptError),
-    Error(RouteError),
 }
 
 impl From<RouteError> for AttemptFailure {
     fn from(err: RouteError) -> Self {
-        AttemptFailure::Error(err)
+        AttemptFailure::Refused(err)
     }
 }
 
@@ -36,17 +35,8 @@ impl From<AttemptError> for AttemptFailure {
     }
 }
 
-/// No attempt brought an answer.
-pub enum NoResponse {
-    /// No worker could be chosen, or its time is over.
-    Refused(RouteError),
-    /// The last one failed like this.
-    Failed(AttemptError),
-}
-
-pub type CommittedResponse = (UpstreamResponse, Option<PrefillAttempt>);
-pub type AttemptResult = Result<CommittedResponse, AttemptFailure>;
-pub type CommitResult = Result<CommittedResponse, NoResponse>;
+/// An answer that is committed to, with the prefill leg of a pair.
+pub type AttemptResult = Result<(UpstreamResponse, Option<PrefillAttempt>), AttemptFailure>;
 
 /// The prompt's token ids as a member of the body, if this worker would have come to the same.
 pub fn ids_for<'a>(

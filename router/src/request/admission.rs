@@ -96,13 +96,9 @@ impl AdmissionController {
         let since = Instant::now();
         let place = timeout(self.queue_timeout, places.clone().acquire_owned()).await;
         metrics.queue.observe(since.elapsed().as_secs_f64());
-        match place {
-            Ok(Ok(place)) => Ok(Some(place)),
-            Ok(Err(_closed)) => Err(RouteError::Draining),
-            Err(_) => {
-                Err(RouteError::QueueTimeout { waited_ms: ms_since(since), running: self.running })
-            }
-        }
+        let (waited_ms, running) = (ms_since(since), self.running);
+        let place = place.map_err(|_| RouteError::QueueTimeout { waited_ms, running })?;
+        place.map(Some).map_err(|_closed| RouteError::Draining)
     }
 }
 

@@ -145,21 +145,16 @@ impl ResumeBuffer {
             out.push_back(text.slice(at));
             return Ok(());
         }
-        if let Some(json) = error_event(event) {
-            if let Some((code, class)) = worth_it(json)
-                && self.can_resume()
-            {
-                let event = text.slice(at);
-                return Err(BrokenStream { code, class, event });
-            }
-            self.release(out);
-            out.push_back(text.slice(at));
-            return Ok(());
+        let error = error_event(event);
+        if let Some((code, class)) = error.and_then(worth_it)
+            && self.can_resume()
+        {
+            return Err(BrokenStream { code, class, event: text.slice(at) });
         }
-        let is_done = event.starts_with(b"data: [DONE]");
+        let is_last = error.is_some() || event.starts_with(b"data: [DONE]");
         self.waiting_len += event.len();
         self.waiting.push(text.slice(at));
-        if is_done {
+        if is_last {
             self.release(out);
         }
         Ok(())

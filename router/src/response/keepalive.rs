@@ -6,15 +6,16 @@
 //! still works on the request and may still retry: comments are no answer. What then comes as an
 //! error with a status becomes an error event.
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use axum::body::Body as AxumBody;
+use axum::body::{Body as AxumBody, to_bytes};
 use axum::response::Response;
 use bytes::Bytes;
+use futures_util::{StreamExt, TryFutureExt, stream};
 use http::{HeaderValue, StatusCode, header};
-use http_body::{Body, Frame};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use crate::response::sse::is_sse;
@@ -52,12 +53,21 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
     if let Ok(answer) = timeout(every, &mut answering).await {
         return answer;
     }
-    let late = KeepAliveBody {
-        state: State::Waiting(answering),
-        first: Some(Bytes::from_static(COMMENT)),
-        keepalive: KeepAlive::new(every),
-    };
-    let mut response = Response::new(AxumBody::new(late));
+    // The first comment goes with the head.
+    let first = stream::iter([AxumBody::from(COMMENT)]);
+    let waiting = Some((answering, KeepAlive::new(every)));
+    let rest = stream::unfold(waiting, |waiting| async move {
+        let (mut answering, mut keepalive) = waiting?;
+        tokio::select! {
+            biased;
+            answer = &mut answering => Some((stream_of(answer), None)),
+            comment = poll_fn(|cx| keepalive.poll(cx)) => {
+                Some((comment.into(), Some((answering, keepalive))))
+            }
+        }
+    });
+    let bodies = first.chain(rest).flat_map(AxumBody::into_data_stream);
+    let mut response = Response::new(AxumBody::from_stream(bodies));
     sse_headers(response.headers_mut());
     response
 }
@@ -65,76 +75,17 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
 /// Headers of every stream: proxies must not keep or hold it back.
 pub fn sse_headers(headers: &mut http::HeaderMap) {
     headers.entry(header::CONTENT_TYPE).or_insert(HeaderValue::from_static("text/event-stream"));
-    let no = HeaderValue::from_static("no");
-    headers.insert("x-accel-buffering", no);
-    let cache = headers.entry(header::CACHE_CONTROL);
-    cache.or_insert(HeaderValue::from_static("no-cache"));
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-cache"));
 }
 
-struct KeepAliveBody {
-    state: State,
-    /// The first comment goes with the head.
-    first: Option<Bytes>,
-    keepalive: KeepAlive,
-}
-
-enum State {
-    Waiting(Answering),
-    /// The answer is a stream.
-    Streaming(AxumBody),
-    /// The answer is a JSON body, most likely an error: it becomes one event.
-    Collecting(AxumBody, Vec<u8>),
-    Ended,
-}
-
-impl Body for KeepAliveBody {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        if let Some(comment) = self.first.take() {
-            return Poll::Ready(Some(Ok(Frame::data(comment))));
-        }
-        let this = &mut *self;
-        loop {
-            match &mut this.state {
-                State::Waiting(answering) => match answering.as_mut().poll(cx) {
-                    Poll::Ready(answer) => {
-                        let is_stream =
-                            answer.status() == StatusCode::OK && is_sse(answer.headers());
-                        let body = answer.into_body();
-                        this.state = match is_stream {
-                            true => State::Streaming(body),
-                            false => State::Collecting(body, Vec::new()),
-                        };
-                    }
-                    Poll::Pending => {
-                        let comment = ready!(this.keepalive.poll(cx));
-                        return Poll::Ready(Some(Ok(Frame::data(comment))));
-                    }
-                },
-                State::Streaming(body) => return Pin::new(body).poll_frame(cx),
-                State::Collecting(body, text) => {
-                    match ready!(Pin::new(body).poll_frame(cx)).transpose()? {
-                        Some(frame) => {
-                            if let Ok(data) = frame.into_data() {
-                                text.extend_from_slice(&data);
-                            }
-                        }
-                        None => {
-                            let event = event_of(text);
-                            this.state = State::Ended;
-                            return Poll::Ready(Some(Ok(Frame::data(event))));
-                        }
-                    }
-                }
-                State::Ended => return Poll::Ready(None),
-            }
-        }
+/// Stream of an answer: a JSON body, most likely an error, becomes one event.
+fn stream_of(answer: Response) -> AxumBody {
+    if answer.status() == StatusCode::OK && is_sse(answer.headers()) {
+        return answer.into_body();
     }
+    let json = to_bytes(answer.into_body(), usize::MAX);
+    AxumBody::from_stream(stream::once(json.map_ok(|json| event_of(&json))))
 }
 
 /// A JSON body as one event; its line ends, which JSON allows between values only, would end the

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 use http::{HeaderMap, header};
-use memchr::{memchr, memrchr_iter};
+use memchr::{memchr, memmem, memrchr_iter};
 use router_core::TokenUsage;
 use serde::Deserialize;
 
@@ -131,13 +131,15 @@ impl StreamTail {
         Self { many, ..Self::default() }
     }
 
-    /// Put a piece into `out`, for the client.
-    pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) {
-        if self.recent.len() == REMEMBERED {
-            self.recent.pop_front();
+    /// Put pieces into `out`, for the client.
+    pub fn pass(&mut self, pieces: impl IntoIterator<Item = Bytes>, out: &mut VecDeque<Bytes>) {
+        for piece in pieces {
+            if self.recent.len() == REMEMBERED {
+                self.recent.pop_front();
+            }
+            self.recent.push_back(piece.clone());
+            out.push_back(piece);
         }
-        self.recent.push_back(piece.clone());
-        out.push_back(piece);
     }
 
     /// How far the stream got, from the end of what went out.
@@ -160,10 +162,8 @@ impl StreamTail {
 
     /// True if the worker itself ended the stream with an error event.
     pub fn has_error(&self) -> bool {
-        let pieces = self.recent.iter();
-        pieces
-            .flat_map(|piece| piece.split(|b| *b == b'\n'))
-            .any(|line| data_of(line).is_some_and(|data| data.starts_with(b"{\"error\"")))
+        let mut lines = self.recent.iter().flat_map(|piece| piece.split(|b| *b == b'\n'));
+        lines.any(|line| data_of(line).is_some_and(|data| data.starts_with(b"{\"error\"")))
     }
 }
 
@@ -174,16 +174,11 @@ fn data_of(line: &[u8]) -> Option<&[u8]> {
 /// A finish_reason that is not null: text in OpenAI's events, an object in /generate's.
 fn has_finish_reason(tail: &[u8]) -> bool {
     const NAME: &[u8] = b"\"finish_reason\"";
-    let mut rest = tail;
-    while let Some(at) = rest.windows(NAME.len()).position(|w| w == NAME) {
-        rest = &rest[at + NAME.len()..];
-        let value = rest.trim_ascii_start();
+    memmem::find_iter(tail, NAME).any(|at| {
+        let value = tail[at + NAME.len()..].trim_ascii_start();
         let value = value.strip_prefix(b":").unwrap_or(value).trim_ascii_start();
-        if value.starts_with(b"\"") || value.starts_with(b"{") {
-            return true;
-        }
-    }
-    false
+        value.starts_with(b"\"") || value.starts_with(b"{")
+    })
 }
 
 /// End of a stream that broke: the error and `[DONE]`.
@@ -231,7 +226,7 @@ mod tests {
         let mut out = VecDeque::new();
         for piece in pieces {
             if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
-                tail.pass(run, &mut out);
+                tail.pass([run], &mut out);
             }
         }
         let text: Vec<u8> = out.into_iter().flatten().collect();

@@ -26,7 +26,6 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rand::RngCore;
-use serde::{Deserialize, Serialize};
 use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
@@ -39,8 +38,7 @@ use crate::types::{PolicyEvent, SelectionReason, WorkerChoice, WorkerId, WorkerV
 const RETIRE_BATCH: usize = 256;
 
 /// Parameters of `cache_aware`; names and defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct CacheAwareParams {
     /// Least matched fraction of the routing text for which affinity wins over spreading.
     pub cache_threshold: f32,
@@ -69,11 +67,8 @@ impl Default for CacheAwareParams {
 }
 
 /// Rule for a request whose prefix no worker holds well enough.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr, VariantArray)]
 #[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(rename_all = "snake_case")]
 pub enum MissPolicy {
     /// The worker with the fewest characters in the tree (sglang-router).
     SmallestTree,
@@ -139,7 +134,7 @@ impl CacheAware {
     fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
             let mut tree = poisoned.into_inner();
-            let workers = tree.stats().tenants;
+            let workers = tree.units_by_worker();
             *tree = PrefixTree::new(self.params.max_bytes);
             for (worker, _) in workers {
                 tree.add(worker, self.params.max_tree_size);
@@ -214,11 +209,11 @@ impl Policy for CacheAware {
     }
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
-        let tree = self.read().stats();
+        let tree = self.read();
         PolicyStats {
-            chars: tree.tenants,
-            index_bytes: tree.bytes,
-            evicted_total: tree.evicted_units_total,
+            chars: tree.units_by_worker(),
+            index_bytes: tree.bytes(),
+            evicted_total: tree.evicted_units_total(),
             ..PolicyStats::default()
         }
     }
@@ -451,7 +446,10 @@ mod tests {
         policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
-        assert_eq!((policy.read().stats().nodes, stats.chars), (0, vec![(WorkerId(1), 0)]));
+        assert_eq!(
+            (policy.read().nodes_and_label_bytes().0, stats.chars),
+            (0, vec![(WorkerId(1), 0)])
+        );
     }
 
     #[test]
@@ -472,8 +470,7 @@ mod tests {
         });
         assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
         (0..4).for_each(|id| policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(id) }));
-        let left = policy.read().stats();
-        assert_eq!((left.nodes, left.label_bytes), (0, 0));
+        assert_eq!(policy.read().nodes_and_label_bytes(), (0, 0));
     }
 
     #[test]

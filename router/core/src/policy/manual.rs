@@ -21,7 +21,6 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rand::{Rng, RngCore};
-use serde::{Deserialize, Serialize};
 use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::tie_break::{least_loaded, min_by_key_random_tie};
@@ -33,8 +32,7 @@ use crate::types::{PolicyEvent, RequestView, SelectionReason, WorkerChoice, Work
 const MAX_WORKERS: usize = 2;
 
 /// Parameters of `manual`; names and defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ManualParams {
     pub assignment_mode: AssignmentMode,
     /// A key not seen for this long is forgotten.
@@ -50,11 +48,8 @@ impl Default for ManualParams {
 }
 
 /// Rule for a key that has no worker.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr, VariantArray)]
 #[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(rename_all = "snake_case")]
 pub enum AssignmentMode {
     Random,
     /// The worker with the fewest requests in flight.

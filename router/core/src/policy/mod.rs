@@ -26,7 +26,7 @@ mod tie_break;
 pub(crate) mod testing;
 
 use rand::RngCore;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use strum::{Display, IntoStaticStr, VariantArray};
 
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
@@ -192,11 +192,8 @@ fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<Worke
 }
 
 /// The policies an operator can name.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display, IntoStaticStr, VariantArray,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr, VariantArray)]
 #[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
     Random,
     RoundRobin,
@@ -250,8 +247,7 @@ impl UnknownName {
 }
 
 /// Parameters of all policies.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct PolicyParams {
     pub cache_aware: CacheAwareParams,
     pub manual: ManualParams,

@@ -1,7 +1,6 @@
 //! `power_of_two`: two distinct random candidates, the one with fewer requests in flight.
 
-use rand::{Rng, RngCore};
-
+use super::tie_break::two_distinct;
 use super::{ExplainedChoice, Policy, PolicyInput};
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::types::{SelectionReason, WorkerChoice, WorkerView};
@@ -36,13 +35,6 @@ impl Policy for PowerOfTwo {
         let explain = || Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms);
         Some((WorkerChoice { worker, why }, input.explains.then(explain)))
     }
-}
-
-/// Two different indices below `len` (at least 2), every ordered pair equally likely.
-fn two_distinct(len: usize, rng: &mut dyn RngCore) -> (usize, usize) {
-    let first = rng.random_range(0..len);
-    let other = rng.random_range(0..len - 1);
-    (first, if other >= first { other + 1 } else { other })
 }
 
 #[cfg(test)]

@@ -41,6 +41,13 @@ pub fn least_loaded(
     min_by_key_random_tie(ready, |worker| worker.load, rng)
 }
 
+/// Two different indices below `len` (at least 2), every ordered pair equally likely.
+pub fn two_distinct(len: usize, rng: &mut dyn RngCore) -> (usize, usize) {
+    let first = rng.random_range(0..len);
+    let other = rng.random_range(0..len - 1);
+    (first, if other >= first { other + 1 } else { other })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

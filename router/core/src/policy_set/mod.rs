@@ -9,7 +9,7 @@
 /// Decisions repeated from a log.
 pub mod replay;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rand::RngCore;
 
@@ -79,18 +79,17 @@ impl PolicySet {
     ) -> Option<ExplainedChoice> {
         let policy = self.policy(role);
         let asked = self.asked(role, sending, [(ready, ticket)]);
-        let turn = self.turn();
-        let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-        let explains = sending.explains;
-        let decided = policy.decide(&mut PolicyInput { request, ready, rng, explains });
-        if let Some((choice, _)) = &decided {
-            self.sent(role, sending, *choice, ticket);
-        }
-        self.write(turn, || {
+        let decide = || {
+            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
+            let explains = sending.explains;
+            let decided = policy.decide(&mut PolicyInput { request, ready, rng, explains })?;
+            self.sent(role, sending, decided.0, ticket);
+            Some(decided)
+        };
+        self.journaled(decide, |decided| {
             let choices = vec![decided.as_ref().map(|(choice, _)| *choice)];
             Some(LogEntry::Decided { asked: asked?, choices })
-        });
-        decided
+        })
     }
 
     /// A prefill and a decode worker; together where the policies can.
@@ -104,27 +103,25 @@ impl PolicySet {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
-            fingerprints: fingerprints
-                .map(|fingerprints| fingerprints.map(<[WorkerFingerprint]>::to_vec)),
+            fingerprints: fingerprints.map(|sides| sides.map(<[WorkerFingerprint]>::to_vec)),
             ..asked
         });
         let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
-        let turn = self.turn();
-        let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-        let decided =
-            decide_pair(p, d, request, ready, is_compatible.as_deref(), rng, sending.explains);
-        if let Some([(p, _), (d, _)]) = &decided {
-            self.sent(Role::Prefill, sending, *p, tickets[0]);
-            self.sent(Role::Decode, sending, *d, tickets[1]);
-        }
-        self.write(turn, || {
-            let choices = match &decided {
+        let decide = || {
+            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
+            let is_compatible = is_compatible.as_deref();
+            let pair = decide_pair(p, d, request, ready, is_compatible, rng, sending.explains)?;
+            self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
+            self.sent(Role::Decode, sending, pair[1].0, tickets[1]);
+            Some(pair)
+        };
+        self.journaled(decide, |decided| {
+            let choices = match decided {
                 Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
                 None => vec![None, None],
             };
             Some(LogEntry::Decided { asked: asked?, choices })
-        });
-        decided
+        })
     }
 
     /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written
@@ -173,19 +170,18 @@ impl PolicySet {
         news: &CacheUpdate<'_>,
     ) -> Result<(), NewsError> {
         let cost = self.policy(role).as_cost().ok_or(NewsError::Forgotten)?;
-        let turn = self.turn();
-        let taken = cost.reconcile(worker, news);
-        self.write(turn, || {
-            let news = news.map(|changes| ChangeRecord::of(changes));
-            Some(LogEntry::Cached { role, worker, news })
-        });
-        taken
+        self.journaled(
+            || cost.reconcile(worker, news),
+            |_| {
+                let news = news.map(|changes| ChangeRecord::of(changes));
+                Some(LogEntry::Cached { role, worker, news })
+            },
+        )
     }
 
     fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
-        let turn = self.turn();
-        self.policy(role).observe(event);
-        self.write(turn, || {
+        let observe = || self.policy(role).observe(event);
+        self.journaled(observe, |()| {
             let observed = ObservedEvent::of(event, name)?;
             Some(LogEntry::Observed { role, observed })
         });
@@ -194,10 +190,8 @@ impl PolicySet {
     /// Bring the policies' memory under its limits; returns the characters or keys dropped.
     pub fn evict(&self, now_ms: u64) -> usize {
         let evict = |role: Role| {
-            let turn = self.turn();
-            let dropped = self.policy(role).evict(now_ms);
-            self.write(turn, || Some(LogEntry::Evict { role, now_ms }));
-            dropped
+            let evict = || self.policy(role).evict(now_ms);
+            self.journaled(evict, |_| Some(LogEntry::Evict { role, now_ms }))
         };
         Role::ALL.into_iter().map(evict).sum()
     }
@@ -217,10 +211,6 @@ impl PolicySet {
         });
     }
 
-    fn turn(&self) -> Option<MutexGuard<'_, u64>> {
-        Some(self.journal.as_ref()?.turn.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
     fn asked<const N: usize>(
         &self,
         role: Role,
@@ -232,13 +222,20 @@ impl PolicySet {
         Some(DecisionInput::of(role, sending, &sides, secret, reads_text))
     }
 
-    fn write(&self, turn: Option<MutexGuard<'_, u64>>, entry: impl FnOnce() -> Option<LogEntry>) {
-        if let (Some(journal), Some(mut turn)) = (&self.journal, turn)
-            && let Some(entry) = entry()
-        {
+    /// Do one thing, and with a journal write the entry about it down in the same turn.
+    fn journaled<T>(
+        &self,
+        act: impl FnOnce() -> T,
+        entry: impl FnOnce(&T) -> Option<LogEntry>,
+    ) -> T {
+        let Some(journal) = &self.journal else { return act() };
+        let mut turn = journal.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = act();
+        if let Some(entry) = entry(&done) {
             journal.sink.put(LogLine { n: *turn, entry });
             *turn += 1;
         }
+        done
     }
 }
 
@@ -252,11 +249,9 @@ pub fn compatibility_by<'a>(
 ) -> Box<IsCompatible<'a>> {
     let fingerprint = move |side: usize, id: WorkerId| {
         let at = ready[side].iter().position(|worker| worker.id == id);
-        at.and_then(|at| fingerprints[side].get(at)).copied()
+        at.and_then(|at| fingerprints[side].get(at)).copied().unwrap_or_default()
     };
-    Box::new(move |p, d| {
-        fingerprint(0, p).unwrap_or_default().is_compatible(&fingerprint(1, d).unwrap_or_default())
-    })
+    Box::new(move |p, d| fingerprint(0, p).is_compatible(&fingerprint(1, d)))
 }
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every

@@ -24,7 +24,7 @@ use crate::kv::NewsError;
 use crate::policy::{PolicyKind, PolicyParams};
 use crate::policy_set::PolicySet;
 use crate::types::{
-    PolicyEvent, RequestView, Role, SendTicket, WorkerChoice, WorkerId, WorkerView,
+    PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerId, WorkerView,
 };
 
 /// See the module.
@@ -85,7 +85,6 @@ pub struct DecisionDifference {
 pub struct PolicyEvaluation {
     pub times: u64,
     pub ttft_ms: f64,
-    pub counts: u64,
     pub prompt_tokens: f64,
     pub cached_tokens: f64,
 }
@@ -146,6 +145,8 @@ impl DecisionReplay {
             routing_key: asked.key.as_deref(),
             now_ms: asked.now_ms,
         };
+        let (seed, streams) = (asked.seed, asked.streams);
+        let sending = RoutingRequest { request, seed, explains: true, streams };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
         let fingerprints = asked.fingerprints.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
         let dry_run = |policies: &PolicySet, seed: u64| match views.as_slice() {
@@ -156,7 +157,7 @@ impl DecisionReplay {
             },
             _ => Vec::new(), // no decision has no or three sides
         };
-        let again = dry_run(&self.policies, asked.seed).into_iter();
+        let again = dry_run(&self.policies, seed).into_iter();
         let evaluated = dry_run(&self.evaluators, 0);
         for (at, (again, evaluated)) in again.zip(evaluated).enumerate() {
             let role = if at == 0 { asked.role } else { Role::Decode };
@@ -171,29 +172,13 @@ impl DecisionReplay {
                 decisions.again.judge(&explanation, again);
             }
             if let Some(choice) = recorded {
-                self.sent(role, asked.sides[at].ticket, choice, asked, &request);
+                let ticket = asked.sides[at].ticket;
+                self.policies.sent(role, &sending, choice, ticket);
+                self.evaluators.sent(role, &sending, choice, ticket);
+                let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
+                self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
             }
         }
-    }
-
-    fn sent(
-        &mut self,
-        role: Role,
-        ticket: SendTicket,
-        choice: WorkerChoice,
-        asked: &DecisionInput,
-        request: &RequestView<'_>,
-    ) {
-        let event = PolicyEvent::Routed {
-            ticket,
-            worker: choice.worker,
-            request,
-            tells_first_token: asked.streams || role == Role::Prefill,
-        };
-        self.policies.observe(role, &event);
-        self.evaluators.observe(role, &event);
-        let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
-        self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
     }
 
     fn observe(&mut self, role: Role, observed: &ObservedEvent) {
@@ -204,7 +189,7 @@ impl DecisionReplay {
             _ => None,
         };
         let known: &[u64] = sent.map_or(&[], |sent| &sent.hashes);
-        let mut event = observed.event(known);
+        let Some(mut event) = observed.event(known) else { return };
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
             *hashes = known; // the evaluators read them whether or not the recorded policy did
@@ -260,7 +245,6 @@ impl PolicyEvaluation {
         if let Some(PolicyTerms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
             self.times += 1;
             self.ttft_ms += terms.backlog_ms + terms.prefill_ms;
-            self.counts += 1;
             self.prompt_tokens += terms.cached_tokens + terms.uncached_tokens;
             self.cached_tokens += terms.cached_tokens;
         }
@@ -274,7 +258,6 @@ impl PolicyEvaluation {
             }
             ObservedEvent::Usage { usage, .. } => {
                 if let Some(cached) = usage.cached_tokens {
-                    self.counts += 1;
                     self.prompt_tokens += f64::from(usage.prompt_tokens);
                     self.cached_tokens += f64::from(cached);
                 }
@@ -333,14 +316,9 @@ impl DecisionCounts {
         writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
         let sides = [&self.recorded, &self.again, &self.observed];
         let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
-            write!(f, "  {what:<26}")?;
-            for value in values {
-                match value {
-                    Some(value) => write!(f, " {value:>9.1}")?,
-                    None => write!(f, " {:>9}", "-")?,
-                }
-            }
-            writeln!(f)
+            let shown = |value: f64| format!("{value:.1}");
+            let [a, b, c] = values.map(|value| value.map_or("-".to_owned(), shown));
+            writeln!(f, "  {what:<26} {a:>9} {b:>9} {c:>9}")
         };
         if role != Role::Decode.into_str() {
             row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;

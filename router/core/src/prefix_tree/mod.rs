@@ -116,20 +116,6 @@ pub struct PrefixTree<S: TreeSegment + ?Sized> {
     evicted_units_total: u64,
 }
 
-/// Sizes, for metrics.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TreeStats {
-    /// Units each worker holds, ordered by id; a prefix shared by two workers counts for both.
-    pub tenants: Vec<(WorkerId, usize)>,
-    pub nodes: usize,
-    /// Labels; shared prefixes count once.
-    pub label_bytes: usize,
-    /// Estimated memory of all of it.
-    pub bytes: usize,
-    /// Units dropped for a limit since the start.
-    pub evicted_units_total: u64,
-}
-
 /// Names one insert; later ones are larger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AccessStamp(u64);
@@ -150,7 +136,7 @@ impl PrefixMatch<'_> {
 
 impl<S: TreeSegment + ?Sized> PrefixTree<S>
 where
-    Box<S>: Default,
+    Box<S>: Default + for<'a> From<&'a S>,
 {
     /// An empty tree of at most `max_bytes` bytes.
     pub fn new(max_bytes: usize) -> Self {
@@ -299,12 +285,9 @@ where
             let child = match self.node(at).child_for(rest) {
                 None => self.add_child(at, rest),
                 Some(child) => {
-                    let common = self.node(child).label.common(rest);
-                    if common < self.node(child).label.len() {
-                        self.split(child, common)
-                    } else {
-                        child
-                    }
+                    let label = &self.node(child).label;
+                    let (common, len) = (label.common(rest), label.len());
+                    if common < len { self.split(child, common) } else { child }
                 }
             };
             self.hold(child, worker, stamp);
@@ -353,14 +336,10 @@ where
     /// `worker` forgets what it was last sent before the insert `lasting`; `None`: all of it.
     pub fn expire(&mut self, worker: WorkerId, lasting: Option<AccessStamp>) {
         let limit = lasting.map_or(u64::MAX, |stamp| stamp.0);
-        while let Some((key, leaf)) = self.oldest_leaf(worker)
-            && key < limit
+        while let Some((stamp, leaf)) = self.oldest_leaf(worker)
+            && stamp < limit
         {
-            if self.holder_mut(leaf, worker).stamp() != key {
-                self.queue(leaf, worker); // touched since it was queued
-            } else {
-                self.release(leaf, worker);
-            }
+            self.release(leaf, worker);
         }
     }
 
@@ -369,6 +348,7 @@ where
         self.max_bytes = max_bytes;
     }
 
+    /// Units dropped for a limit since the start.
     pub fn evicted_units_total(&self) -> u64 {
         self.evicted_units_total
     }
@@ -380,15 +360,9 @@ where
         workers.into_iter().map(|worker| self.shrink(worker)).sum()
     }
 
-    pub fn stats(&self) -> TreeStats {
-        let tenants = self.tenants.iter();
-        TreeStats {
-            tenants: tenants.map(|(&worker, tenant)| (worker, tenant.units)).collect(),
-            nodes: self.nodes.len() - self.free.len() - 1,
-            label_bytes: self.label_bytes,
-            bytes: self.bytes(),
-            evicted_units_total: self.evicted_units_total,
-        }
+    /// Units each worker holds, ordered by id; a prefix shared by two workers counts for both.
+    pub fn units_by_worker(&self) -> Vec<(WorkerId, usize)> {
+        self.tenants.iter().map(|(&worker, tenant)| (worker, tenant.units)).collect()
     }
 
     /// Estimated memory: labels, arena, holders, and links between nodes.
@@ -417,11 +391,7 @@ where
             if excess == 0 {
                 break;
             }
-            let Some((key, leaf)) = self.oldest_leaf(worker) else { break };
-            if self.holder_mut(leaf, worker).stamp() != key {
-                self.queue(leaf, worker); // touched since it was queued
-                continue;
-            }
+            let Some((_, leaf)) = self.oldest_leaf(worker) else { break };
             let units = self.node(leaf).units;
             if excess < units {
                 let kept = self.node(leaf).label.position_of_unit(units - excess);
@@ -470,8 +440,15 @@ where
         (self.nodes.len() / 8).max(16)
     }
 
-    fn oldest_leaf(&self, worker: WorkerId) -> Option<(u64, NodeId)> {
-        self.tenants.get(&worker)?.leaves.first_key_value().map(|(&key, &leaf)| (key, leaf))
+    /// The end of a path that `worker` was sent longest ago, and its stamp.
+    fn oldest_leaf(&mut self, worker: WorkerId) -> Option<(u64, NodeId)> {
+        loop {
+            let (&key, &leaf) = self.tenants.get(&worker)?.leaves.first_key_value()?;
+            if self.holder_mut(leaf, worker).stamp() == key {
+                return Some((key, leaf));
+            }
+            self.queue(leaf, worker); // touched since it was queued
+        }
     }
 
     /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed
@@ -505,7 +482,7 @@ where
     fn unlink(&mut self, id: NodeId) {
         let node = self.take(id);
         debug_assert!(node.children.is_empty(), "a child's holders hold its parent");
-        self.label_bytes -= node.label.bytes();
+        self.label_bytes -= size_of_val(&*node.label);
         if let Some(first) = node.label.first() {
             let siblings = &mut self.nodes[node.parent as usize].children;
             siblings.remove(&first);
@@ -549,8 +526,8 @@ where
 
     /// A new node under `parent`, without holders yet.
     fn add_child(&mut self, parent: NodeId, label: &S) -> NodeId {
-        self.label_bytes += label.bytes();
-        let id = self.place(Node::new(label.boxed(), parent));
+        self.label_bytes += size_of_val(label);
+        let id = self.place(Node::new(label.into(), parent));
         self.link(parent, id);
         id
     }
@@ -560,7 +537,7 @@ where
     fn split(&mut self, id: NodeId, at: usize) -> NodeId {
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);
-        let (head, tail) = (head.boxed(), tail.boxed());
+        let (head, tail) = (Box::from(head), Box::from(tail));
         let above = |holder: &Holder| Holder {
             worker: holder.worker,
             stamp: AtomicU64::new(holder.stamp()),

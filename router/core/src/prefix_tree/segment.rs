@@ -16,15 +16,15 @@ pub trait TreeSegment: Debug + Send + Sync {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    fn units(&self) -> usize;
-    /// Memory it takes [bytes].
-    fn bytes(&self) -> usize;
+    /// As many as positions, where a unit is one.
+    fn units(&self) -> usize {
+        self.len()
+    }
     /// Position where it stops being equal to `other`.
     fn common(&self, other: &Self) -> usize;
     fn split_at(&self, position: usize) -> (&Self, &Self);
     /// Where unit number `at` begins; the end if there are no more.
     fn position_of_unit(&self, at: usize) -> usize;
-    fn boxed(&self) -> Box<Self>;
     fn joined(&self, behind: &Self) -> Box<Self>;
 }
 
@@ -42,10 +42,6 @@ impl TreeSegment for str {
 
     fn units(&self) -> usize {
         self.chars().count()
-    }
-
-    fn bytes(&self) -> usize {
-        str::len(self)
     }
 
     fn common(&self, other: &str) -> usize {
@@ -66,10 +62,6 @@ impl TreeSegment for str {
         starts.nth(at).map_or(str::len(self), |(byte, _)| byte)
     }
 
-    fn boxed(&self) -> Box<str> {
-        self.into()
-    }
-
     fn joined(&self, behind: &str) -> Box<str> {
         [self, behind].concat().into_boxed_str()
     }
@@ -87,14 +79,6 @@ impl TreeSegment for [u64] {
         <[u64]>::len(self)
     }
 
-    fn units(&self) -> usize {
-        <[u64]>::len(self)
-    }
-
-    fn bytes(&self) -> usize {
-        size_of_val(self)
-    }
-
     fn common(&self, other: &[u64]) -> usize {
         common_items(self, other)
     }
@@ -105,10 +89,6 @@ impl TreeSegment for [u64] {
 
     fn position_of_unit(&self, at: usize) -> usize {
         at.min(<[u64]>::len(self))
-    }
-
-    fn boxed(&self) -> Box<[u64]> {
-        self.into()
     }
 
     fn joined(&self, behind: &[u64]) -> Box<[u64]> {

@@ -15,12 +15,11 @@
 
 use std::collections::VecDeque;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use strum::{Display, IntoStaticStr};
 
 /// When a breaker opens and closes. Defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BreakerConfig {
     /// Failures in a row that open it.
     pub failure_threshold: u32,
@@ -120,34 +119,30 @@ impl CircuitBreaker {
     /// A request ended. Returns the new state if it changed.
     pub fn on_result(&mut self, outcome: RequestOutcome, now_ms: u64) -> Option<BreakerState> {
         let before = self.state(now_ms);
-        match &mut self.state {
-            State::Closed { failures_ms } => match outcome {
-                RequestOutcome::Success => failures_ms.clear(),
-                RequestOutcome::Failure => {
-                    let window_ms = self.config.window_ms;
-                    failures_ms.retain(|at_ms| now_ms.saturating_sub(*at_ms) <= window_ms);
-                    failures_ms.push_back(now_ms);
-                    if failures_ms.len() >= self.config.failure_threshold.max(1) as usize {
-                        self.state = State::Open { since_ms: now_ms };
-                    }
-                }
-                RequestOutcome::Unknown => {}
-            },
-            // Sent before it opened: too late to prove anything.
-            State::Open { .. } => {}
-            State::HalfOpen { successes, trials, .. } => {
-                *trials = trials.saturating_sub(1);
-                match outcome {
-                    RequestOutcome::Success => {
-                        *successes += 1;
-                        if *successes >= self.config.success_threshold {
-                            self.state = State::Closed { failures_ms: VecDeque::new() };
-                        }
-                    }
-                    RequestOutcome::Failure => self.state = State::Open { since_ms: now_ms },
-                    RequestOutcome::Unknown => {}
+        if let State::HalfOpen { trials, .. } = &mut self.state {
+            *trials = trials.saturating_sub(1);
+        }
+        match (&mut self.state, outcome) {
+            (State::Closed { failures_ms }, RequestOutcome::Success) => failures_ms.clear(),
+            (State::Closed { failures_ms }, RequestOutcome::Failure) => {
+                let window_ms = self.config.window_ms;
+                failures_ms.retain(|at_ms| now_ms.saturating_sub(*at_ms) <= window_ms);
+                failures_ms.push_back(now_ms);
+                if failures_ms.len() >= self.config.failure_threshold.max(1) as usize {
+                    self.state = State::Open { since_ms: now_ms };
                 }
             }
+            (State::HalfOpen { successes, .. }, RequestOutcome::Success) => {
+                *successes += 1;
+                if *successes >= self.config.success_threshold {
+                    self.state = State::Closed { failures_ms: VecDeque::new() };
+                }
+            }
+            (State::HalfOpen { .. }, RequestOutcome::Failure) => {
+                self.state = State::Open { since_ms: now_ms };
+            }
+            // What was sent before it opened comes too late to prove anything.
+            (State::Open { .. }, _) | (_, RequestOutcome::Unknown) => {}
         }
         let after = self.state(now_ms);
         (after != before).then_some(after)

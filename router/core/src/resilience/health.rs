@@ -1,11 +1,8 @@
 //! Health of one worker from its probes: a few failures in a row make it unhealthy, a few successes
 //! healthy again.
 
-use serde::{Deserialize, Serialize};
-
 /// How many probes in a row change the verdict. Defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthConfig {
     pub failure_threshold: u32,
     pub success_threshold: u32,

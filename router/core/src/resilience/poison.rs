@@ -40,7 +40,7 @@ impl RequestBreaks {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct SuspectBody {
     workers: Vec<WorkerId>,
     is_refused: bool,
@@ -88,11 +88,7 @@ impl PoisonList {
         if self.bodies.len() >= MAX_BODIES && !self.bodies.contains_key(&body) {
             return None;
         }
-        let suspect = self.bodies.entry(body).or_insert(SuspectBody {
-            workers: Vec::new(),
-            is_refused: false,
-            until_ms: 0,
-        });
+        let suspect = self.bodies.entry(body).or_default();
         suspect.until_ms = now_ms + REFUSED_MS;
         Some(suspect)
     }

@@ -2,11 +2,9 @@
 //! The sleeping and "no byte reached the client yet" are the shell's.
 
 use rand::{Rng, RngCore};
-use serde::{Deserialize, Serialize};
 
 /// Attempts and waits. Defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RetryConfig {
     /// All attempts, the first included.
     pub max_attempts: u32,
@@ -95,60 +93,36 @@ pub enum RetryClass {
     Overloaded,
 }
 
-/// The class of every code of docs/protocol.md §5.
-const CODES: &[(&str, RetryClass)] = &[
-    ("invalid_value", RetryClass::Refused),
-    ("invalid_json", RetryClass::Refused),
-    ("missing_field", RetryClass::Refused),
-    ("unsupported_parameter", RetryClass::Refused),
-    ("context_length_exceeded", RetryClass::Refused),
-    ("invalid_api_key", RetryClass::Refused),
-    ("forbidden", RetryClass::Refused),
-    ("model_not_found", RetryClass::Refused),
-    ("not_found", RetryClass::Refused),
-    ("method_not_allowed", RetryClass::Refused),
-    ("request_timeout", RetryClass::Refused),
-    ("duplicate_worker", RetryClass::Refused),
-    ("wrong_state", RetryClass::Refused),
-    ("payload_too_large", RetryClass::Refused),
-    ("head_too_large", RetryClass::Refused),
-    ("malformed_head", RetryClass::Refused),
-    ("target_too_long", RetryClass::Refused),
-    ("unsupported_media_type", RetryClass::Refused),
-    ("rate_limit_exceeded", RetryClass::Refused),
-    ("tenant_queue_full", RetryClass::Refused),
-    ("aborted", RetryClass::Refused),
-    ("config_error", RetryClass::Refused),
-    ("too_many_workers", RetryClass::Refused),
-    ("timeout", RetryClass::Refused),
-    ("deadline", RetryClass::Refused),
-    ("poison_request", RetryClass::Refused),
-    ("internal_error", RetryClass::Unexplained),
-    ("nonfinite_logits", RetryClass::Unexplained),
-    ("duplicate_room", RetryClass::Broken),
-    ("prefill_failed", RetryClass::Broken),
-    ("kv_transfer_failed", RetryClass::Broken),
-    ("kv_transfer_timeout", RetryClass::Broken),
-    ("upstream_error", RetryClass::Broken),
-    ("pair_incompatible", RetryClass::Broken),
-    ("bootstrap_unreachable", RetryClass::Broken),
-    ("engine_dead", RetryClass::Broken),
-    ("draining", RetryClass::Leaving),
-    ("not_ready", RetryClass::Leaving),
-    ("queue_full", RetryClass::Overloaded),
-    ("queue_timeout", RetryClass::Overloaded),
-    ("no_worker", RetryClass::Overloaded),
-    ("no_pair", RetryClass::Overloaded),
-    ("ttft_too_late", RetryClass::Overloaded),
-    ("connections_exhausted", RetryClass::Overloaded),
-    ("body_memory_full", RetryClass::Overloaded),
-    ("feed_full", RetryClass::Overloaded),
+/// The codes of docs/protocol.md §5, by their class.
+const CODES: [(RetryClass, &str); 5] = [
+    (
+        RetryClass::Refused,
+        "invalid_value invalid_json missing_field unsupported_parameter context_length_exceeded \
+         invalid_api_key forbidden model_not_found not_found method_not_allowed request_timeout \
+         duplicate_worker wrong_state payload_too_large head_too_large malformed_head \
+         target_too_long unsupported_media_type rate_limit_exceeded tenant_queue_full aborted \
+         config_error too_many_workers timeout deadline poison_request",
+    ),
+    (RetryClass::Unexplained, "internal_error nonfinite_logits"),
+    (
+        RetryClass::Broken,
+        "duplicate_room prefill_failed kv_transfer_failed kv_transfer_timeout upstream_error \
+         pair_incompatible bootstrap_unreachable engine_dead",
+    ),
+    (RetryClass::Leaving, "draining not_ready"),
+    (
+        RetryClass::Overloaded,
+        "queue_full queue_timeout no_worker no_pair ttft_too_late connections_exhausted \
+         body_memory_full feed_full",
+    ),
 ];
 
 impl RetryClass {
     /// Class of an error's `code`, with the code's static form. `None`: not a code of ours.
     pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
-        CODES.iter().find(|(known, _)| *known == code).copied()
+        CODES.iter().find_map(|(class, codes)| {
+            Some((codes.split(' ').find(|known| *known == code)?, *class))
+        })
     }
 
     /// Class of an answer's status that has no code of ours: another engine's, or a proxy's.
@@ -172,8 +146,7 @@ const SLICES: usize = 16;
 
 /// How much of the recent load retries may be: a dying worker must not bring the others its whole
 /// load several times over.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct BudgetConfig {
     /// Retries per request of the window.
     pub ratio: f64,

@@ -134,10 +134,8 @@ pub enum WorkerObjection {
 pub fn least_objection<T>(
     candidates: impl Iterator<Item = (T, WorkerObjection)> + Clone,
 ) -> Vec<T> {
-    let Some(least) = candidates.clone().map(|(_, objection)| objection).min() else {
-        return Vec::new();
-    };
-    let passing = candidates.filter(|(_, objection)| *objection == least);
+    let least = candidates.clone().map(|(_, objection)| objection).min();
+    let passing = candidates.filter(|(_, objection)| Some(*objection) == least);
     passing.map(|(candidate, _)| candidate).collect()
 }
 

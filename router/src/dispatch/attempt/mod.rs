@@ -20,7 +20,7 @@ use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, fr
 use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
-use crate::workers::load_guard::LoadGuard;
+use crate::workers::load_guard::{Candidate, LoadGuard};
 use crate::workers::load_report;
 
 /// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
@@ -89,10 +89,13 @@ pub struct AttemptError {
     pub class: RetryClass,
     /// The worker broke with the request in hand; whether it had no other.
     pub broke_alone: Option<bool>,
+    /// The prefill kept from an attempt before was of no use any more, or a room was in use: no
+    /// worker is to be avoided for that.
+    pub is_stale: bool,
     pub reply: ErrorReply,
 }
 
-/// Reasons that mean a worker has gone.
+/// Reasons that mean a worker has gone, as far as they tell, rather than refused the request.
 pub fn is_loss(reason: &str) -> bool {
     matches!(reason, "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready")
 }
@@ -113,22 +116,6 @@ const PARTNERS_FAULT: [&str; 4] =
     ["kv_transfer_failed", "kv_transfer_timeout", "prefill_failed", "bootstrap_unreachable"];
 
 impl AttemptError {
-    /// True if the worker has gone, as far as the failure tells, rather than refused the request.
-    pub fn lost_worker(&self) -> bool {
-        is_loss(self.reason)
-    }
-
-    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never
-    /// seen it.
-    pub fn hide_room(&mut self, worker: String) {
-        self.reply = ErrorReply::Error(RouteError::Upstream {
-            role: self.role,
-            worker,
-            cause: "it says of each bootstrap room drawn for the request that it is in use"
-                .to_owned(),
-        });
-    }
-
     /// True if the other leg's worker may have failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
@@ -136,7 +123,7 @@ impl AttemptError {
 
     fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
         let (role, worker) = (leg.candidate.worker.role(), leg.candidate.id);
-        Self { role, worker, reason, class, broke_alone: None, reply }
+        Self { role, worker, reason, class, broke_alone: None, is_stale: false, reply }
     }
 
     /// The worker, or the connection to it, has gone.
@@ -157,12 +144,15 @@ impl AttemptError {
         }
     }
 
-    fn silent(leg: &LoadGuard, limit: Duration) -> Self {
-        Self::new(leg, SILENT, RetryClass::Refused, ErrorReply::Error(silent_error(leg, limit)))
-    }
-
-    fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
-        let known = code_of(&body).and_then(|code| RetryClass::of_code(&code));
+    /// The worker answered with an error of this `code`, if it is one of ours.
+    fn answer(
+        leg: &LoadGuard,
+        code: Option<String>,
+        status: StatusCode,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Self {
+        let known = code.and_then(|code| RetryClass::of_code(&code));
         let (reason, class) =
             known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
         Self::new(leg, reason, class, ErrorReply::Answer { status, headers, body })
@@ -261,31 +251,28 @@ impl UpstreamAttempt {
     /// Send and read until the answer can be committed to. Dropping the future closes the
     /// connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
-        match self.open_unless_hung().await {
-            Ok(mut answer) => {
-                self.answered();
-                let stages = self.take_stages(&mut answer.headers);
-                let is_sse = is_sse(&answer.headers);
-                if is_sse {
-                    self.guard.first_token();
-                }
-                Ok(UpstreamResponse {
-                    counts: self.counts && self.guard.wants_usage(),
-                    has_token_ids: self.has_token_ids && is_sse,
-                    guard: self.guard,
-                    answer,
-                    is_sse,
-                    stages,
-                })
-            }
-            Err(failure) => Err(self.failed(failure)),
+        let mut opened = self.open_unless_hung().await;
+        self.settle(&mut opened);
+        let mut answer = opened?;
+        let stages = self.take_stages(&mut answer.headers);
+        let is_sse = is_sse(&answer.headers);
+        if is_sse {
+            self.guard.first_token();
         }
+        Ok(UpstreamResponse {
+            counts: self.counts && self.guard.wants_usage(),
+            has_token_ids: self.has_token_ids && is_sse,
+            guard: self.guard,
+            answer,
+            is_sse,
+            stages,
+        })
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
     /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
-        let drained = async {
+        let mut drained = async {
             let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
                 self.open_unless_hung().await?;
             self.take_stages(&mut headers);
@@ -319,21 +306,13 @@ impl UpstreamAttempt {
                 }
             }
             match error {
-                Some(error) => {
-                    let first = Bytes::from([&error[..], &events.take_part()].concat());
-                    Err(self.error_in_stream(headers, first, rest).await)
-                }
+                Some(error) => Err(self.error_in_stream(headers, &error, events, rest).await),
                 None => Ok(kept),
             }
         }
         .await;
-        match drained {
-            Ok(kept) => {
-                self.answered();
-                Ok(kept)
-            }
-            Err(failure) => Err(self.failed(failure)),
-        }
+        self.settle(&mut drained);
+        drained
     }
 
     fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
@@ -342,25 +321,24 @@ impl UpstreamAttempt {
         Some(stages)
     }
 
-    fn answered(&mut self) {
-        self.guard.settle(RequestOutcome::Success);
-        self.guard.candidate.penalty.lock().answered(now_ms());
-    }
-
-    fn failed(&mut self, mut failure: AttemptError) -> AttemptError {
-        self.guard.settle(failure.outcome());
+    /// Attribute the end of the leg to its worker.
+    fn settle<T>(&mut self, ended: &mut Result<T, AttemptError>) {
+        self.guard.settle(match ended {
+            Ok(_) => RequestOutcome::Success,
+            Err(failure) => failure.outcome(),
+        });
+        let Candidate { worker, penalty, .. } = &*self.guard.candidate;
+        let Err(failure) = ended else { return penalty.lock().answered(now_ms()) };
         if failure.is_overload() {
-            let mut penalty = self.guard.candidate.penalty.lock();
-            penalty.overloaded(failure.retry_after_ms(), now_ms());
+            penalty.lock().overloaded(failure.retry_after_ms(), now_ms());
         }
         if is_break(failure.reason) {
-            failure.broke_alone = Some(self.guard.candidate.worker.note_break(now_ms()));
+            failure.broke_alone = Some(worker.note_break(now_ms()));
         }
         // The probe that follows finds out whether the worker drains, and for how long.
         if matches!(failure.reason, "connect" | "reset" | "draining") {
-            self.guard.candidate.worker.suspect.notify_one();
+            worker.suspect.notify_one();
         }
-        failure
     }
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
@@ -378,11 +356,8 @@ impl UpstreamAttempt {
         let pool = &self.guard.candidate.worker.pool;
         let sent = || self.guard.timeline.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);
-        let response = match timeout(self.limit, sending).await {
-            Err(_) => return Err(AttemptError::silent(&self.guard, self.limit)),
-            Ok(Err(err)) => return Err(AttemptError::send(&self.guard, &err)),
-            Ok(Ok(response)) => response,
-        };
+        let sent = timeout(self.limit, sending).await.map_err(|_| self.silent())?;
+        let response = sent.map_err(|err| AttemptError::send(&self.guard, &err))?;
         let (mut head, mut answer) = response.into_parts();
         if let Some(report) = load_report::take(&mut head.headers) {
             self.guard.load_reported(&report);
@@ -391,11 +366,13 @@ impl UpstreamAttempt {
             let status = head.status;
             let body = self.collect(Bytes::new(), &mut answer).await?;
             let body = body.unwrap_or_else(|| error_too_long(status));
-            return Err(AttemptError::answer(&self.guard, status, head.headers, body));
+            let code = code_of(&body);
+            return Err(AttemptError::answer(&self.guard, code, status, head.headers, body));
         }
-        if is_sse(&head.headers) {
-            let mut events = EventSplitter::default();
-            let first = loop {
+        let mut events = EventSplitter::default();
+        let mut pieces = Vec::with_capacity(1);
+        let rest = if is_sse(&head.headers) {
+            pieces.push(loop {
                 let run = match self.next_piece(&mut answer).await? {
                     Some(piece) => events.push(piece),
                     None => Some(events.finish().ok_or_else(|| {
@@ -406,60 +383,53 @@ impl UpstreamAttempt {
                 let Some(run) = run else { continue };
                 let begin = comments_len(&run);
                 if error_event(&run[begin..]).is_some() {
-                    let first = Bytes::from([&run[begin..], &events.take_part()].concat());
-                    return Err(self.error_in_stream(head.headers, first, Some(answer)).await);
+                    let (headers, rest) = (head.headers, Some(answer));
+                    return Err(self.error_in_stream(headers, &run[begin..], events, rest).await);
                 }
                 // Comments alone say that the worker lives, not that it has begun.
                 if begin < run.len() {
                     break run;
                 }
-            };
-            return Ok(PartialAnswer {
-                status: head.status,
-                headers: head.headers,
-                pieces: vec![first],
-                events,
-                rest: (!answer.is_end()).then_some(answer),
             });
-        }
-        let mut pieces = Vec::new();
-        let mut held = 0;
-        let mut rest = Some(answer);
-        while held <= MAX_HELD
-            && let Some(answer) = &mut rest
-        {
-            match self.next_piece(answer).await? {
-                Some(piece) => {
-                    held += piece.len();
-                    pieces.push(piece);
+            (!answer.is_end()).then_some(answer)
+        } else {
+            let mut held = 0;
+            loop {
+                if held > MAX_HELD {
+                    break Some(answer);
                 }
-                None => rest = None,
+                let Some(piece) = self.next_piece(&mut answer).await? else { break None };
+                held += piece.len();
+                pieces.push(piece);
             }
-        }
-        let events = EventSplitter::default();
+        };
         Ok(PartialAnswer { status: head.status, headers: head.headers, pieces, events, rest })
     }
 
     async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
-        match timeout(self.limit, answer.piece()).await {
-            Err(_) => Err(AttemptError::silent(&self.guard, self.limit)),
-            Ok(None) => Ok(None),
-            Ok(Some(Ok(piece))) => Ok(Some(piece)),
-            Ok(Some(Err(err))) => {
-                let cause = format!("answer broke off: {}", with_source(&err));
-                Err(AttemptError::broken(&self.guard, "reset", cause))
-            }
-        }
+        let piece = timeout(self.limit, answer.piece()).await.map_err(|_| self.silent())?;
+        piece.transpose().map_err(|err| {
+            let cause = format!("answer broke off: {}", with_source(&err));
+            AttemptError::broken(&self.guard, "reset", cause)
+        })
+    }
+
+    /// The worker said nothing for too long.
+    fn silent(&self) -> AttemptError {
+        let err = silent_error(&self.guard, self.limit);
+        AttemptError::new(&self.guard, SILENT, RetryClass::Refused, ErrorReply::Error(err))
     }
 
     /// A stream whose event is an error. If no other worker does better, the client gets the stream
-    /// as it came.
+    /// from `run` on, which begins with it, as it came.
     async fn error_in_stream(
         &self,
         headers: HeaderMap,
-        first: Bytes,
+        run: &[u8],
+        mut events: EventSplitter,
         rest: Option<ResponseBody>,
     ) -> AttemptError {
+        let first = Bytes::from([run, &events.take_part()].concat());
         let code = error_event(&first).and_then(code_of);
         let collected = match rest {
             Some(mut rest) => self.collect(first.clone(), &mut rest).await,
@@ -474,11 +444,7 @@ impl UpstreamAttempt {
             }
             Err(failure) => return failure,
         };
-        let mut failure = AttemptError::answer(&self.guard, StatusCode::OK, headers, body);
-        if let Some((code, class)) = code.and_then(|code| RetryClass::of_code(&code)) {
-            (failure.reason, failure.class) = (code, class);
-        }
-        failure
+        AttemptError::answer(&self.guard, code, StatusCode::OK, headers, body)
     }
 
     /// The rest of a short answer; `None`: it is longer than `MAX_ERROR_BODY`.

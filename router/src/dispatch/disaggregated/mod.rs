@@ -22,7 +22,6 @@ mod prefill_release;
 /// vLLM's protocol between prefill and decode.
 pub(crate) mod vllm;
 
-use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,7 +31,7 @@ use tokio::time::timeout;
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::AttemptError;
+use crate::dispatch::attempt::{AttemptError, ErrorReply};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
@@ -63,16 +62,21 @@ pub async fn attempt(
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     match try_attempt(app, request, reusable_prefill).await {
-        Err(AttemptFailure::Failed(mut failure) | AttemptFailure::Stale(mut failure))
-            if failure.reason == "duplicate_room" =>
-        {
+        Err(AttemptFailure::Failed(mut failure)) if failure.reason == "duplicate_room" => {
             let sent_to = match failure.role {
                 Role::Prefill => &request.record.prefill,
                 Role::Decode | Role::Regular => &request.record.worker,
             };
-            failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
+            // A room of the router's own: no mistake of the client's, who has never seen it.
+            failure.reply = ErrorReply::Error(RouteError::Upstream {
+                role: failure.role,
+                worker: sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default(),
+                cause: "it says of each bootstrap room drawn for the request that it is in use"
+                    .to_owned(),
+            });
+            failure.is_stale = true;
             *reusable_prefill = None;
-            Err(AttemptFailure::Stale(failure))
+            Err(failure.into())
         }
         other => other,
     }
@@ -88,11 +92,8 @@ async fn try_attempt(
     let mut reader = None;
     if let Some(prefilled) = reusable_prefill.take() {
         let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-        let is_fit = prefilled
-            .meeting
-            .prefill
-            .fingerprint
-            .is_compatible(&decode.guard.candidate.fingerprint);
+        let fingerprint = prefilled.meeting.prefill.fingerprint;
+        let is_fit = fingerprint.is_compatible(&decode.guard.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
     }
     let is_second_reader = reader.is_some();
@@ -141,7 +142,7 @@ async fn try_attempt(
         }
         Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await)
+            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await.into())
         }
         Err(failure) => {
             let mut tried = request.avoid.clone();
@@ -162,20 +163,17 @@ async fn attribute_failure(
     mut failure: AttemptError,
     prefilled: &mut PendingPrefill,
     is_second_reader: bool,
-) -> AttemptFailure {
+) -> AttemptError {
     match timeout(FAULT_ATTRIBUTION_WAIT, prefilled.leg.ended()).await {
-        Ok(Some(Err(its))) => its.into(),
+        Ok(Some(Err(its))) => return its,
         // The pages of the earlier attempt are gone: no worker's fault, and P still has most of
         // them in its cache.
-        _ if is_second_reader => AttemptFailure::Stale(failure),
-        _ => {
-            // The worker at fault is unknown; the decode worker only reports it, so avoid the
-            // prefill worker.
-            failure.role = Role::Prefill;
-            failure.worker = prefilled.meeting.prefill.id;
-            failure.into()
-        }
+        _ if is_second_reader => failure.is_stale = true,
+        // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill
+        // worker.
+        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.meeting.prefill.id),
     }
+    failure
 }
 
 fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
@@ -306,15 +304,11 @@ impl BootstrapParams {
             [room] if !is_batch => item(room),
             _ => format!("[{}]", rooms.iter().map(item).collect::<Vec<_>>().join(",")),
         };
-        let mut shared = String::with_capacity(160);
-        write!(
-            shared,
-            "\"bootstrap_host\":{},\"bootstrap_port\":{},\"bootstrap_room\":{}",
-            list(&|_| host.clone()),
-            list(&|_| port.clone()),
-            list(&u64::to_string)
-        )
-        .expect("writing to a String cannot fail");
+        let [hosts, ports] = [host, port].map(|one| list(&|_| one.clone()));
+        let rooms = list(&u64::to_string);
+        let shared = format!(
+            "\"bootstrap_host\":{hosts},\"bootstrap_port\":{ports},\"bootstrap_room\":{rooms}"
+        );
         let prefill_rank = prefill.rank.filter(|_| with_ranks);
         Self { prefill, shared, prefill_rank }
     }
@@ -326,18 +320,14 @@ impl BootstrapParams {
             // Without DP awareness a client's own ranks stay.
             return request.body_for(&[ManagedField::Bootstrap], ids, &self.shared);
         };
-        let mut fields = self.shared.clone();
-        match (to.worker.role(), to.rank) {
-            (Role::Prefill, _) => {
-                fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
-            }
-            (_, Some(d)) => {
-                fields += &format!(
-                    ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
-                );
-            }
-            (_, None) => {}
-        }
+        let ranks = match (to.worker.role(), to.rank) {
+            (Role::Prefill, _) => format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}"),
+            (_, Some(d)) => format!(
+                ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
+            ),
+            (_, None) => String::new(),
+        };
+        let fields = self.shared.clone() + &ranks;
         request.body_for(&[ManagedField::Bootstrap, ManagedField::Rank], ids, &fields)
     }
 }

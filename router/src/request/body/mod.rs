@@ -111,38 +111,29 @@ pub struct RequestDeadlines {
     pub whole: Option<u64>,
 }
 
-/// Groups of members that the router sets; when it does, a client's are left out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Groups of members that the router sets; when it does, a client's are left out. Parsed from the
+/// name of a member.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::EnumString)]
 pub enum ManagedField {
+    #[strum(serialize = "bootstrap_host", serialize = "bootstrap_port")]
+    #[strum(serialize = "bootstrap_room")]
     Bootstrap,
+    #[strum(serialize = "data_parallel_rank", serialize = "data_parallel_rank_decode")]
+    #[strum(serialize = "routed_dp_rank", serialize = "disagg_prefill_dp_rank")]
     Rank,
     /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
+    #[strum(serialize = "stream", serialize = "stream_options", serialize = "max_tokens")]
+    #[strum(serialize = "max_completion_tokens", serialize = "min_tokens")]
     Output,
     /// vLLM's counterpart of `Bootstrap`.
+    #[strum(serialize = "kv_transfer_params")]
     KvParams,
     /// The client's deadlines: another attempt is sent what is left of them.
+    #[strum(serialize = "ttft_deadline_ms", serialize = "deadline_ms")]
     Deadlines,
     /// The beginning of an answer (failover.rs).
+    #[strum(serialize = "baton_resume")]
     Resume,
-}
-
-impl ManagedField {
-    fn of(name: &str) -> Option<ManagedField> {
-        match name {
-            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(ManagedField::Bootstrap),
-            "data_parallel_rank"
-            | "data_parallel_rank_decode"
-            | "routed_dp_rank"
-            | "disagg_prefill_dp_rank" => Some(ManagedField::Rank),
-            "stream" | "stream_options" | "max_tokens" | "max_completion_tokens" | "min_tokens" => {
-                Some(ManagedField::Output)
-            }
-            "kv_transfer_params" => Some(ManagedField::KvParams),
-            "ttft_deadline_ms" | "deadline_ms" => Some(ManagedField::Deadlines),
-            "baton_resume" => Some(ManagedField::Resume),
-            _ => None,
-        }
-    }
 }
 
 impl BodyIndex {
@@ -234,7 +225,7 @@ impl BodyIndex {
         let mut parts = BodySegments::default();
         let mut from = 0;
         for span in spans_with_commas(body, out) {
-            parts.push(body.slice(from..span.start));
+            parts.push(body.slice(from..span.start.max(from)));
             from = span.end;
         }
         parts.push(body.slice(from..self.close));
@@ -259,14 +250,14 @@ struct TopLevelFields<'a> {
     ours: Vec<(ManagedField, Range<usize>)>,
     /// End of the member before the present one, or just behind `{`.
     last_end: usize,
-    stream: Option<&'a RawValue>,
+    stream: bool,
     n: Option<&'a RawValue>,
     messages: Option<&'a RawValue>,
     prompt: Option<&'a RawValue>,
     text: Option<&'a RawValue>,
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
-    return_logprob: Option<&'a RawValue>,
+    return_logprob: bool,
     model: Option<&'a RawValue>,
     /// Deadlines that are numbers; the engine refuses others.
     deadlines: RequestDeadlines,
@@ -287,7 +278,7 @@ impl<'a> TopLevelFields<'a> {
 
     fn member(&mut self, name: &str, value: &'a RawValue) {
         let end = self.span(value).end;
-        if let Some(group) = ManagedField::of(name) {
+        if let Ok(group) = name.parse() {
             self.ours.push((group, self.last_end..end));
         }
         self.last_end = end;
@@ -296,7 +287,7 @@ impl<'a> TopLevelFields<'a> {
             self.scope[at] = (value.get() != "null").then(|| self.span(value));
         }
         match name {
-            "stream" => self.stream = Some(value),
+            "stream" => self.stream = value.get() == "true",
             "model" => self.model = Some(value),
             "n" => self.n = Some(value),
             "messages" => self.messages = Some(value),
@@ -304,7 +295,7 @@ impl<'a> TopLevelFields<'a> {
             "text" => self.text = Some(value),
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
-            "return_logprob" => self.return_logprob = Some(value),
+            "return_logprob" => self.return_logprob = value.get() == "true",
             "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
             "deadline_ms" => self.deadlines.whole = ms_of(value),
             "cache_salt" => self.cache_salt = Some(value),
@@ -324,9 +315,10 @@ impl<'a> TopLevelFields<'a> {
             ApiKind::Generate => (self.input_ids, "input_ids"),
         };
         let n = match api {
-            ApiKind::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
-            _ => self.n.map_or(Ok(1), n_of)?,
+            ApiKind::Generate => self.sampling_params.and_then(n_of_sampling_params),
+            _ => self.n,
         };
+        let n = n.map_or(1, n_of);
         let prompts = prompt.filter(|_| api != ApiKind::Chat).and_then(batch_len);
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
@@ -343,12 +335,11 @@ impl<'a> TopLevelFields<'a> {
             api,
             ids: ids.map(|value| self.span(value)),
             namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
-            stream: self.stream.is_some_and(|v| v.get() == "true"),
+            stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
             prompt_param,
-            wants_input_logprobs: api == ApiKind::Generate
-                && self.return_logprob.is_some_and(|v| v.get() == "true"),
+            wants_input_logprobs: api == ApiKind::Generate && self.return_logprob,
             deadlines: self.deadlines,
             scope: self.scope,
             model: model.and_then(|value| serde_json::from_str(value.get()).ok()),
@@ -369,34 +360,21 @@ fn beginning(text: &[u8], most: usize) -> &str {
 }
 
 /// Spans run from the end of the member before (so they begin with its comma). The members at the
-/// very beginning have no comma before them: the one behind goes instead.
+/// very beginning have no comma before them: the one behind goes instead, so a span may overlap the
+/// next by it.
 fn spans_with_commas(body: &[u8], mut spans: Vec<Range<usize>>) -> Vec<Range<usize>> {
     let mut open_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
     for span in &mut spans {
         if span.start != open_end {
             break; // a member that stays comes before, and so does a comma
         }
-        let comma = body[span.end..]
-            .iter()
-            .position(|b| !b.is_ascii_whitespace())
-            .map(|offset| span.end + offset)
-            .filter(|at| body[*at] == b',');
         open_end = span.end;
-        if let Some(at) = comma {
-            // The next span, if it follows directly, begins at this member's end: let it begin
-            // behind the comma.
-            span.end = at + 1;
+        let behind = body[span.end..].trim_ascii_start();
+        if behind.starts_with(b",") {
+            span.end = body.len() - behind.len() + 1;
         }
     }
-    // Spans that now overlap by a comma are joined.
-    let mut joined: Vec<Range<usize>> = Vec::with_capacity(spans.len());
-    for span in spans {
-        match joined.last_mut() {
-            Some(last) if span.start <= last.end => last.end = last.end.max(span.end),
-            _ => joined.push(span),
-        }
-    }
-    joined
+    spans
 }
 
 impl<'a> Visitor<'a> for &mut TopLevelFields<'a> {
@@ -415,9 +393,9 @@ impl<'a> Visitor<'a> for &mut TopLevelFields<'a> {
 }
 
 /// `n` of an OpenAI request; null is 1. Anything odd is left to the engine's validation.
-fn n_of(value: &RawValue) -> Result<usize, RouteError> {
-    let Ok(n) = serde_json::from_str::<Option<u64>>(value.get()) else { return Ok(1) };
-    Ok(usize::try_from(n.unwrap_or(1)).unwrap_or(usize::MAX).max(1))
+fn n_of(value: &RawValue) -> usize {
+    let n = serde_json::from_str::<Option<u64>>(value.get()).ok().flatten().unwrap_or(1);
+    usize::try_from(n).unwrap_or(usize::MAX).max(1)
 }
 
 #[derive(Deserialize)]
@@ -426,12 +404,9 @@ struct SamplingParams<'a> {
     n: Option<&'a RawValue>,
 }
 
-/// `n` inside sampling_params; a list of them (one per prompt) counts as n = 1.
-fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
-    match serde_json::from_str::<SamplingParams<'_>>(value.get()) {
-        Ok(SamplingParams { n: Some(n) }) => n_of(n),
-        _ => Ok(1),
-    }
+/// `n` inside sampling_params; a list of them (one per prompt) has none.
+fn n_of_sampling_params(value: &RawValue) -> Option<&RawValue> {
+    serde_json::from_str::<SamplingParams<'_>>(value.get()).ok()?.n
 }
 
 fn ms_of(value: &RawValue) -> Option<u64> {

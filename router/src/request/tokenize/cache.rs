@@ -49,7 +49,10 @@ impl TextCache {
             return;
         }
         while self.bytes + bytes > self.max_bytes || self.entries.len() >= self.max_entries {
-            self.forget_oldest();
+            let Some((_, oldest)) = self.order.pop_first() else { break };
+            if let Some(entry) = self.entries.remove(&oldest) {
+                self.bytes -= cost(&oldest, &entry.ids);
+            }
         }
         self.clock += 1;
         let key: Arc<str> = Arc::from(text);
@@ -61,13 +64,6 @@ impl TextCache {
 
     pub fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    fn forget_oldest(&mut self) {
-        let Some((_, key)) = self.order.pop_first() else { return };
-        if let Some(entry) = self.entries.remove(&key) {
-            self.bytes -= cost(&key, &entry.ids);
-        }
     }
 }
 

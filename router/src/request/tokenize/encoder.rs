@@ -42,13 +42,9 @@ pub struct PromptEncoder {
     lookups: IntCounterVec,
 }
 
+/// Finds where a text may be cut, and remembers the pieces.
 struct Segments {
-    cuts: Cuts,
     cache: Mutex<TextCache>,
-}
-
-/// Finds where a text may be cut.
-struct Cuts {
     /// All tokens that the tokenizer looks for in the raw text, found as it finds them.
     tokens: AhoCorasick,
     /// True for those that leave the text behind them alone.
@@ -74,13 +70,12 @@ impl PromptEncoder {
             let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
         });
-        let cuts = if config.tokenizer_cache_enable_l1 { Cuts::of(&hf)? } else { None };
         let longest = hf.get_vocab(true).keys().map(|token| token.chars().count()).max();
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
-        let segments = cuts.map(|cuts| {
-            let cache = TextCache::new(config.tokenizer_cache_l1_max_memory, MAX_SEGMENTS);
-            Segments { cuts, cache: Mutex::new(cache) }
-        });
+        let segments = match config.tokenizer_cache_enable_l1 {
+            true => Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?,
+            false => None,
+        };
         Ok(Self {
             hf,
             max_chars_per_token: longest.unwrap_or(1) * shrinks,
@@ -122,7 +117,7 @@ impl PromptEncoder {
         };
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut from = 0;
-        for end in segments.cuts.of_text(text) {
+        for end in segments.ends_in(text) {
             let piece = &text[from..end];
             from = end;
             let known = segments.cache.lock().get(piece);
@@ -154,9 +149,9 @@ impl PromptEncoder {
     }
 }
 
-impl Cuts {
+impl Segments {
     /// `None`: texts of this tokenizer cannot be cut.
-    fn of(hf: &Tokenizer) -> Result<Option<Self>, String> {
+    fn of(hf: &Tokenizer, max_bytes: usize) -> Result<Option<Self>, String> {
         let shown =
             serde_json::to_string(&hf.get_pre_tokenizer()).map_err(|err| err.to_string())?;
         if shown.contains("\"prepend_scheme\":\"first\"") {
@@ -172,12 +167,13 @@ impl Cuts {
             .build(raw.iter().map(|token| &token.content))
             .map_err(|err| err.to_string())?;
         let is_plain = raw.iter().map(|token| !token.rstrip && !token.single_word);
-        Ok(Some(Self { tokens, is_plain: is_plain.collect() }))
+        let cache = Mutex::new(TextCache::new(max_bytes, MAX_SEGMENTS));
+        Ok(Some(Self { cache, tokens, is_plain: is_plain.collect() }))
     }
 
     /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no
     /// segment.
-    fn of_text<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
+    fn ends_in<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
         let mut last = 0;
         self.tokens.find_iter(text).filter_map(move |found| {
             let is_end =

@@ -21,10 +21,8 @@ mod files;
 mod prompt;
 mod template;
 
-use std::fmt::Write as _;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -57,7 +55,7 @@ pub struct PromptTokenizer {
     /// As in our engines' /get_server_info.
     pub fingerprint: String,
     places: Arc<Semaphore>,
-    waiting: AtomicUsize,
+    waiting: Semaphore,
     metrics: Arc<RouterMetrics>,
 }
 
@@ -76,23 +74,15 @@ impl PromptIds {
 
     /// `,"input_ids":[…]`: one list, or a list of lists where the body holds a list of prompts.
     pub fn member(&self) -> Bytes {
-        let len = self.prompts.iter().map(|ids| 2 + 7 * ids.len()).sum::<usize>();
-        let mut out = String::with_capacity(len + 16);
-        out += ",\"input_ids\":";
-        if self.is_list {
-            out.push('[');
+        let prompts: Vec<&[u32]> = self.prompts.iter().map(|ids| &**ids).collect();
+        let len = prompts.iter().map(|ids| 2 + 7 * ids.len()).sum::<usize>();
+        let mut out = Vec::with_capacity(len + 16);
+        out.extend_from_slice(b",\"input_ids\":");
+        match &*prompts {
+            [ids] if !self.is_list => serde_json::to_writer(&mut out, ids),
+            lists => serde_json::to_writer(&mut out, lists),
         }
-        for (at, ids) in self.prompts.iter().enumerate() {
-            out += if at > 0 { ",[" } else { "[" };
-            for (at, id) in ids.iter().enumerate() {
-                let comma = if at > 0 { "," } else { "" };
-                write!(out, "{comma}{id}").expect("writing to a String cannot fail");
-            }
-            out.push(']');
-        }
-        if self.is_list {
-            out.push(']');
-        }
+        .expect("writing numbers to a Vec cannot fail");
         Bytes::from(out)
     }
 }
@@ -107,12 +97,10 @@ impl PromptTokenizer {
         let Some(files) = TokenizerFiles::read(config)? else { return Ok(None) };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
-        let encoder =
-            PromptEncoder::new(&files.tokenizer_json, config, lookups).map_err(|err| {
-                format!(
-                    "tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path"
-                )
-            })?;
+        let encoder = PromptEncoder::new(&files.tokenizer_json, config, lookups);
+        let encoder = encoder.map_err(|err| {
+            format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
+        })?;
         let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
@@ -137,7 +125,7 @@ impl PromptTokenizer {
             template,
             fingerprint,
             places: Arc::new(Semaphore::new(threads.min(MAX_THREADS))),
-            waiting: AtomicUsize::new(0),
+            waiting: Semaphore::new(MAX_WAITING),
             metrics,
         }))
     }
@@ -176,7 +164,7 @@ impl PromptTokenizer {
             return Err(TokenizeFallback::TooLong);
         }
         let place = {
-            let _waiting = Waiting::enter(&self.waiting).ok_or(TokenizeFallback::Busy)?;
+            let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
             let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
             place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
         };
@@ -216,22 +204,6 @@ impl PromptTokenizer {
             self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]).set(bytes as f64);
         }
         Ok(PromptIds { prompts, is_list: given.is_list })
-    }
-}
-
-/// A place in the queue, left when dropped: also when the client goes away.
-struct Waiting<'a>(&'a AtomicUsize);
-
-impl<'a> Waiting<'a> {
-    fn enter(count: &'a AtomicUsize) -> Option<Self> {
-        let entered = Self(count);
-        (count.fetch_add(1, Ordering::Relaxed) < MAX_WAITING).then_some(entered)
-    }
-}
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -118,20 +118,19 @@ fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallbac
     }
     let continues = chat.continue_final_message.unwrap_or(false);
     let opens = chat.add_generation_prompt.unwrap_or(!continues);
-    let mut messages = messages(&chat.messages)?;
-    if continues {
-        let last = messages.last_mut().ok_or(TokenizeFallback::Unread)?;
-        *last = with_mark(last)?;
+    let mut messages = messages(&chat.messages).ok_or(TokenizeFallback::Unread)?;
+    if continues && let Some(last) = messages.last_mut() {
+        *last = with_mark(last).ok_or(TokenizeFallback::Unread)?;
     }
     let mut variables = vec![
-        ("tools".to_owned(), chat.tools.unwrap_or_else(none)),
-        ("documents".to_owned(), chat.documents.unwrap_or_else(none)),
+        ("tools".to_owned(), chat.tools.unwrap_or(Value::from(()))),
+        ("documents".to_owned(), chat.documents.unwrap_or(Value::from(()))),
     ];
     if let Some(effort) = chat.reasoning_effort {
         variables.push(("reasoning_effort".to_owned(), effort.into()));
     }
     if let Some(given) = chat.chat_template_kwargs {
-        variables.extend(pairs(&given)?);
+        variables.extend(pairs(&given).ok_or(TokenizeFallback::Unread)?);
     }
     variables.push(("messages".to_owned(), Value::from(messages)));
     variables.push(("add_generation_prompt".to_owned(), opens.into()));
@@ -139,46 +138,28 @@ fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallbac
         tracing::debug!(%err, "the chat template refuses a request");
         TokenizeFallback::Template
     })?;
-    if continues {
-        return cut_at_mark(&rendered);
-    }
-    Ok(rendered)
+    if continues { cut_at_mark(&rendered) } else { Ok(rendered) }
 }
 
-fn none() -> Value {
-    Value::from(())
-}
-
-/// Members of an object, in its order.
-fn pairs(value: &Value) -> Result<Vec<(String, Value)>, TokenizeFallback> {
-    if value.kind() != ValueKind::Map {
-        return Err(TokenizeFallback::Unread);
-    }
-    let keys = value.try_iter().map_err(|_| TokenizeFallback::Unread)?;
-    keys.map(|key| {
-        let name = key.as_str().ok_or(TokenizeFallback::Unread)?.to_owned();
-        let member = value.get_item(&key).map_err(|_| TokenizeFallback::Unread)?;
-        Ok((name, member))
-    })
-    .collect()
+/// Members of an object, in its order; `None`: it is none.
+fn pairs(value: &Value) -> Option<Vec<(String, Value)>> {
+    let keys = value.try_iter().ok().filter(|_| value.kind() == ValueKind::Map)?;
+    keys.map(|key| Some((key.as_str()?.to_owned(), value.get_item(&key).ok()?))).collect()
 }
 
 /// `message` with another content, in its place.
-fn with_content(message: &Value, content: Value) -> Result<Value, TokenizeFallback> {
+fn with_content(message: &Value, content: Value) -> Option<Value> {
     let mut members = pairs(message)?;
     match members.iter_mut().find(|(name, _)| name == "content") {
         Some((_, old)) => *old = content,
         None => members.push(("content".to_owned(), content)),
     }
-    Ok(Value::from_pairs(members))
+    Some(Value::from_pairs(members))
 }
 
-fn messages(value: &Value) -> Result<Vec<Value>, TokenizeFallback> {
+fn messages(value: &Value) -> Option<Vec<Value>> {
     let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
-    if !is_list {
-        return Err(TokenizeFallback::Unread);
-    }
-    value.try_iter().map_err(|_| TokenizeFallback::Unread)?.map(|one| message(&one)).collect()
+    value.try_iter().ok().filter(|_| is_list)?.map(|one| message(&one)).collect()
 }
 
 fn member(of: &Value, name: &str) -> Value {
@@ -186,38 +167,33 @@ fn member(of: &Value, name: &str) -> Value {
 }
 
 /// Message with its content as plain text: text parts are joined by newlines.
-fn message(message: &Value) -> Result<Value, TokenizeFallback> {
+fn message(message: &Value) -> Option<Value> {
     if message.kind() != ValueKind::Map {
-        return Err(TokenizeFallback::Unread);
+        return None;
     }
     let role = member(message, "role");
-    let role = role.as_str().ok_or(TokenizeFallback::Unread)?;
+    let role = role.as_str()?;
     let content = member(message, "content");
     match content.kind() {
-        ValueKind::String => Ok(message.clone()),
+        ValueKind::String => Some(message.clone()),
         ValueKind::None | ValueKind::Undefined if role == "assistant" => {
             match member(message, "tool_calls").is_true() {
-                true => Ok(message.clone()),
+                true => Some(message.clone()),
                 false => with_content(message, Value::from("")),
             }
         }
         ValueKind::Seq => {
-            let parts = content.try_iter().map_err(|_| TokenizeFallback::Unread)?;
-            let texts: Vec<String> =
-                parts.map(|part| text_part(&part)).collect::<Result<_, _>>()?;
-            with_content(message, Value::from(texts.join("\n")))
+            let texts = content.try_iter().ok()?.map(|part| text_part(&part));
+            with_content(message, Value::from(texts.collect::<Option<Vec<_>>>()?.join("\n")))
         }
-        _ => Err(TokenizeFallback::Unread),
+        _ => None,
     }
 }
 
-fn text_part(part: &Value) -> Result<String, TokenizeFallback> {
+fn text_part(part: &Value) -> Option<String> {
     let (kind, text) = (member(part, "type"), member(part, "text"));
     let is_text = kind.is_undefined() || kind.as_str() == Some("text");
-    match text.as_str() {
-        Some(text) if is_text => Ok(text.to_owned()),
-        _ => Err(TokenizeFallback::Unread),
-    }
+    text.as_str().filter(|_| is_text).map(str::to_owned)
 }
 
 /// Appended to the message to be continued, so that its end is found in the rendered text. A
@@ -225,10 +201,9 @@ fn text_part(part: &Value) -> Result<String, TokenizeFallback> {
 /// characters: no client text holds them by accident.
 const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
 
-fn with_mark(message: &Value) -> Result<Value, TokenizeFallback> {
+fn with_mark(message: &Value) -> Option<Value> {
     let content = member(message, "content");
-    let text = content.as_str().ok_or(TokenizeFallback::Unread)?;
-    with_content(message, Value::from(format!("{text}{MARK} ")))
+    with_content(message, Value::from(format!("{}{MARK} ", content.as_str()?)))
 }
 
 fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {

@@ -216,12 +216,13 @@ async fn reading_is_bounded_and_counted() {
     let too_long = tokens.read(ApiKind::Completions, &body, MAX_BYTES + 1, || None).await;
     assert_eq!(too_long, Err(TokenizeFallback::TooLong));
     // As many wait as may.
-    tokens.waiting.store(MAX_WAITING, Ordering::Relaxed);
+    let waiting = tokens.waiting.acquire_many(MAX_WAITING as u32).await.unwrap();
     assert_eq!(
         tokens.read(ApiKind::Completions, &body, 10, || None).await,
         Err(TokenizeFallback::Busy)
     );
-    assert_eq!(tokens.waiting.load(Ordering::Relaxed), MAX_WAITING);
+    drop(waiting);
+    assert_eq!(tokens.waiting.available_permits(), MAX_WAITING);
     let fallbacks = |why| tokens.metrics.tokenize_fallbacks.with_label_values(&[why]).get();
     assert_eq!((fallbacks("too_long"), fallbacks("busy")), (1, 1));
     let took = tokens.metrics.tokenize.with_label_values(&["/v1/completions"]);
@@ -259,7 +260,7 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
         tokens.read(ApiKind::Completions, &body, 4, || None).await,
         Err(TokenizeFallback::Busy)
     );
-    assert_eq!(tokens.waiting.load(Ordering::Relaxed), 0);
+    assert_eq!(tokens.waiting.available_permits(), MAX_WAITING);
 }
 
 #[test]

@@ -16,33 +16,34 @@ pub(super) struct ScoredChoice {
     pub(super) hysteresis_ms: Option<f64>,
 }
 
-/// Inputs of `CostState::pick`. Nothing is computed before [`explain`] asks.
-pub(super) struct ScoringContext<'a> {
-    pub(super) state: &'a CostState,
-    pub(super) req: &'a RequestView<'a>,
-    pub(super) options: &'a [CandidateCost],
-    pub(super) deepest: usize,
-}
-
-pub(super) fn explain(weighing: &ScoringContext<'_>, picked: &ScoredChoice) -> Explanation {
-    let ScoringContext { state, req, options, deepest } = *weighing;
-    let PromptSize { tokens, tokens_per_block } = state.size_of(&req.prompt);
-    let weighed = options.iter().map(|option| WeighedCandidate {
-        id: option.id,
-        load: option.load,
-        terms: PolicyTerms::Cost(option.terms),
-    });
-    Explanation {
-        policy: "cost",
-        basis: PolicyBasis::Cost(CostBasis {
-            prompt_tokens: tokens,
-            tokens_per_block,
-            known_blocks: deepest,
-            price: state.price(req, deepest),
-            rule: picked.rule,
-            equals: picked.equals,
-            hysteresis_ms: picked.hysteresis_ms,
-        }),
-        candidates: weighed.collect(),
+impl CostState {
+    /// Explanation of `picked` among `options`, estimated for `req`, of which a worker holds
+    /// `deepest` blocks.
+    pub(super) fn explain(
+        &self,
+        req: &RequestView<'_>,
+        options: &[CandidateCost],
+        deepest: usize,
+        picked: &ScoredChoice,
+    ) -> Explanation {
+        let PromptSize { tokens, tokens_per_block } = self.size_of(&req.prompt);
+        let weighed = options.iter().map(|option| WeighedCandidate {
+            id: option.id,
+            load: option.load,
+            terms: PolicyTerms::Cost(option.terms),
+        });
+        Explanation {
+            policy: "cost",
+            basis: PolicyBasis::Cost(CostBasis {
+                prompt_tokens: tokens,
+                tokens_per_block,
+                known_blocks: deepest,
+                price: self.price(req, deepest),
+                rule: picked.rule,
+                equals: picked.equals,
+                hysteresis_ms: picked.hysteresis_ms,
+            }),
+            candidates: weighed.collect(),
+        }
     }
 }

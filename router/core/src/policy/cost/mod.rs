@@ -65,12 +65,13 @@ use std::sync::{Mutex, MutexGuard};
 
 use rand::{Rng, RngCore};
 
-use self::explain::{ScoredChoice, ScoringContext, explain};
+use self::explain::ScoredChoice;
 use self::params::CostModel;
 pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
+use super::tie_break::two_distinct;
 use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
 use crate::explain::DecisionRule;
 use crate::kv::{CacheUpdate, NewsError};
@@ -145,9 +146,8 @@ impl CostPolicy {
             }
             let second = theirs.pick(&d, usize::MAX, size, false, rng)?;
             let why = explains.then(|| {
-                let prefill = ScoringContext { state: &ours, req, options: &p, deepest };
-                let decode = ScoringContext { state: &theirs, req, options: &d, deepest: known };
-                [explain(&prefill, &first), explain(&decode, &second)]
+                let prefill = ours.explain(req, &p, deepest, &first);
+                [prefill, theirs.explain(req, &d, known, &second)]
             });
             let [p, d] = why.map_or([None, None], |why| why.map(Some));
             Some([(first.choice, p), (second.choice, d)])
@@ -183,17 +183,14 @@ impl CostState {
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
         let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
-        let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
-        let params = &self.model.params;
-        if i.host == j.host {
-            return ExposedPull { ms: exposed(params.pull_near_ms), crossing_ms: 0.0 };
-        }
-        let far_ms = exposed(params.pull_far_ms);
-        if !is_crossing {
-            return ExposedPull { ms: far_ms, crossing_ms: 0.0 };
-        }
-        let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
-        ExposedPull { ms, crossing_ms: ms - far_ms }
+        let (params, is_near) = (&self.model.params, i.host == j.host);
+        let inside_ms = exposed(if is_near { params.pull_near_ms } else { params.pull_far_ms });
+        let is_crossing = !is_near && i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
+        let ms = match is_crossing {
+            true => exposed(params.pull_crossing_ms.max(params.pull_far_ms)),
+            false => inside_ms,
+        };
+        ExposedPull { ms, crossing_ms: ms - inside_ms }
     }
 
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
@@ -296,10 +293,8 @@ fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<Candidate
             }
         }
     }
-    let known = top.iter().flatten().count();
-    let first = rng.random_range(0..known);
-    let other = rng.random_range(0..known - 1);
-    top[first.min(if other >= first { other + 1 } else { other })]
+    let (first, second) = two_distinct(top.iter().flatten().count(), rng);
+    top[first.min(second)]
 }
 
 fn keep_cheapest(options: &mut Vec<CandidateCost>) {
@@ -342,8 +337,8 @@ impl Policy for CostPolicy {
         }
         let is_stale = state.is_stale(req.now_ms as f64);
         let decided = state.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
-            let context = ScoringContext { state: &state, req, options: &options, deepest };
-            (picked.choice, input.explains.then(|| explain(&context, &picked)))
+            let explain = || state.explain(req, &options, deepest, &picked);
+            (picked.choice, input.explains.then(explain))
         });
         state.scratch.options = options;
         decided
@@ -355,13 +350,11 @@ impl Policy for CostPolicy {
             return None; // it computes no prompts
         }
         let (options, _) = state.estimate(req, ready);
-        let ahead = options.iter().map(|option| TtftEstimate {
+        let sum_ms = |option: &CandidateCost| option.terms.backlog_ms + option.terms.prefill_ms;
+        let best = options.iter().min_by(|a, b| sum_ms(a).total_cmp(&sum_ms(b)));
+        let best_ttft = best.map(|option| TtftEstimate {
             queue_ms: option.terms.backlog_ms,
             prefill_ms: option.terms.prefill_ms,
-        });
-        let best_ttft = ahead.min_by(|a, b| {
-            let sum = |ahead: &TtftEstimate| ahead.queue_ms + ahead.prefill_ms;
-            sum(a).total_cmp(&sum(b))
         });
         state.scratch.options = options;
         best_ttft

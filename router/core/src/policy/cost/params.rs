@@ -1,13 +1,10 @@
 //! Parameters of `cost`, and the costs that follow from them alone.
 
-use serde::{Deserialize, Serialize};
-
 use super::rank::RankEstimate;
 use crate::types::Role;
 
 /// Parameters of `cost`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct CostParams {
     /// Most memory of the index [bytes].
     pub max_bytes: usize,

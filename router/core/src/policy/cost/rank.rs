@@ -94,7 +94,8 @@ pub struct RankEstimate {
     /// answers.
     answered_ms: f64,
     answers: Option<GatheredWork>,
-    pace: ObservedPace,
+    /// Observed prefill times against what the fleet would have taken.
+    pub pace: ObservedPace,
     /// True once its first prompts were observed: they met cold kernels and new connections, and
     /// say nothing of the next ones.
     is_warm: bool,
@@ -125,12 +126,6 @@ pub struct QueueReport {
 pub struct OthersLoad {
     pub requests: usize,
     pub kv_tokens: f64,
-}
-
-impl QueueReport {
-    fn is_current(&self, now_ms: f64) -> bool {
-        now_ms - self.at_ms <= REPORT_LIFE_MS
-    }
 }
 
 impl RankEstimate {
@@ -194,19 +189,14 @@ impl RankEstimate {
         self.kv_tokens += kv_tokens;
     }
 
-    fn unbook(&mut self, ticket: SendTicket) {
-        if let Some(work) = self.in_flight.remove(&ticket) {
-            self.kv_tokens -= work.kv_tokens;
-        }
-        if self.in_flight.is_empty() {
-            self.kv_tokens = 0.0; // no rounding piles up
-        }
+    /// The last report, unless it is too old.
+    fn current_report(&self, now_ms: f64) -> Option<QueueReport> {
+        self.report.filter(|report| now_ms - report.at_ms <= REPORT_LIFE_MS)
     }
 
     /// Load of other routers beside this router's bookings, by the last report.
     pub fn others(&self, now_ms: f64) -> OthersLoad {
-        let report = self.report.filter(|report| report.is_current(now_ms));
-        report.map_or(OthersLoad::default(), |report| report.others)
+        self.current_report(now_ms).map(|report| report.others).unwrap_or_default()
     }
 
     pub fn sent(&mut self, pending: PendingPrompt) {
@@ -291,14 +281,14 @@ impl RankEstimate {
         std::mem::replace(&mut self.is_warm, true).then_some((work, ms))
     }
 
-    /// Learn from what was observed here, against what the fleet would have taken.
-    pub fn learn(&mut self, (work, took_ms): (PrefillWork, f64), fleet: PrefillSpeed, now_ms: f64) {
-        self.pace.observe(fleet.ms(work), took_ms, now_ms);
-    }
-
     /// The request is over, seen or not. Returns whether its first token had not been seen.
     pub fn ended(&mut self, ticket: SendTicket, now_ms: f64) -> bool {
-        self.unbook(ticket);
+        if let Some(work) = self.in_flight.remove(&ticket) {
+            self.kv_tokens -= work.kv_tokens;
+        }
+        if self.in_flight.is_empty() {
+            self.kv_tokens = 0.0; // no rounding piles up
+        }
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
         let Some(pending) = self.remove(ticket) else { return false };
@@ -380,8 +370,8 @@ impl RankEstimate {
     }
 
     fn others_ms(&self, now_ms: f64) -> f64 {
-        let report = self.report.filter(|report| report.is_current(now_ms));
-        report.map_or(0.0, |report| (report.others_ms - (now_ms - report.at_ms)).max(0.0))
+        let left_ms = |report: QueueReport| report.others_ms - (now_ms - report.at_ms);
+        self.current_report(now_ms).map_or(0.0, |report| left_ms(report).max(0.0))
     }
 }
 

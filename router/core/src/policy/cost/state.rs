@@ -51,8 +51,8 @@ pub(super) struct SentRequest {
     note: InsertionReceipt,
     /// Blocks the worker held before.
     held: usize,
-    units: usize,
-    is_estimated: bool,
+    /// Units of a text whose tokens were estimated by them.
+    estimated_units: Option<usize>,
     /// Tokens expected in its cache; `None` when that was nothing.
     expected_cached: Option<f64>,
     is_first_token_seen: bool,
@@ -257,8 +257,7 @@ impl CostState {
         let sent = SentRequest {
             note: self.holdings.sent(worker, prompt, most, now_ms),
             held: held.blocks,
-            units: prompt.units,
-            is_estimated: prompt.tokens.is_none() && !prompt.has_media,
+            estimated_units: (prompt.tokens.is_none() && !prompt.has_media).then_some(prompt.units),
             expected_cached: (expected > 0.0).then_some(expected),
             is_first_token_seen: false,
             sent_ms: now_ms,
@@ -302,10 +301,10 @@ impl CostState {
     }
 
     fn learn(&mut self, worker: WorkerId, learned: Option<(PrefillWork, f64)>, now_ms: f64) {
-        if let (Some(learned), Some(rank)) = (learned, self.ranks.get_mut(&worker)) {
-            self.fleet.observe(learned.0, learned.1);
+        if let (Some((work, took_ms)), Some(rank)) = (learned, self.ranks.get_mut(&worker)) {
+            self.fleet.observe(work, took_ms);
             self.speed = self.fleet.solve(PrefillSpeed::default());
-            rank.learn(learned, self.speed, now_ms);
+            rank.pace.observe(self.speed.ms(work), took_ms, now_ms);
         }
     }
 
@@ -318,9 +317,9 @@ impl CostState {
             let work = PrefillWork::of((tokens - cached).max(0.0), cached.min(tokens));
             sent.answer = Some(work.with_output(f64::from(output)));
         }
-        let (units, is_estimated, expected) = (sent.units, sent.is_estimated, sent.expected_cached);
+        let (estimated_units, expected) = (sent.estimated_units, sent.expected_cached);
         let prompt_tokens = f64::from(usage.prompt_tokens);
-        if is_estimated && usage.prompt_tokens > 0 {
+        if let Some(units) = estimated_units.filter(|_| usage.prompt_tokens > 0) {
             self.count(prompt_tokens, units as f64);
         }
         if let Some(tokens) = usage.completion_tokens.filter(|_| role != Role::Prefill) {
