@@ -175,6 +175,7 @@ pub struct KvIndex {
     sets: Vec<Set>,
     /// Sets that may be given out.
     free: Vec<u32>,
+    dead: usize,
     /// The next shard to sweep.
     sweep_at: usize,
     ranks: BTreeMap<WorkerId, Rank>,
@@ -375,6 +376,7 @@ impl KvIndex {
             self.free.push(set);
         } else {
             self.sets[set as usize] = Set::Dead { shards: SHARDS };
+            self.dead += 1;
         }
     }
 
@@ -414,12 +416,13 @@ impl KvIndex {
     /// Take dead sets out of the next few shards.
     fn sweep(&mut self) {
         for _ in 0..SWEEP {
-            let sets = (0..).zip(&self.sets);
-            let dead = sets.filter(|(_, state)| matches!(state, Set::Dead { .. }));
-            let dead: Vec<u32> = dead.map(|(set, _)| set).collect();
-            if dead.is_empty() {
+            if self.dead == 0 {
                 return;
             }
+            let is_dead = |set: &Set| matches!(set, Set::Dead { .. });
+            let dead: Vec<u32> = (0..self.sets.len() as u32)
+                .filter(|set| is_dead(&self.sets[*set as usize]))
+                .collect();
             let heap_bytes = &mut self.heap_bytes;
             let shard = &mut self.shards[self.sweep_at];
             shard.retain(|_, holders| {
@@ -438,6 +441,7 @@ impl KvIndex {
                     Set::Dead { shards: 1 } => {
                         *place = Set::Free;
                         self.free.push(set);
+                        self.dead -= 1;
                     }
                     Set::Dead { shards } => *shards -= 1,
                     Set::Free | Set::Used { .. } => {}
