@@ -41,24 +41,7 @@ from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.process import run_leader, run_worker
 from baton.server.tensor_parallel.transfer_node import TpTransferNode
 from baton.server.text import model_info
-from baton.server.worker import transfer_setup
-from baton.server.worker.messages import (
-    AbortMessage,
-    ControlMessage,
-    FatalMessage,
-    HistogramColumns,
-    LoadingMessage,
-    LogprobsMessage,
-    ReadyMessage,
-    ReplyMessage,
-    StatsMessage,
-    SubmitMessage,
-    TimelinesMessage,
-    ToFront,
-    TokenBatch,
-    encoder,
-    to_rank_decoder,
-)
+from baton.server.worker import messages, transfer_setup
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel
@@ -107,11 +90,13 @@ def main() -> int:
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], err.message)))
+        push.send(messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], err.message)))
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
-        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}")))
+        push.send(
+            messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}"))
+        )
         return 1
     finally:
         context.destroy(linger=1000)
@@ -128,7 +113,7 @@ class LoadReports:
     def __call__(self, done: int, total: int) -> None:
         if (now := time.monotonic()) >= self._next or done >= total:
             self._next = now + LOADING_EVERY_SECS
-            self._push.send(encoder.encode(LoadingMessage(*self._place, done, total)))
+            self._push.send(messages.encoder.encode(messages.LoadingMessage(*self._place, done, total)))
 
 
 def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
@@ -232,7 +217,7 @@ class RankProcess:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        self._send(ReadyMessage(self.dp_rank, self._info))
+        self._send(messages.ReadyMessage(self.dp_rank, self._info))
         busy = True
         while not self._stop:
             self._ingest(wait=not busy)
@@ -240,7 +225,7 @@ class RankProcess:
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
             if timelines := self.engine.take_timelines():
-                self._send(TimelinesMessage(self.dp_rank, timelines))
+                self._send(messages.TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
                 self._kv.publish()
             now = time.monotonic()
@@ -280,17 +265,17 @@ class RankProcess:
                 raw = self._pull.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            message = to_rank_decoder.decode(raw)
-            if isinstance(message, SubmitMessage):
+            message = messages.to_rank_decoder.decode(raw)
+            if isinstance(message, messages.SubmitMessage):
                 self._submit(message)
-            elif isinstance(message, AbortMessage):
+            elif isinstance(message, messages.AbortMessage):
                 for handle in message.handles:
                     self.engine.abort(handle)
                     self._stream.forget(handle)
             else:
                 self._send(self._control(message))
 
-    def _submit(self, message: SubmitMessage) -> None:
+    def _submit(self, message: messages.SubmitMessage) -> None:
         fields = msgspec.structs.asdict(message) | {"prompt": array("i", message.prompt)}
         try:
             self.engine.submit(ValidatedRequest(**fields))
@@ -299,11 +284,11 @@ class RankProcess:
             refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
             self._send(token_batch([refused]))
 
-    def _control(self, message: ControlMessage) -> ReplyMessage:
+    def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:
-            return ReplyMessage(message.id, True, self._answer(message.op, message.args))
+            return messages.ReplyMessage(message.id, True, self._answer(message.op, message.args))
         except WrongState as err:
-            return ReplyMessage(message.id, False, {"message": err.message})
+            return messages.ReplyMessage(message.id, False, {"message": err.message})
 
     def _answer(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
         """Carry out a control operation. Raises WrongState when it cannot be done."""
@@ -341,8 +326,8 @@ class RankProcess:
 
     # ------------------------------------------------------------------ reports
 
-    def _send(self, message: ToFront) -> None:
-        self._push.send(encoder.encode(message))
+    def _send(self, message: messages.ToFront) -> None:
+        self._push.send(messages.encoder.encode(message))
 
     def _send_stats(self, now: float) -> None:
         self._next_stats = now + STATS_EVERY_SECS
@@ -384,8 +369,8 @@ class RankProcess:
             reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
-        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
-        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
+        histograms = {name: messages.HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
+        self._send(messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
@@ -432,19 +417,19 @@ class StreamBuffer:
         self._held.pop(handle, None)
 
 
-def token_batch(outputs: list[EmittedTokens]) -> TokenBatch:
+def token_batch(outputs: list[EmittedTokens]) -> messages.TokenBatch:
     """Put everything a turn produced into one message of columns. A handle may have several rows, in order."""
     tokens = array("i")
-    logprobs: dict[int, LogprobsMessage] = {}
+    logprobs: dict[int, messages.LogprobsMessage] = {}
     errors: dict[int, tuple[str, str]] = {}
     for row, out in enumerate(outputs):
         tokens.extend(out.tokens)
         if out.logprobs is not None:
             lp = out.logprobs
-            logprobs[row] = LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
+            logprobs[row] = messages.LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
         if out.error is not None:
             errors[row] = out.error
-    return TokenBatch(
+    return messages.TokenBatch(
         handles=[out.handle for out in outputs],
         counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
         tokens=tokens.tobytes(),
