@@ -92,7 +92,7 @@ class SchedulerState:
             self.computed_tokens,
             self.memory.ratio.value,
             self.limits.capacity_tokens,
-            self.limits.clip_new_tokens,
+            self.limits.clip_max_new_tokens,
             self.admission.queued_tokens,
         )
 
