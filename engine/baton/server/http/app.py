@@ -279,16 +279,10 @@ class HttpServer:
         return json_response(await self.lifecycle.report())
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        replies = await self._ask_all("flush_cache")
-        if not all(ok for ok, _ in replies):
-            raise errors.BadRequest(
-                f"the cache was not flushed on every rank: {[r for ok, r in replies if not ok]}; "
-                "wait for running requests"
-            )
-        return json_response({"success": True, "ranks": [r for _, r in replies]})
+        return json_response({"success": True, "ranks": await self._ask_all("flush_cache")})
 
     async def ledger(self, request: web.Request) -> web.Response:
-        return json_response({"ranks": [r for _, r in await self._ask_all("ledger")]})
+        return json_response({"ranks": await self._ask_all("ledger")})
 
     async def rooms(self, request: web.Request) -> web.Response:
         """Timelines of live KV transfers; ?room=N for one."""
@@ -297,11 +291,11 @@ class HttpServer:
             raise errors.BadRequest(f"room {raw[:50]!r} is no integer", param="room")
         args = {} if raw is None else {"room": int(raw)}
         replies = await self._ask_all("ledger", **args)
-        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
+        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for r in replies]})
 
     async def diagnose(self, request: web.Request) -> web.Response:
         """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
-        books = [r for _, r in await self._ask_all("ledger", room=0)] if any(r.ready for r in self.ranks.ranks) else []
+        books = await self._ask_all("ledger", room=0) if any(r.ready for r in self.ranks.ranks) else []
         return json_response(await diagnosis.diagnose(self.config, await read_object(request), books))
 
     async def steps(self, request: web.Request) -> web.Response:
@@ -309,14 +303,15 @@ class HttpServer:
         raw = request.query.get("n", str(step_log.RING))
         if not (raw.isascii() and raw.isdigit() and 1 <= int(raw[:9]) <= step_log.RING):
             raise errors.BadRequest(f"n is {raw[:50]!r}; give 1 to {step_log.RING}", param="n")
-        return json_response({"ranks": [r for _, r in await self._ask_all("steps", n=int(raw))]})
+        return json_response({"ranks": await self._ask_all("steps", n=int(raw))})
 
-    async def _ask_all(self, op: str, **args: Any) -> list[tuple[bool, dict[str, Any]]]:
+    async def _ask_all(self, op: str, **args: Any) -> list[dict[str, Any]]:
+        """Results of a control operation that no living rank refuses."""
         if not any(r.ready for r in self.ranks.ranks):
             raise errors.NotReady("no rank is ready", retry_after_secs=2)
 
         replies = await self._ask(op, {r.dp_rank: args for r in self.ranks.ranks if r.dead is None})
-        return [(reply.ok, {"dp_rank": dp_rank, **reply.result}) for dp_rank, reply in replies.items()]
+        return [{"dp_rank": dp_rank, **reply.result} for dp_rank, reply in replies.items()]
 
     async def _ask(self, op: str, args_by_rank: dict[int, dict[str, Any]]) -> dict[int, ReplyMessage]:
         """Replies of these ranks, each asked with its arguments."""
@@ -336,7 +331,7 @@ class HttpServer:
         count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0
         if any(r.ready for r in self.ranks.ranks):
             replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
-            count += sum(reply["aborted"] for _, reply in replies)
+            count += sum(reply["aborted"] for reply in replies)
         return json_response({"success": True, "aborted": count})
 
     async def suspend_request(self, request: web.Request) -> web.Response:

@@ -297,8 +297,6 @@ class RankProcess:
             return {"pages": sched.flush_cache()}
         if op == "kv_snapshot" and self._kv is not None:
             return self._kv.snapshot()
-        if op == "info":
-            return {**self._info, **sched.counts()}
         if op == "ledger":
             books: dict[str, Any] = {"pages": self.engine.page_gauges(), "requests": sched.counts()}
             if self._node is not None:
