@@ -190,7 +190,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
                 if out.finish is not None:
                     ends[out.handle] = out.finish
                 elif len(got[out.handle]) >= abort_after.get(out.handle, 1000):
-                    engine.abort(out.handle)
+                    engine.sched.abort(out.handle)
                     ends[out.handle] = FinishReason.ABORT
         assert engine.gauges()["max_running_requests"] == limits.max_running_requests
         assert engine.not_accepting_reason is None

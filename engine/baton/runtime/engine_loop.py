@@ -175,9 +175,6 @@ class EngineLoop:
         if self.hook is not None:
             self.hook.watch(req.handle, req.arrival)
 
-    def abort(self, handle: int) -> None:
-        self.sched.abort(handle)
-
     def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
         """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
 
