@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -265,16 +265,6 @@ class EngineLoop:
         self.device.close()
 
     # ------------------------------------------------------------------ views
-
-    @property
-    def transfer_counters(self) -> Mapping[str, float]:
-        """Counters of the transfer driver; empty on a node without one."""
-        return {} if self.driver is None else self.driver.counters
-
-    @property
-    def hook_errors(self) -> int:
-        """Calls of --priority-adjustment-function that failed."""
-        return 0 if self.hook is None else self.hook.errors
 
     def page_gauges(self) -> dict[str, float]:
         """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""

@@ -336,7 +336,7 @@ class RankProcess:
         gauges = {**engine.gauges(), **sched.stats.gauges(), **sched.sharing.gauges(), "generated_tokens_per_s": rate}
         counters = {
             **engine.counters,
-            **engine.transfer_counters,
+            **(engine.driver.counters if engine.driver is not None else {}),
             **sched.turned_away(),
             **sched.stats.counters(),
             **sched.sharing.counters(),
@@ -344,7 +344,7 @@ class RankProcess:
             "retractions_total": sched.retractions,
             "preemptions_total": sched.preemptions,
             "suspensions_total": sched.suspensions,
-            "priority_hook_errors_total": engine.hook_errors,
+            "priority_hook_errors_total": 0 if engine.hook is None else engine.hook.errors,
             "schedule_policy_degraded_total": sched.policy_degraded,
             "kv_quarantined_pages_total": sched.quarantined_pages,
         }
