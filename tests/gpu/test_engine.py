@@ -44,7 +44,7 @@ def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     flags = {"dtype": "bfloat16", "page_size": 16}
     cpu = make_engine(path, **flags)
     gpu = make_engine(path, device="cuda", attention_backend="auto", **flags)
-    assert isinstance(gpu._runner._attn, FlashInferAttention)
+    assert isinstance(gpu.runner._attn, FlashInferAttention)
     a, b = (answer(e, ask[-1:], greedy(STEPS)) + answer(e, ask, greedy(STEPS)) for e in (cpu, gpu))
     pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=False)]
     assert sum(x == y for x, y in pairs) >= 0.5 * len(pairs)

@@ -92,7 +92,7 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
     found = {}
     for graphs, overlap in itertools.product((True, False), (True, False)):
         engine = make_engine(demo, **FLAGS, disable_cuda_graph=not graphs, disable_overlap_schedule=not overlap)
-        runner = engine._runner
+        runner = engine.runner
         assert isinstance(runner, DeviceRunner)
         assert (runner._graphs is not None) == graphs
         found[graphs, overlap] = answers(engine, 30, **greedy)
@@ -105,7 +105,7 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
 def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> None:
     """Logits of one plan, both ways; NaN in the dummy page reaches no row."""
     engine = make_engine(demo, **FLAGS)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, DeviceRunner)
     graphs = runner._graphs
     assert graphs is not None
@@ -170,8 +170,8 @@ KINDS = {
 @pytest.fixture(scope="module", params=[True, False], ids=["graphs", "eager"])
 def runner(request: pytest.FixtureRequest, demo: str) -> Iterator[DeviceRunner]:
     engine = make_engine(demo, **FLAGS, disable_cuda_graph=not request.param)
-    assert isinstance(engine._runner, DeviceRunner)
-    yield engine._runner
+    assert isinstance(engine.runner, DeviceRunner)
+    yield engine.runner
     engine.close()
 
 
@@ -234,7 +234,7 @@ def idle_share(profile: torch.profiler.profile) -> float:
 
 def test_steps_with_prompts_run_eagerly_between_recorded_ones(demo: str) -> None:
     engine = make_engine(demo, **FLAGS)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, DeviceRunner)
     assert runner._graphs is not None
     modes: list[ForwardMode] = []

@@ -91,7 +91,7 @@ def test_float16_is_near_the_cpus_float32(tmp_path: Path, backend: type) -> None
     cpu = make_engine(path, **shared)
     name = "flashinfer" if backend is FlashInferAttention else "torch"
     gpu = make_engine(path, **{**shared, "device": "cuda", "dtype": "auto", "attention_backend": name})
-    assert gpu._runner._kv.data.dtype == torch.float16
+    assert gpu.runner._kv.data.dtype == torch.float16
     a, b = (answer(engine, prompts, greedy(1)) for engine in (cpu, gpu))
     assert sum(x == y for x, y in zip(a, b, strict=True)) >= 58, "of 64; a near tie may fall the other way"
     for engine in (cpu, gpu):

@@ -47,7 +47,7 @@ def test_float16_checkpoint_computed_as_it_is(reference, tmp_path):
     ref = reference("llama")
     path = make_checkpoint("llama", tmp_path / "half", dtype="float16")
     engine = make_engine(path, dtype="float16")
-    assert engine._runner._kv.data.dtype == torch.float16
+    assert engine.runner._kv.data.dtype == torch.float16
     got = answer(engine, ref.prompts, greedy(24))  # longer ones meet a near tie, which rounding decides
     engine.close()
     half = reference_model(path).half()

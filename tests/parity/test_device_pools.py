@@ -182,7 +182,7 @@ def test_cancelled_requests_leave_no_page_behind(reference: Callable[[str], Refe
             rig.pair.until(lambda at=cancel_at: time.monotonic() >= at)  # type: ignore[misc]
             for half in (rig.pair.p, rig.pair.d):
                 for room in rooms:
-                    half.engine.abort(room)
+                    half.engine.sched.abort(room)
             rig.pair.until(lambda: rig.pair.p.engine.sched.is_idle and rig.pair.d.engine.sched.is_idle)
             for half in (rig.pair.p, rig.pair.d):
                 half.engine.gauges()  # checks the ledger: every page is free or cached

@@ -238,7 +238,7 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
                 last = now
         wall, busy = last - began, driver.device_seconds - busy
         for handle in open_rows:
-            driver.engine.abort(handle)
+            driver.engine.sched.abort(handle)
         driver.rest()
         step = statistics.median(times)
         least = weights + spec.kv.token_bytes * (tokens + batch * effort.steps // 2 + batch)

@@ -416,7 +416,7 @@ def _decode_alone(engine: object, req: ValidatedRequest) -> tuple[list[int], lis
     from baton.runtime.engine_loop import EngineLoop
 
     assert isinstance(engine, EngineLoop)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     forward, execute = runner._model.forward, runner.execute
     in_forward, in_job = Times(), Times()
     tokens: list[int] = []

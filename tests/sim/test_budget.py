@@ -47,7 +47,7 @@ def test_peak_growth_equals_walking_through_the_steps(answers: list[KnownAnswer]
 def test_requests_of_known_length_are_never_retracted(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 4])
-    limits = Limits(rng.randint(16, 60), page, 16, 1000, 64, conservativeness=0.05)
+    limits = Limits(rng.randint(16, 60), page, 16, 1000, 64, schedule_conservativeness=0.05)
     node = Node(limits, depth=rng.choice([1, 2]))
     want = {}
     for handle in range(60):
@@ -96,7 +96,7 @@ def test_watermark_keeps_pages_back_beside_others_but_never_from_a_lone_request(
 
 def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     def running(clip: int) -> int:
-        node = Node(Limits(100, 1, 4, 10, 64, radix_cache=False, clip_new_tokens=clip), depth=1)
+        node = Node(Limits(100, 1, 4, 10, 64, radix_cache=False, clip_max_new_tokens=clip), depth=1)
         for handle in range(2):
             req = request(handle, [handle] * 8, 90)
             node.sched.add(dataclasses.replace(req, params=dataclasses.replace(req.params, stop_token_ids=())))
@@ -105,7 +105,7 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
 
     assert (running(4096), running(30)) == (1, 2)
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "77")
-    assert setup.limits(build({}), 100).clip_new_tokens == 77
+    assert setup.limits(build({}), 100).clip_max_new_tokens == 77
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "many")
     with pytest.raises(ConfigError, match="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: --clip-max-new-tokens many: "):
         build({})
@@ -267,7 +267,7 @@ def test_step_target_keeps_steps_within_the_target_and_every_prompt_moving() -> 
 def test_dynamic_chunking_shrinks_chunks_as_their_context_grows() -> None:
     clockwork = Clockwork()
     for dynamic in (False, True):
-        node = Node(Limits(20000, 4, 8, 100, 512, dynamic_chunking=dynamic), depth=1)
+        node = Node(Limits(20000, 4, 8, 100, 512, enable_dynamic_chunking=dynamic), depth=1)
         node.sched.add(request(0, [1, 2, 3] * 5000, 1, ignore_eos=True))
         steps = run_timed(node, clockwork)
         lengths = [plan.rows[0].n for plan, _ in steps][:-1]
@@ -307,7 +307,7 @@ def test_prefill_first_alternates_unless_mixed_chunk_or_a_longer_gap_is_allowed(
     limits = Limits(2000, 4, 8, 100, 64, prefill_first=True, radix_cache=False)
     extend, decode, mixed = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
     assert modes(limits)[:4] == [extend, decode, extend, decode]
-    assert modes(dataclasses.replace(limits, mixed_chunk=True))[:3] == [mixed, mixed, mixed]
+    assert modes(dataclasses.replace(limits, enable_mixed_chunk=True))[:3] == [mixed, mixed, mixed]
     assert modes(dataclasses.replace(limits, max_decode_gap_secs=10.0))[:6] == [extend] * 6
     # A step of 64 tokens takes 8.4 ms, of which two fit into the gap; before the first one 32 ms are assumed.
     gap = modes(dataclasses.replace(limits, max_decode_gap_secs=0.020))
@@ -325,7 +325,7 @@ def test_max_decode_gap_without_prefill_first_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_total_growth_is_the_sum_of_growth_and_partial_of_a_filter(seed: int) -> None:
     rng = random.Random(seed)
-    node = Node(Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_new_tokens=rng.choice([3, 4096])), depth=2)
+    node = Node(Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_max_new_tokens=rng.choice([3, 4096])), depth=2)
     partial = 0
     for handle in range(20):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]

@@ -80,7 +80,7 @@ def test_pages_that_another_prompt_computed_between_two_chunks_count() -> None:
 
 
 def test_pages_a_retracted_request_finds_again_are_no_hit() -> None:
-    node = make(num_pages=10, page_size=1, step_tokens=16, conservativeness=0.01)
+    node = make(num_pages=10, page_size=1, step_tokens=16, schedule_conservativeness=0.01)
     for handle in range(3):
         node.sched.add(request(handle, [handle + 1, 3], 6, ignore_eos=True, is_length_known=False))
     node.run()

@@ -28,8 +28,8 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
             1000,
             page * rng.randint(1, 6),
             role=role,
-            reserved_decode_tokens=rng.choice([0, 8]),
-            conservativeness=rng.choice([0.1, 1.0]),
+            num_reserved_decode_tokens=rng.choice([0, 8]),
+            schedule_conservativeness=rng.choice([0.1, 1.0]),
             radix_cache=rng.random() < 0.8,
         )
         return Node(lim, depth=rng.choice([1, 2]))
@@ -104,7 +104,7 @@ def test_a_full_decode_node_delays_no_prefill() -> None:
 def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
     policy: str, granted: list[int], announced: bool
 ) -> None:
-    limits = Limits(100, 4, 1, 100, 64, role="decode", policy=policy, reserved_decode_tokens=0)
+    limits = Limits(100, 4, 1, 100, 64, role="decode", policy=policy, num_reserved_decode_tokens=0)
     d = Node(limits, depth=1)
     for handle, length, answer, due in ((0, 4, 1, 9.0), (1, 20, 9, 900.0), (2, 40, 20, 300.0), (3, 8, 4, 600.0)):
         req = request(handle, [handle] * length, answer, ignore_eos=True, room=handle)
@@ -125,7 +125,7 @@ def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
 @pytest.mark.parametrize("announced", [False, True])
 def test_prompts_pass_one_without_room_on_a_decode_node_but_not_for_ever(announced: bool) -> None:
     """A large prompt arrives while an answer runs that leaves no room for it; small prompts keep coming."""
-    limits = Limits(100, 4, 32, 1000, 64, role="decode", radix_cache=False, reserved_decode_tokens=0)
+    limits = Limits(100, 4, 32, 1000, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0)
     d = Node(limits, depth=1)
 
     def arrive(handle: int, length: int, answer: int) -> None:
@@ -181,7 +181,7 @@ def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> Non
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     """D set pages aside for the prompt that P has no room for, while P holds the one that D has no room for."""
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
-    d = Node(Limits(8, 4, 8, 100, 64, role="decode", reserved_decode_tokens=0), depth=1)
+    d = Node(Limits(8, 4, 8, 100, 64, role="decode", num_reserved_decode_tokens=0), depth=1)
     relay = Relay(p, d, random.Random(0), 0.0)
     late, early = (request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2))
     for req in (late, early):
@@ -215,7 +215,7 @@ def test_no_lease_ends_before_its_time_while_both_nodes_live(weather: Weather) -
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -> None:
     """P also answers a request of its own, the oldest, whose answer is longer than expected."""
-    p = Node(Limits(12, 4, 8, 100, 8, role="prefill", conservativeness=0.01), depth=depth)
+    p = Node(Limits(12, 4, 8, 100, 8, role="prefill", schedule_conservativeness=0.01), depth=depth)
     own = request(0, [3] * 5, 40, ignore_eos=True, is_length_known=False)
     p.sched.add(own)
     for handle in (1, 2):
@@ -342,7 +342,7 @@ def test_a_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
 
 
 def test_pages_are_granted_only_when_no_earlier_step_can_write_to_them() -> None:
-    d = Node(Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, reserved_decode_tokens=0), depth=2)
+    d = Node(Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0), depth=2)
     prompt = next(p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if 3 <= len(_answer(p)) <= 5)
     d.sched.add(request(0, prompt, 8))
     d.step()

@@ -28,7 +28,15 @@ def cached(node: Node, prompt: list[int]) -> int:
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_do_not_depend_on_what_is_evicted(policy: str, seed: int) -> None:
     rng = random.Random(seed)
-    lim = Limits(rng.randint(12, 30), rng.choice([1, 2, 4]), 4, 1000, 16, eviction=policy, conservativeness=0.2)
+    lim = Limits(
+        rng.randint(12, 30),
+        rng.choice([1, 2, 4]),
+        4,
+        1000,
+        16,
+        radix_eviction_policy=policy,
+        schedule_conservativeness=0.2,
+    )
     node = Node(lim, depth=rng.choice([1, 2]))
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 10))] for _ in range(3)]
     want = {}
@@ -55,7 +63,7 @@ def serve(node: Node, handle: int, prompt: list[int], priority: int | None = Non
 def test_prefixes_of_important_requests_stay(low_values_first: bool) -> None:
     """Ten pages: four for an important prompt, the rest for a stream of unimportant and unstated ones."""
     rule = PriorityRule(low_values_first=low_values_first)
-    node = Node(Limits(10, PAGE, 2, 100, 64, eviction="priority", priority=rule), depth=1)
+    node = Node(Limits(10, PAGE, 2, 100, 64, radix_eviction_policy="priority", priority=rule), depth=1)
     important = [1] * 16
     serve(node, 0, important, priority=-5 if low_values_first else 5)
     for handle in range(1, 12):
@@ -66,7 +74,7 @@ def test_prefixes_of_important_requests_stay(low_values_first: bool) -> None:
 def test_a_prefix_that_many_requests_reuse_outlives_newer_ones_with_lfu() -> None:
     kept = {}
     for policy in ("lru", "lfu"):
-        node = Node(Limits(10, PAGE, 2, 100, 64, eviction=policy), depth=1)
+        node = Node(Limits(10, PAGE, 2, 100, 64, radix_eviction_policy=policy), depth=1)
         system = [1] * 16
         for handle in range(4):
             serve(node, handle, [*system, handle % VOCAB])
@@ -78,7 +86,7 @@ def test_a_prefix_that_many_requests_reuse_outlives_newer_ones_with_lfu() -> Non
 
 def test_finding_ones_own_pages_after_a_retraction_is_no_reuse() -> None:
     """Retracted again and again, a request must not make its prompt look popular."""
-    node = Node(Limits(8, 1, 4, 100, 8, eviction="lfu", conservativeness=0.01), depth=1)
+    node = Node(Limits(8, 1, 4, 100, 8, radix_eviction_policy="lfu", schedule_conservativeness=0.01), depth=1)
     for handle in range(3):
         node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True, is_length_known=False))
     node.run()

@@ -176,7 +176,7 @@ def test_answers_are_charged_to_their_class_unless_switched_off() -> None:
 def test_a_large_request_of_one_class_is_not_kept_out_by_small_ones_of_another() -> None:
     """In both directions: for each order of classes, pages are short and the other class never stops asking."""
     for large, small in (("a", "b"), ("b", "a")):
-        books = Books(limits(fair("a:5,b:1"), num_pages=60, conservativeness=0.3))
+        books = Books(limits(fair("a:5,b:1"), num_pages=60, schedule_conservativeness=0.3))
         handle = steps = 0
         while 0 not in books.ended:
             while sum(h not in books.ended for h in books.owner) < 12:
@@ -258,7 +258,7 @@ def test_a_pausing_tenant_earns_nothing() -> None:
 
 def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
     rules = fair(tenants={"capped": TenantRule(max_running=1), "small": TenantRule(max_kv_tokens=100)})
-    books = Books(limits(rules, conservativeness=1 / 0.7))
+    books = Books(limits(rules, schedule_conservativeness=1 / 0.7))
     for handle in range(12):
         name = ("capped", "small", "free")[handle % 3]
         books.add(ask(handle, 10, by=name, max_new=30), name)
@@ -315,7 +315,7 @@ def test_the_nodes_own_requests_have_no_limits() -> None:
 
 
 def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
-    rules = fair(tenants={"named": TenantRule()}, cached_weight=0.25, output_weight=3.0)
+    rules = fair(tenants={"named": TenantRule()}, cached_token_weight=0.25, output_token_weight=3.0)
     books = Books(limits(rules))
     books.add(ask(0, 9, by="named", max_new=5), "named")
     while not books.ended:
@@ -362,7 +362,7 @@ def test_with_one_class_and_one_tenant_every_plan_is_the_same_as_without(policy:
             limits(
                 rules, policy=policy, num_pages=rng.randint(20, 60), max_running_requests=rng.choice((2, 4)),
                 priority=PriorityRule(enabled=seed % 2 == 0, preemption_threshold=3), max_partial_prefills=2,
-                conservativeness=0.2,
+                schedule_conservativeness=0.2,
             ),
             depth=1 + seed % 2,
         )  # fmt: skip
@@ -394,7 +394,7 @@ def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) 
             max_running_requests=rng.choice((1, 2, 4)), step_tokens=page * rng.randint(1, 6),
             policy=rng.choice(sorted(POLICIES)), max_partial_prefills=rng.choice((1, 4)),
             priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=rng.choice((0, 3))),
-            conservativeness=rng.choice((0.1, 1.0)), prefill_first=rng.random() < 0.2,
+            schedule_conservativeness=rng.choice((0.1, 1.0)), prefill_first=rng.random() < 0.2,
         ),
         depth=rng.choice((1, 2)),
     )  # fmt: skip

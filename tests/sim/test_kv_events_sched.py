@@ -54,8 +54,8 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     page = rng.choice([1, 2, 4])
     lim = Limits(
         rng.randint(12, 60) * (4 // page), page, rng.choice([1, 2, 4, 8]), 10_000, page * rng.randint(1, 8),
-        policy=rng.choice(["fcfs", "lpm", "srpt-aging"]), eviction=rng.choice(list(EVICTION_POLICIES)),
-        conservativeness=rng.choice([0.1, 1.0]), kv_event_batches=KEEP,
+        policy=rng.choice(["fcfs", "lpm", "srpt-aging"]), radix_eviction_policy=rng.choice(list(EVICTION_POLICIES)),
+        schedule_conservativeness=rng.choice([0.1, 1.0]), kv_event_batches=KEEP,
     )  # fmt: skip
     node = Node(lim, depth=rng.choice([1, 2, 3]))
     consumer = Consumer(page * 4)

@@ -123,7 +123,7 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
             priority=PriorityRule(enabled=rng.random() < 0.7, preemption_threshold=1),
             preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
             host_pages=rng.choice([1, 4, 16, 64]), host_pages_per_s=rng.choice([1.0, 1e6]),
-            conservativeness=rng.choice([0.05, 1.0]), prefill_first=rng.random() < 0.2,
+            schedule_conservativeness=rng.choice([0.05, 1.0]), prefill_first=rng.random() < 0.2,
         ),
         depth=rng.choice([1, 2]),
     )  # fmt: skip
@@ -159,7 +159,7 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
 
 
 def test_a_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_after_the_copies() -> None:
-    d = Node(Limits(10, 4, 4, 100, 64, role="decode", reserved_decode_tokens=0, host_pages=40), depth=2)
+    d = Node(Limits(10, 4, 4, 100, 64, role="decode", num_reserved_decode_tokens=0, host_pages=40), depth=2)
     prompt = [1] * 24
     run_one(d, 0, prompt)
     run_one(d, 1, [2] * 36)

@@ -80,7 +80,7 @@ def test_a_stop_string_is_an_abort_that_comes_a_step_late() -> None:
 
 
 def test_pages_of_an_aborted_row_in_flight_may_be_reused_by_the_next_step() -> None:
-    at = node(num_pages=12, radix_cache=False, conservativeness=0.05)
+    at = node(num_pages=12, radix_cache=False, schedule_conservativeness=0.05)
     at.sched.add(request(0, [1] * 8, 10, ignore_eos=True))
     for _ in range(4):
         at.step()
@@ -161,7 +161,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
     rng = random.Random(seed)
     limits = Limits(
         rng.randint(14, 60), 2, rng.choice([1, 2, 4]), 1000, 2 * rng.randint(1, 6),
-        conservativeness=rng.choice([0.05, 1.0]),
+        schedule_conservativeness=rng.choice([0.05, 1.0]),
         priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=0),
     )  # fmt: skip
     device = RandomDevice(limits, seed)
@@ -190,7 +190,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
                 if out.finish is not None:
                     ends[out.handle] = out.finish
                 elif len(got[out.handle]) >= abort_after.get(out.handle, 1000):
-                    engine.abort(out.handle)
+                    engine.sched.abort(out.handle)
                     ends[out.handle] = FinishReason.ABORT
         assert engine.gauges()["max_running_requests"] == limits.max_running_requests
         assert engine.not_accepting_reason is None

@@ -35,8 +35,9 @@ class PagesMachine(RuleBasedStateMachine):
     )
     def start(self, page: int, depth: int, slots: int, chunk: int, mode: str, host: int, estimate: float) -> None:
         limits = Limits(
-            PAGES, page, slots, 100, page * chunk, conservativeness=estimate, preemption_mode=mode, host_pages=host,
-            priority=PriorityRule(enabled=True, preemption_threshold=0), preemption_min_remaining_tokens=0,
+            PAGES, page, slots, 100, page * chunk, schedule_conservativeness=estimate, preemption_mode=mode,
+            host_pages=host, priority=PriorityRule(enabled=True, preemption_threshold=0),
+            preemption_min_remaining_tokens=0,
         )  # fmt: skip
         self.node = Node(limits, depth)
         self.sched = self.node.sched = WatchedScheduler(limits)

@@ -318,7 +318,7 @@ def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
     node.run()
     assert node.sched.preemptions == 0, "a difference of exactly the threshold does not preempt"
 
-    tight = preempting(num_pages=24, max_running_requests=8, conservativeness=1.0)
+    tight = preempting(num_pages=24, max_running_requests=8, schedule_conservativeness=1.0)
     tight.sched.add(ranked(0, 0, max_new=36))  # type: ignore[arg-type]
     for _ in range(4):
         tight.step()
@@ -363,7 +363,7 @@ def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed
             preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
             host_pages=rng.choice([0, 5, 40]),
             max_partial_prefills=rng.choice([1, 4]),
-            conservativeness=rng.choice([0.1, 1.0]),
+            schedule_conservativeness=rng.choice([0.1, 1.0]),
         ),
         depth=rng.choice([1, 2]),
     )  # fmt: skip
@@ -412,13 +412,15 @@ def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(monke
         return [row.handle for row in plan.rows]
 
     assert first_rows(PolicyParams()) == [3, 4, 0, 1, 2, 5]
-    set_as_there = PolicyParams(in_batch_check_threshold=4, in_batch_deprioritize_threshold=8)
+    set_as_there = PolicyParams(
+        in_batch_prefix_caching_check_threshold=4, in_batch_prefix_caching_deprioritize_threshold=8
+    )
     assert first_rows(set_as_there) == [3, 4, 0, 2, 5, 1]
-    longer = PolicyParams(in_batch_check_threshold=4, in_batch_deprioritize_threshold=9)
+    longer = PolicyParams(in_batch_prefix_caching_check_threshold=4, in_batch_prefix_caching_deprioritize_threshold=9)
     assert first_rows(longer) == [3, 4, 0, 1, 2, 5], "only 8 tokens are alike"
-    warm_too = PolicyParams(in_batch_check_threshold=8, in_batch_deprioritize_threshold=8)
+    warm_too = PolicyParams(in_batch_prefix_caching_check_threshold=8, in_batch_prefix_caching_deprioritize_threshold=8)
     assert first_rows(warm_too) == [3, 0, 2, 5, 1, 4]
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "32")
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", "16")
     got = setup.limits(build({}), 100).policy_params
-    assert (got.in_batch_check_threshold, got.in_batch_deprioritize_threshold) == (32, 16)
+    assert (got.in_batch_prefix_caching_check_threshold, got.in_batch_prefix_caching_deprioritize_threshold) == (32, 16)

@@ -159,7 +159,7 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
             rng.randint(20, 60), page, rng.choice([1, 2, 4]), 1000, 8 * page, priority=PRIORITY,
             max_preemptions_per_request=most, preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
             host_pages=rng.choice([0, 5, 40]),
-            conservativeness=rng.choice([0.1, 1.0]),
+            schedule_conservativeness=rng.choice([0.1, 1.0]),
         ),
         depth=rng.choice([1, 2]),
     )  # fmt: skip

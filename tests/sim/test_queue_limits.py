@@ -148,7 +148,7 @@ def test_a_request_that_entered_twice_times_out_once() -> None:
         admission.remove(seq, 0.0)
     admission.add(seq, 5, 0.0)
     assert admission.overdue(req.arrival + 11) == [seq]
-    assert admission.timed_out == 1
+    assert admission.turned_away["timeout"] == 1
 
 
 @pytest.mark.parametrize("role", ["null", "decode"])
@@ -365,7 +365,7 @@ def test_a_request_that_entered_twice_without_having_started_is_refused_once() -
         again.remove(seqs[1], 0.0)
     again.add(seqs[1], 1, 0.0)
     assert again.overdue(5.0) == [seqs[1]]
-    assert again.timed_out == 1
+    assert again.turned_away["timeout"] == 1
 
 
 def test_two_victims_are_two_requests() -> None:

@@ -330,7 +330,9 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     policy: str, rule: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No look enters more than a part, though requests come and go and the tree changes; then the order is exact."""
-    params = dataclasses.replace(PARAMS, in_batch_check_threshold=2, in_batch_deprioritize_threshold=3)
+    params = dataclasses.replace(
+        PARAMS, in_batch_prefix_caching_check_threshold=2, in_batch_prefix_caching_deprioritize_threshold=3
+    )
     world, _ = crowd(policy, RULES[rule], 0)
     world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view, SharingStrategy())
     assert not world.queue.policy.keys_are_independent

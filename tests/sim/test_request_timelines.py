@@ -181,8 +181,8 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     def node(role: str) -> Node:
         pages = rng.randint(14, 50) * (4 // page)
         limits = Limits(
-            pages, page, rng.choice([2, 6]), 1000, page * rng.randint(1, 6), role=role, conservativeness=0.1,
-            reserved_decode_tokens=0,
+            pages, page, rng.choice([2, 6]), 1000, page * rng.randint(1, 6), role=role, schedule_conservativeness=0.1,
+            num_reserved_decode_tokens=0,
         )  # fmt: skip
         return Node(limits, rng.choice([1, 2]), lambda: float(next(ticks)))
 

@@ -113,7 +113,7 @@ def test_the_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> No
 @pytest.mark.parametrize(("length", "starts"), [(8, True), (100, False)])
 def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_start(length: int, starts: bool) -> None:
     """Each prompt gets 16 tokens of a step's 64, so there is budget for others behind the two under way."""
-    sched = Scheduler(limits(step_tokens=64, max_partial_prefills=2, long_prefill_tokens=16))
+    sched = Scheduler(limits(step_tokens=64, max_partial_prefills=2, long_prefill_token_threshold=16))
     for handle in range(2):
         sched.add(important(handle, 5, 100))
     assert rows(turn(sched)) == [0, 1]
@@ -145,7 +145,7 @@ def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> 
 
 
 def test_the_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
-    sched = Scheduler(limits(num_pages=8, radix_cache=False, conservativeness=0.01))
+    sched = Scheduler(limits(num_pages=8, radix_cache=False, schedule_conservativeness=0.01))
     for handle, priority in ((0, 1), (1, 2), (2, 9), (3, 0)):
         sched.add(important(handle, priority, 4, 20))
         turn(sched)

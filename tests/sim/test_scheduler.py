@@ -33,7 +33,7 @@ def limits(rng: random.Random, **over: object) -> Limits:
         "step_tokens": page * rng.randint(1, 8),
         "policy": rng.choice(["fcfs", "lpm"]),
         "radix_cache": rng.random() < 0.8,
-        "conservativeness": rng.choice([0.1, 1.0]),
+        "schedule_conservativeness": rng.choice([0.1, 1.0]),
         "prefill_first": rng.random() < 0.2,
     }
     return Limits(**(values | over))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_pages_that_gave_nan_serve_no_later_request(depth: int, born: str) -> No
 
 
 def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
-    node = Node(Limits(24, 1, 4, 100, 8, conservativeness=0.05), depth=2)
+    node = Node(Limits(24, 1, 4, 100, 8, schedule_conservativeness=0.05), depth=2)
     want = {}
     for handle in range(6):
         req = request(handle, [handle % VOCAB] * 4, 18, ignore_eos=True, is_length_known=False)
@@ -306,7 +306,7 @@ def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(
     """Pages become free while request 2, which precedes it, is computed in part."""
     rules = FairnessRules(tenants=TenantRules() if share == "tenants" else None)
     node = Node(
-        Limits(100, 4, 8, 100, 64, policy="srpt-aging", max_partial_prefills=1, long_prefill_tokens=16,
+        Limits(100, 4, 8, 100, 64, policy="srpt-aging", max_partial_prefills=1, long_prefill_token_threshold=16,
                radix_cache=False, fairness=rules),
         depth=1,
     )  # fmt: skip

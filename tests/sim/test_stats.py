@@ -197,7 +197,9 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     rng = random.Random(seed)
     rule = PriorityRule(enabled=seed % 3 > 0, preemption_threshold=2)
     policy = rng.choice(["fcfs", "short-first", "lof", "random"])
-    node = Clocked(Limits(24, 4, 4, 1000, 16, policy=policy, priority=rule, starvation_secs=5.0, conservativeness=0.1))
+    node = Clocked(
+        Limits(24, 4, 4, 1000, 16, policy=policy, priority=rule, starvation_secs=5.0, schedule_conservativeness=0.1)
+    )
     arrivals: dict[int, float] = {}
     first: dict[int, float] = {}
     handle, now = 0, 0.0

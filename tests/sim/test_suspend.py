@@ -49,8 +49,8 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
             priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=rng.choice([0, 3])),
             preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
             host_pages=rng.choice([0, 3, 20, 100]),
-            eviction=rng.choice(sorted(EVICTION_POLICIES)),
-            conservativeness=rng.choice([0.1, 1.0]),
+            radix_eviction_policy=rng.choice(sorted(EVICTION_POLICIES)),
+            schedule_conservativeness=rng.choice([0.1, 1.0]),
             radix_cache=rng.random() < 0.8,
         ),
         depth=rng.choice([1, 2]),
@@ -87,7 +87,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
     def half(role: str) -> Node:
         lim = Limits(
             1000 // page, page, rng.choice([1, 2, 6]), 1000, page * rng.randint(1, 6), role=role,
-            reserved_decode_tokens=rng.choice([0, 8]), radix_cache=rng.random() < 0.8,
+            num_reserved_decode_tokens=rng.choice([0, 8]), radix_cache=rng.random() < 0.8,
             policy=rng.choice(["fcfs", "srpt-aging"]), preemption_mode=rng.choice(["cache", "offload"]),
             host_pages=rng.choice([0, 50]),
         )  # fmt: skip

@@ -144,7 +144,7 @@ class WatchedScheduler(Scheduler):
 
     def _facts(self) -> list[Fact]:
         """Facts about the waiting requests that the orders read."""
-        state, clip = self._state, self.limits.clip_new_tokens
+        state, clip = self._state, self.limits.clip_max_new_tokens
 
         def cached(seq: Seq) -> int:
             if seq.pages:  # retained: it has these, whether or not the tree has them
@@ -390,7 +390,7 @@ class WatchedScheduler(Scheduler):
         prompts = len(plan.rows) - plan.num_decode if plan is not None else 0
         if limits.prefill_first and plan is not None and plan.num_decode:
             return  # this step is for decode rows alone
-        if limits.fairness.enabled or limits.dynamic_chunking or limits.step_target_secs:
+        if limits.fairness.enabled or limits.enable_dynamic_chunking or limits.step_target_secs:
             return  # not the token budget decides, but turns, caps or time
         if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
             return
@@ -428,7 +428,7 @@ class WatchedScheduler(Scheduler):
         left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
         if one.is_lease:
             return 0
-        return left if one.req.params.ignore_eos else int(min(left, self.limits.clip_new_tokens) * ratio)
+        return left if one.req.params.ignore_eos else int(min(left, self.limits.clip_max_new_tokens) * ratio)
 
     def _need(self, seq: Seq, ratio: float, without: Sequence[int] = ()) -> int:
         """Pages that must be available before `seq` is let in: its prompt, its answer, and the growth of the others."""

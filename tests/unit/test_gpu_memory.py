@@ -142,6 +142,8 @@ def test_the_largest_step_fills_the_budget() -> None:
 class Counted:
     """A device that reports scripted numbers, and notes when it is asked."""
 
+    device = CPU
+
     def __init__(self, total: int = 80 * GIB, free: int = 70 * GIB) -> None:
         self.total = total
         self.left = free
@@ -173,7 +175,7 @@ def config(**flags: Any) -> EngineConfig:
 def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
-        pages = profile_memory(made, asked, 512, None, CPU, memory)
+        pages = profile_memory(made, asked, 512, None, memory)
     page_bytes = made.spec.kv.page_bytes(16)
     needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
@@ -198,7 +200,7 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
     for flags, captures, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
         needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
-        assert profile_memory(made, asked, 512, None, CPU, Counted()) == size_pool(needs, page_bytes, 0.99).pages
+        assert profile_memory(made, asked, 512, None, Counted()) == size_pool(needs, page_bytes, 0.99).pages
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
@@ -211,10 +213,10 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
 
 def test_a_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
     memory = Counted()
-    assert profile_memory(made, config(), 512, 100, CPU, memory) == 100
+    assert profile_memory(made, config(), 512, 100, memory) == 100
     assert memory.steps == 8
     with pytest.raises(ConfigError, match="asked for"):
-        profile_memory(made, config(), 512, 100, CPU, Counted(free=GIB))
+        profile_memory(made, config(), 512, 100, Counted(free=GIB))
 
 
 class Broken:
@@ -249,14 +251,14 @@ def test_a_flashinfer_that_cannot_run_ends_the_start(made: Any, monkeypatch: pyt
             ConfigError,
             match=rf"--attention-backend {name}: .* cannot run here \(fatal error: cuda_fp8.*; use .* torch",
         ):
-            profile_memory(made, config(attention_backend=name), 512, None, CPU, Counted())
-    assert profile_memory(made, config(attention_backend="torch"), 512, None, CPU, Counted()) > 0
+            profile_memory(made, config(attention_backend=name), 512, None, Counted())
+    assert profile_memory(made, config(attention_backend="torch"), 512, None, Counted()) > 0
 
 
 def test_a_flashinfer_with_another_interface_ends_the_start_too(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
     with pytest.raises(ConfigError, match=r"cannot run here \(TypeError: plan\(\) got an unexpected keyword argument"):
-        profile_memory(made, config(), 512, None, CPU, Counted())
+        profile_memory(made, config(), 512, None, Counted())
 
 
 def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
@@ -264,7 +266,7 @@ def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
 ) -> None:
     asked = backends(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
     with pytest.raises(ConfigError, match=r"a step of the largest size does not fit .*20.00 GiB.*lower --chunk"):
-        profile_memory(made, config(), 512, None, CPU, Counted())
+        profile_memory(made, config(), 512, None, Counted())
     assert asked == ["auto"]
 
 
@@ -274,7 +276,7 @@ def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(warmup, "run_warmup", execute)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        profile_memory(made, config(attention_backend="torch"), 512, None, CPU, Counted())
+        profile_memory(made, config(attention_backend="torch"), 512, None, Counted())
 
 
 def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made: Any) -> None:
@@ -286,9 +288,9 @@ def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made:
     first = TpContext(Shard(0, 2), Path(), broadcast=orders.append)
     other = TpContext(Shard(1, 2), Path(), receive=lambda: orders.pop(0))
     group: Any = Least()
-    assert profile_memory(made, config(), 512, None, CPU, Counted(), first, group) == 1234
+    assert profile_memory(made, config(), 512, None, Counted(), first, group) == 1234
     assert len(orders) == 8
-    assert profile_memory(made, config(), 512, None, CPU, Counted(), other, group) == 1234
+    assert profile_memory(made, config(), 512, None, Counted(), other, group) == 1234
     assert orders == []
 
 

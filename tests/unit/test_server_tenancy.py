@@ -45,7 +45,7 @@ def test_flags_become_rules(tmp_path: Path) -> None:
     assert made.enabled
     assert made.classes.names == ("a", "b")
     assert (made.charge_decode, made.table_size) == (False, 7)
-    assert (made.prompt_weight, made.output_weight, made.cached_weight) == (3.0, 4.0, 0.5)
+    assert (made.prompt_token_weight, made.output_token_weight, made.cached_token_weight) == (3.0, 4.0, 0.5)
     assert made.tenants is not None
     assert made.tenants.of("x").weight == 2
     assert not setup.fairness(config.EngineConfig()).enabled

@@ -113,7 +113,7 @@ def load(
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     if memory is not None:
         ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
-        pages = profile_memory(model, config, context, pages, compute, memory, place, group)
+        pages = profile_memory(model, config, context, pages, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):

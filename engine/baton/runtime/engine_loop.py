@@ -22,8 +22,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from baton.cache.ledger import LedgerError
@@ -123,29 +123,22 @@ class InFlightStep:
             raise RuntimeError(f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}") from err
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """All methods are called from one thread."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Device,
-        driver: TransferDriver | None,
-        *,
-        overlap: bool,
-        hook: PriorityHook | None = None,
-        device: JobThread | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        page_bytes: int = 0,
-    ) -> None:
-        self.sched = scheduler
-        self._runner = runner
-        self._driver = driver
-        self._hook = hook
-        self._depth = 2 if overlap else 1
-        self._device = device or DeviceThread()
-        self._clock = clock
-        self._page_bytes = page_bytes
+    sched: Scheduler
+    runner: Device
+    driver: TransferDriver | None
+    _: KW_ONLY
+    overlap: bool
+    hook: PriorityHook | None = None
+    device: JobThread = field(default_factory=DeviceThread)
+    clock: Callable[[], float] = time.monotonic
+    page_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._depth = 2 if self.overlap else 1
         self._flight: deque[InFlightStep] = deque()
         self.not_accepting_reason: str | None = None
         """Why no requests are taken or computed any more: the page ledger does not balance."""
@@ -168,7 +161,7 @@ class EngineLoop:
 
     def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        driver = None if req.rendezvous is None else self._driver
+        driver = None if req.rendezvous is None else self.driver
         if driver is not None:
             driver.accept(req)
         try:
@@ -179,11 +172,8 @@ class EngineLoop:
             if driver is not None:
                 driver.refuse(req, err)
             raise
-        if self._hook is not None:
-            self._hook.watch(req.handle, req.arrival)
-
-    def abort(self, handle: int) -> None:
-        self.sched.abort(handle)
+        if self.hook is not None:
+            self.hook.watch(req.handle, req.arrival)
 
     def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
         """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
@@ -206,15 +196,15 @@ class EngineLoop:
     def step(self, now: float) -> tuple[list[EmittedTokens], bool]:
         """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
         self.at(now)
-        if self._driver is not None:
-            self._driver.poll(self.sched)
+        if self.driver is not None:
+            self.driver.poll(self.sched)
         self.sched.expire(now)
-        if self._hook is not None:
-            self._hook.run(self.sched, now)
+        if self.hook is not None:
+            self.hook.run(self.sched, now)
         plan = self.sched.plan(now) if self.not_accepting_reason is None else None
         self._carry_out()
         if plan is not None:
-            self._flight.append(InFlightStep(plan, self._device.submit(lambda: self._runner.execute(plan))))
+            self._flight.append(InFlightStep(plan, self.device.submit(lambda: self.runner.execute(plan))))
         busy = plan is not None
         if self._flight and (plan is None or len(self._flight) >= self._depth):
             self._collect()
@@ -239,12 +229,12 @@ class EngineLoop:
     def _collect(self) -> None:
         flight = self._flight.popleft()
         result, seconds = flight.wait()
-        self.sched.commit(flight.plan, result, self._clock())
+        self.sched.commit(flight.plan, result, self.clock())
         self.sched.observe(flight.plan, seconds, result.copy_seconds)
         for run in flight.plan.copies:
             label = f'{{direction="{"out" if run.to_host else "in"}"}}'
             self.counters["kv_host_copies_total" + label] += len(run.pages)
-            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._page_bytes
+            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self.page_bytes
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
@@ -268,23 +258,13 @@ class EngineLoop:
                 log.info("queue order: %s instead of %s", event.after, event.before)
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("queue order replay: %s", event.line())
-        elif self._driver is not None:
-            self._driver.apply_event(event, self.sched)
+        elif self.driver is not None:
+            self.driver.apply_event(event, self.sched)
 
     def close(self) -> None:
-        self._device.close()
+        self.device.close()
 
     # ------------------------------------------------------------------ views
-
-    @property
-    def transfer_counters(self) -> Mapping[str, float]:
-        """Counters of the transfer driver; empty on a node without one."""
-        return {} if self._driver is None else self._driver.counters
-
-    @property
-    def hook_errors(self) -> int:
-        """Calls of --priority-adjustment-function that failed."""
-        return 0 if self._hook is None else self._hook.errors
 
     def page_gauges(self) -> dict[str, float]:
         """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""
@@ -356,5 +336,5 @@ def make_engine(
     if config.priority_adjustment_function is not None:
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
-    overlap, page_bytes = not config.disable_overlap_schedule, sizes.page_bytes
+    overlap, device, page_bytes = not config.disable_overlap_schedule, device or DeviceThread(), sizes.page_bytes
     return EngineLoop(scheduler, runner, driver, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)

@@ -493,13 +493,8 @@ class Scheduler:
 
     def turned_away(self) -> dict[str, float]:
         """Counters: waiting requests that ended without having started, by reason."""
-        admission = self._state.admission
-        return {
-            'queue_turned_away_total{reason="refused"}': admission.refused,
-            'queue_turned_away_total{reason="evicted"}': admission.evicted,
-            'queue_turned_away_total{reason="timeout"}': admission.timed_out,
-            'queue_turned_away_total{reason="deadline"}': self._state.deadline_aborts,
-        }
+        counts = self._state.admission.turned_away.items()
+        return {f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts}
 
     def order_gauges(self) -> dict[str, float]:
         """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""

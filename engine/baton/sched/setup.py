@@ -13,7 +13,7 @@ from baton.sched.policies.base import PolicyParams
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.limits import Limits
 
-Made = TypeVar("Made", Limits, PolicyParams)
+Made = TypeVar("Made", Limits, PolicyParams, FairnessRules)
 
 
 def resolve_policy(config: EngineConfig) -> str:
@@ -46,15 +46,11 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
         c,
         num_pages=num_pages,
         is_chunked=c.chunked_prefill_size > 0,
-        long_prefill_tokens=c.long_prefill_token_threshold,
-        reserved_decode_tokens=c.num_reserved_decode_tokens,
         role=c.disaggregation_mode,
         policy=resolve_policy(c),
         policy_params=_from_flags(
             PolicyParams,
             c,
-            in_batch_check_threshold=c.in_batch_prefix_caching_check_threshold,
-            in_batch_deprioritize_threshold=c.in_batch_prefix_caching_deprioritize_threshold,
             short_first_output_weight=(
                 None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
             ),
@@ -73,15 +69,10 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
         host_pages_per_s=HOST_LINK_BYTES_PER_S / page_bytes,
         starvation_secs=c.starvation_threshold_ms / 1000,
         aborts_missed_deadlines=c.deadline_miss_action == "abort",
-        conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
-        eviction=c.radix_eviction_policy,
         kv_event_batches=events.buffer_steps if events.enable_kv_cache_events else 0,
-        mixed_chunk=c.enable_mixed_chunk,
         max_decode_gap_secs=c.max_decode_gap_ms / 1000,
-        dynamic_chunking=c.enable_dynamic_chunking,
         step_target_secs=c.step_target_ms / 1000,
-        clip_new_tokens=c.clip_max_new_tokens,
         fairness=fairness(c),
     )
 
@@ -92,12 +83,11 @@ def fairness(config: EngineConfig) -> FairnessRules:
     low_first = c.schedule_low_priority_values_first
     classes, _ = parse_classes(c.priority_classes, low_values_first=low_first) if c.priority_classes else (None, [])
     classes = classes or ClassRules(low_values_first=low_first)
-    return FairnessRules(
+    return _from_flags(
+        FairnessRules,
+        c,
         classes=classes,
         charge_decode=not c.disable_class_charge_decode,
         tenants=None if c.tenant_config is None else tenants.load(c.tenant_config, classes.names),
-        prompt_weight=c.prompt_token_weight,
-        output_weight=c.output_token_weight,
-        cached_weight=c.cached_token_weight,
         table_size=c.max_idle_tenants,
     )

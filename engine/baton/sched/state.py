@@ -81,7 +81,6 @@ class SchedulerState:
         self.retractions = 0
         self.preemptions = 0
         self.suspensions = 0
-        self.deadline_aborts = 0
 
     def view(self) -> PolicyContext:
         return PolicyContext(
@@ -92,7 +91,7 @@ class SchedulerState:
             self.computed_tokens,
             self.memory.ratio.value,
             self.limits.capacity_tokens,
-            self.limits.clip_new_tokens,
+            self.limits.clip_max_new_tokens,
             self.admission.queued_tokens,
         )
 
@@ -344,7 +343,7 @@ class SchedulerState:
 
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client gave."""
-        self.deadline_aborts += 1
+        self.admission.turned_away["deadline"] += 1
         late = DeadlineMissed(
             f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
             "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,45 +69,42 @@ class CudaRecorder:
         return graph.replay
 
 
+@dataclass(eq=False)
 class DecodeGraphs:
     """Recorded when it is made, which takes a while."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        kv: KvTensors,
-        attn: GraphAttention,
-        table: TokenTable,
-        stream: CudaStream,
-        recorder: CudaRecorder,
-        largest: int,
-        context: int,
-    ) -> None:
-        """Args: `largest`: rows of the largest recorded step. `context`: no row is longer."""
+    model: Decoder
+    kv: KvTensors
+    attn: GraphAttention
+    table: TokenTable
+    stream: CudaStream
+    recorder: CudaRecorder
+    largest: int
+    """Rows of the largest recorded step."""
+    context: int
+    """No row is longer."""
+
+    def __post_init__(self) -> None:
+        kv, largest = self.kv, self.largest
         assert kv.dummy_page is not None, "the pool has no page for padding rows"
-        self._model = model
-        self._attn = attn
-        self._table = table
-        self._stream = stream
-        self._kv = kv
         self.sizes = capture_sizes(largest)
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
-        pages = min(largest * -(-context // kv.page_size), 2 * kv.num_pages) + largest
+        pages = min(largest * -(-self.context // kv.page_size), 2 * kv.num_pages) + largest
         self._static = GraphInputs(largest, pages, device)
-        self._logits = torch.zeros(largest, model.spec.vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(largest, self.model.spec.vocab_size, dtype=torch.float32, device=device)
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=device)
-        model.reserve(context)  # the tables of rotary embedding stay where they are from now on
-        self._replays = self._record_all(recorder)
+        self.model.reserve(self.context)  # the tables of rotary embedding stay where they are from now on
+        self._replays = self._record_all()
 
-    def _record_all(self, recorder: CudaRecorder) -> dict[int, Callable[[], None]]:
+    def _record_all(self) -> dict[int, Callable[[], None]]:
         started = said = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
         for done, size in enumerate(reversed(self.sizes), 1):
-            self._attn.prepare_capture(size, self._static)
+            self.attn.prepare_capture(size, self._static)
             self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
-            replays[size] = recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
+            replays[size] = self.recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
             now = time.monotonic()
             if done == len(self.sizes) or now - said >= PROGRESS_SECS:
                 said = now
@@ -116,29 +114,29 @@ class DecodeGraphs:
     def _decode(self, size: int) -> None:
         """Compute a decode step; this is recorded."""
         static, rows = self._static, slice(size)
-        self._attn.use_capture(size, static.slot_mapping[rows])
+        self.attn.use_capture(size, static.slot_mapping[rows])
         batch = ForwardBatch(
-            token_ids=self._table.read(static.token_ids[rows]),
+            token_ids=self.table.read(static.token_ids[rows]),
             positions=static.positions[rows],
             slot_mapping=static.slot_mapping[rows],
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
             num_decode=size,
         )
-        self._logits[rows].copy_(self._model.compute(batch, self._attn))
+        self._logits[rows].copy_(self.model.compute(batch, self.attn))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
-        self._table.write(static.entries[rows], self._greedy[rows])
+        self.table.write(static.entries[rows], self._greedy[rows])
 
     def _load(self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows) -> None:
         """Columns: token ids, positions and table entries."""
         n = len(rows)
-        padded = pad_decode(rows, size, self._kv.dummy_page)
+        padded = pad_decode(rows, size, self.kv.dummy_page)
         filled = np.zeros((4, size), np.int64)
         filled[:2, :n] = columns[:2]
-        filled[2] = pad_slots(slots, size, self._kv.dummy_page, self._kv.page_size)
+        filled[2] = pad_slots(slots, size, self.kv.dummy_page, self.kv.page_size)
         filled[3, :n] = columns[2]
-        filled[3, n:] = self._table.dummy
-        self._static.fill(self._stream, filled, padded)
-        self._attn.plan_replay(size, padded)
+        filled[3, n:] = self.table.dummy
+        self._static.fill(self.stream, filled, padded)
+        self.attn.plan_replay(size, padded)
 
     def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
         """Capture size that runs this step; None: it runs eagerly."""
@@ -152,7 +150,7 @@ class DecodeGraphs:
 
     def load(self, size: int, step: StepInputs, indices: StepIndices) -> None:
         """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
-        last_page_len = ((indices.kv_lens - 1) % self._kv.page_size + 1).astype(np.int32)
+        last_page_len = ((indices.kv_lens - 1) % self.kv.page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
         self._load(size, columns, indices.slot_mapping, rows)

@@ -34,25 +34,25 @@ class DeviceMemory:
     what it has allocated: what its allocator cannot fill is gone for the pool as well."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def free(self) -> tuple[int, int]:
         """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)
+        return torch.cuda.mem_get_info(self.device)
 
     def held(self) -> int:
         """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device)
+        return torch.cuda.memory_reserved(self.device)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
         """Most that torch had reserved since `reset_peak`."""
-        return torch.cuda.max_memory_reserved(self._device)
+        return torch.cuda.max_memory_reserved(self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,13 @@ def profile_memory(
     config: EngineConfig,
     context: int,
     wanted_pages: int | None,
-    device: torch.device,
     memory: DeviceMemory,
     place: TpContext | None = None,
     group: ProcessGroup | None = None,
 ) -> int:
     """Pages of the pool.
 
-    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on `device`.
+    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on the device.
 
     Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
     """
@@ -69,7 +68,7 @@ def profile_memory(
     )
     with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
         try:
-            tried = _try(model, config, limits, device, memory, place)
+            tried = _try(model, config, limits, memory, place)
         except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
@@ -90,15 +89,10 @@ def profile_memory(
 
 
 def _try(
-    model: Decoder,
-    config: EngineConfig,
-    limits: warmup.WarmupLimits,
-    device: torch.device,
-    memory: DeviceMemory,
-    place: TpContext | None,
+    model: Decoder, config: EngineConfig, limits: warmup.WarmupLimits, memory: DeviceMemory, place: TpContext | None
 ) -> dict[str, int]:
     """Fields of `MemoryNeeds` that depend on the attention backend."""
-    pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)
+    pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=memory.device)
     before = memory.held()
     attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before

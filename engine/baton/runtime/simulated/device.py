@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.config import EngineConfig, uses_four_bytes
@@ -49,38 +50,32 @@ def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
     return model.step_ms * 1e-3 * real_steps + linear + attention * 1e-9 * scale * scale
 
 
+@dataclass(eq=False, slots=True)
 class SimRunner:
-    """runtime.engine_loop.Device. `pool`: the native pool, notified which pages get new content as on a P node."""
+    """runtime.engine_loop.Device."""
 
-    def __init__(
-        self,
-        simulated: Simulated,
-        answer: Sequence[int],
-        pool: Any = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._simulated = simulated
-        self._answer = answer
-        self._pool = pool
-        self._clock = clock
-        self._sleep = sleep
-        self._ended = -math.inf
-        self._logprobs: dict[int, int] = {}
-        """Slot → what its request asked for."""
+    simulated: Simulated
+    answer: Sequence[int]
+    pool: Any = None
+    """The native pool, notified which pages get new content as on a P node."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _ended: float = field(default=-math.inf, init=False)
+    _logprobs: dict[int, int] = field(default_factory=dict, init=False)
+    """Slot → what its request asked for."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self._pool is not None and plan.new_pages:
-            self._pool.begin_write(plan.new_pages.tobytes())
+        if self.pool is not None and plan.new_pages:
+            self.pool.begin_write(plan.new_pages.tobytes())
         for admitted in plan.admitted:
             self._logprobs[admitted.slot] = admitted.params.logprobs
-        now = self._clock()
+        now = self.clock()
         began = self._ended if now - self._ended < LATE_SECS else now
-        seconds = step_seconds(self._simulated.model, plan, self._simulated.length_scale) / self._simulated.speed
+        seconds = step_seconds(self.simulated.model, plan, self.simulated.length_scale) / self.simulated.speed
         self._ended = began + seconds
-        self._sleep(max(self._ended - now, 0.0))
+        self.sleep(max(self._ended - now, 0.0))
         sampling = [row for row in plan.rows if row.sample]
-        tokens = [self._answer[(row.start + row.n) % len(self._answer)] for row in sampling]
+        tokens = [self.answer[(row.start + row.n) % len(self.answer)] for row in sampling]
         asked = ((i, self._logprobs[row.slot]) for i, row in enumerate(sampling))
         return StepResult(tokens, {i: _certain(tokens[i], k) for i, k in asked if k >= 0})
 

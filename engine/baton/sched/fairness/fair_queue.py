@@ -12,7 +12,7 @@ tenants has had least. What the planner plans for a candidate is charged before 
   later requests, then other classes. The planner keeps pages for it (planner/reservation.py), so that those
   that pass cannot keep it out for ever. A class whose requests all lack pages has no turn.
 * Recomputed tokens (after a retraction or preemption) are charged again: they are work. Tokens found in the cache cost
-  a class nothing and a tenant `cached_weight` of computed ones. On D, fetched prompt tokens count as computed.
+  a class nothing and a tenant `cached_token_weight` of computed ones. On D, fetched prompt tokens count as computed.
 * With one class and no tenants the order is the policy's own.
 
 Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off
@@ -53,9 +53,9 @@ class FairnessRules:
     """Generated tokens count against their class."""
     tenants: TenantRules | None = None
     """None: there is one tenant."""
-    prompt_weight: float = 1.0
-    output_weight: float = 2.0
-    cached_weight: float = 0.1
+    prompt_token_weight: float = 1.0
+    output_token_weight: float = 2.0
+    cached_token_weight: float = 0.1
     table_size: int = 10_000
     """Tenants without waiting requests whose counters are remembered, per class."""
 
@@ -377,7 +377,7 @@ class FairQueue(SharingStrategy):
         """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
         rules, c, tenant = self._rules, self.class_of(seq), self.tenant_of(seq.req)
         self._rounds.charge(c, computed)
-        amount = rules.prompt_weight * computed + rules.cached_weight * rules.prompt_weight * cached
+        amount = rules.prompt_token_weight * computed + rules.cached_token_weight * rules.prompt_token_weight * cached
         self._counters[c].charge(tenant, amount / self._rule(tenant).weight)
         self._class_tokens[c][0] += computed
         tokens = self._tokens_of(tenant)
@@ -389,7 +389,7 @@ class FairQueue(SharingStrategy):
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         if self._rules.charge_decode:
             self._rounds.charge(c, 1)
-        self._counters[c].charge(tenant, self._rules.output_weight / self._rule(tenant).weight)
+        self._counters[c].charge(tenant, self._rules.output_token_weight / self._rule(tenant).weight)
         self._class_tokens[c][1] += 1
         self._tokens_of(tenant)[2] += 1
 

@@ -51,16 +51,16 @@ class KvManager:
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
-        self.cache = RadixCache(limits.page_size, self.allocator, limits.eviction, self.kv_events)
+        self.cache = RadixCache(limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events)
         self._publishes = limits.radix_cache
         self._priority = limits.priority
-        self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
+        self.ratio = NewTokenRatio(limits.schedule_conservativeness, limits.clip_max_new_tokens)
         self.watermark = int(limits.watermark * limits.num_pages)
         """Pages that stay available when a request is admitted beside others."""
         self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
         self.host: HostTier | None = None
         if limits.host_pages and limits.radix_cache:
-            self.host = HostTier(limits.host_pages, limits.page_size, limits.eviction)
+            self.host = HostTier(limits.host_pages, limits.page_size, limits.radix_eviction_policy)
             self.cache.on_remove = self.host.on_remove
         self.host_pages_per_s = limits.host_pages_per_s
         self._new_pages: array[int] = array("i")

@@ -70,14 +70,14 @@ class Planner:
         self._growth.reset()
         draft = PlanDraft()
         if limits.priority.enabled:
-            can_prefill = not limits.prefill_first or limits.mixed_chunk or self._skips_decode()
+            can_prefill = not limits.prefill_first or limits.enable_mixed_chunk or self._skips_decode()
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
         others = list(state.running.values()) if skip_decode else plan_decode_rows(state, draft)
         num_decode = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
-        if num_decode and limits.prefill_first and not limits.mixed_chunk:
+        if num_decode and limits.prefill_first and not limits.enable_mixed_chunk:
             stopped_by = StopReason.DECODE_ONLY
         elif state.retractions == retractions:
             stopped_by = self.prefill.plan(draft, others)
@@ -121,7 +121,7 @@ class Planner:
     def _skips_decode(self) -> bool:
         """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
         state, limits = self._state, self._state.limits
-        if not limits.prefill_first or limits.mixed_chunk:
+        if not limits.prefill_first or limits.enable_mixed_chunk:
             return False
         if self._prefill_run_secs is not None:
             next_secs = state.times.chunk_seconds(0, limits.step_tokens)

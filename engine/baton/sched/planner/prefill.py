@@ -135,7 +135,7 @@ class PrefillPlanner(PrefillView):
         limits, times = self._state.limits, self._state.times
         if limits.step_target_secs:
             return max(limits.step_target_secs - times.decode_seconds(num_decode), 0.0)
-        return times.chunk_seconds(0, limits.step_tokens) if limits.dynamic_chunking else None
+        return times.chunk_seconds(0, limits.step_tokens) if limits.enable_dynamic_chunking else None
 
     def _has_budget_for(self, seq: Seq, seconds: float | None, *, is_first: bool) -> bool:
         """Is there anything of a waiting request that this step could compute?"""
@@ -154,8 +154,8 @@ class PrefillPlanner(PrefillView):
         limits, most = self._state.limits, self._budget
         if not limits.is_chunked:
             return left if left <= most or is_first else 0
-        if limits.long_prefill_tokens:
-            most = min(most, limits.long_prefill_tokens)
+        if limits.long_prefill_token_threshold:
+            most = min(most, limits.long_prefill_token_threshold)
         if seconds is not None:
             timed = self._state.times.chunk_tokens(start, seconds)
             most = min(most, max(timed, limits.page_size) if is_first else timed)

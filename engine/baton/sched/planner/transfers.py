@@ -119,7 +119,7 @@ class TransferPlanner:
         state, memory = self._state, self._state.memory
         match = memory.match(seq, seq.prompt_len)
         need = memory.pages(seq.prompt_len) - len(match.pages)
-        growth = min(state.limits.reserved_decode_tokens, memory.answer_tokens(seq))
+        growth = min(state.limits.num_reserved_decode_tokens, memory.answer_tokens(seq))
         busy = state.running or state.transfer or state.waiting
         margin = memory.pages(growth) + self._growth.pages() + memory.watermark if busy else 0
         return match, need + margin - memory.available

@@ -139,7 +139,7 @@ def snapshot_in_parts(
             WaitingRequest(
                 wait=round(view.now - seq.req.arrival, 6),
                 tokens=seq.total_len,
-                answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens), 3),
+                answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_max_new_tokens), 3),
                 waited_tokens=view.computed_tokens - seq.tokens_computed_at_arrival,
                 blocks=tuple(blocks),
                 cached=min(cached_tokens(seq) // block, len(blocks)),
@@ -211,11 +211,6 @@ class _Replay:
 
 
 Key = Callable[[_Replay, int], float]
-
-
-def _short_first_key(at: _Replay, i: int) -> float:
-    request = at.requests[i]
-    return at.work(i) + request.answer - at.snapshot.short_first_aging * request.wait
 
 
 CANDIDATES: dict[str, Key] = {

@@ -33,7 +33,7 @@ class PolicyContext:
     """Share of its allowed tokens that a request is expected to generate, measured."""
     pool_tokens: int = 0
     """Capacity of the KV pool [tokens]."""
-    clip_new_tokens: int = 4096
+    clip_max_new_tokens: int = 4096
     """An answer is never expected to be longer."""
     queued_tokens: int = 0
     """Prompt tokens of all waiting requests."""
@@ -45,9 +45,9 @@ class PolicyParams:
 
     lpm_degrade_threshold: int = 4096
     lpm_aging_tokens_per_s: float = 0.0
-    in_batch_check_threshold: int = -1
+    in_batch_prefix_caching_check_threshold: int = -1
     """lpm: look for a leader in the queue if at most so many tokens are cached; -1: never."""
-    in_batch_deprioritize_threshold: int = 32
+    in_batch_prefix_caching_deprioritize_threshold: int = 32
     short_first_aging_tokens_per_s: float = 500.0
     short_first_output_weight: float | None = None
     """None: as large a share of the allowed tokens as the engine measures."""

@@ -24,7 +24,7 @@ class LpmPolicy(Policy):
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self.keys_are_independent = params.in_batch_check_threshold < 0
+        self.keys_are_independent = params.in_batch_prefix_caching_check_threshold < 0
         self.is_degraded = False
 
     @property
@@ -45,18 +45,19 @@ class LpmPolicy(Policy):
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
         cached = all_cached_tokens(queue, view.index)
         found = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
-        if self.params.in_batch_check_threshold >= 0:
+        if self.params.in_batch_prefix_caching_check_threshold >= 0:
             for at in self._followers(queue, view):
                 found[at] = math.inf
         return found
 
     def _followers(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
         """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
-        length = self.params.in_batch_deprioritize_threshold
+        length = self.params.in_batch_prefix_caching_deprioritize_threshold
+        most_cached = self.params.in_batch_prefix_caching_check_threshold
         leaders: set[tuple[bytes, bytes]] = set()
         for at in sorted(range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)):
             seq = queue[at]
-            if len(seq.tokens) < length or cached_tokens(seq, view.index) > self.params.in_batch_check_threshold:
+            if len(seq.tokens) < length or cached_tokens(seq, view.index) > most_cached:
                 continue
             head = (seq.req.namespace, seq.key[: length * seq.tokens.itemsize])
             if head in leaders:

@@ -21,8 +21,8 @@ class ShortFirst(Policy):
         return self._ratio(view.answer_share) if weight is None else weight
 
     def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
-        aging, weight = self.params.short_first_aging_tokens_per_s, cache_key
+        aging, weight, clip = self.params.short_first_aging_tokens_per_s, cache_key, view.clip_max_new_tokens
         return [
-            tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival
+            tokens + weight * min(seq.max_new_tokens - seq.generated, clip) + aging * seq.req.arrival
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)
         ]

@@ -83,9 +83,8 @@ class AdmissionController:
     def __init__(self, limits: Limits) -> None:
         self.queued_tokens = 0
         """Prompt tokens of the requests that wait to be computed here (not of those that wait for another's KV)."""
-        self.refused = 0
-        self.evicted = 0
-        self.timed_out = 0
+        self.turned_away = dict.fromkeys(("refused", "evicted", "timeout", "deadline"), 0)
+        """Waiting requests that ended without having started, by reason."""
         self._limits = limits
         self._queued: dict[int, tuple[Seq, int]] = {}
         """With what it adds to `queued_tokens`."""
@@ -132,11 +131,11 @@ class AdmissionController:
             if victim is None:
                 for seq in victims:
                     self._push_candidate(seq)
-                self.refused += 1
+                self.turned_away["refused"] += 1
                 raise self._full(requests, prompt, now, prefill_rate)
             victims.append(victim)
             waiting -= self._queued[victim.handle][1]
-        self.evicted += len(victims)
+        self.turned_away["evicted"] += len(victims)
         return victims
 
     def overdue(self, now: float) -> list[Seq]:
@@ -146,7 +145,7 @@ class AdmissionController:
             seq, _ = self._queued.get(_pop(self._due), (None, 0))
             if seq is not None and not seq.has_started:
                 found[seq.handle] = seq
-        self.timed_out += len(found)
+        self.turned_away["timeout"] += len(found)
         return list(found.values())
 
     def next_due(self) -> float | None:

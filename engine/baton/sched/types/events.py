@@ -36,19 +36,24 @@ new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
-class PagesFinal:
-    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
+class TransferEvent:
+    """Something to do about the room of a request."""
 
     req: ValidatedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFinal(TransferEvent):
+    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
+
     first_page: int
     pages: array[int]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(TransferEvent):
     """P: the whole prompt is computed and its first token drawn; the pages stay locked until `release`."""
 
-    req: ValidatedRequest
     total_pages: int
     last_page_tokens: int
     token: int
@@ -57,33 +62,27 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTransfer:
+class OpenTransfer(TransferEvent):
     """D: meet P and learn which pages of the prompt are ready."""
-
-    req: ValidatedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class GrantPages:
+class GrantPages(TransferEvent):
     """D: the prompt's pages before `start_page` are here already; the rest may be written into `pages`."""
 
-    req: ValidatedRequest
     start_page: int
     pages: array[int]
 
 
 @dataclass(frozen=True, slots=True)
-class RevokeGrant:
+class RevokeGrant(TransferEvent):
     """D: take the granted pages back if nothing has come for them; `grant_revoked` or `transfer_announced` answers."""
-
-    req: ValidatedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class AbortTransfer:
+class AbortTransfer(TransferEvent):
     """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
 
-    req: ValidatedRequest
     code: str
 
 
@@ -97,5 +96,4 @@ class OrderReviewed:
     """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes some ms."""
 
 
-TransferEvent = PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer
 Event = EmittedTokens | TransferEvent | OrderReviewed | RequestTimeline

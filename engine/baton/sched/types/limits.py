@@ -18,26 +18,26 @@ class Limits:
     step_tokens: int
     """Token budget of one step (EngineConfig.step_tokens)."""
     prefill_max_requests: int | None = None
-    reserved_decode_tokens: int = 512
+    num_reserved_decode_tokens: int = 512
     role: str = "null"
     policy: str = "fcfs"
-    conservativeness: float = 1.0
+    schedule_conservativeness: float = 1.0
     radix_cache: bool = True
-    eviction: str = "lru"
+    radix_eviction_policy: str = "lru"
     """Which cached pages go first (cache.eviction)."""
     kv_event_batches: int = 0
     """Batches of KV events kept for replay; 0: there are no events."""
     prefill_first: bool = False
-    mixed_chunk: bool = False
+    enable_mixed_chunk: bool = False
     """Under prefill_first, too, decode rows join the steps that prefill."""
     max_decode_gap_secs: float = 0.0
     """Under prefill_first: predicted time that decode rows may wait; 0: one prefill step."""
-    dynamic_chunking: bool = False
+    enable_dynamic_chunking: bool = False
     step_target_secs: float = 0.0
-    """Predicted time of a step that prompt chunks may fill; 0: no target of its own (see `dynamic_chunking`)."""
+    """Predicted time of a step that prompt chunks may fill; 0: no target (see `enable_dynamic_chunking`)."""
     watermark: float = 0.0
     """Share of the pool kept available when admitting beside others."""
-    clip_new_tokens: int = 4096
+    clip_max_new_tokens: int = 4096
     max_queued_tokens: int | None = None
     """Most prompt tokens waiting in all."""
     queue_timeout_secs: float = 0.0
@@ -52,7 +52,7 @@ class Limits:
     """Waiting requests that could not start and that a step passes over, per class."""
     is_chunked: bool = True
     """Prompts may be split over several steps."""
-    long_prefill_tokens: int = 0
+    long_prefill_token_threshold: int = 0
     """Most tokens of one prompt per step; 0: as many as the step's budget allows."""
     preemption_mode: str = "cache"
     """Treatment of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""

@@ -6,6 +6,7 @@ A format is fed deltas in order: `event(delta)` for a stream, `take(delta)` and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -30,15 +31,13 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
 class Answer:
     """Text and tokens of one item so far, for a whole response."""
 
-    __slots__ = ("logprobs", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs = TokenLogprobs()
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=TokenLogprobs)
 
     def take(self, delta: TextDelta) -> None:
         self.text.append(delta.text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import MissingField
+from baton.sched.types.hashing import mix64
 from baton.sched.types.request import Rendezvous
 from baton.server.api.fields import bad, first
 from baton.server.api.schema import INT64_MAX, RequestFields
@@ -25,10 +26,7 @@ class Placement:
 
 def seed_of_room(room: int) -> int:
     """A seed both nodes of a pair derive alone: splitmix64's finalizer, cut to 63 bits."""
-    x = (room + 0x9E3779B97F4A7C15) & (2**64 - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (x ^ (x >> 31)) & INT64_MAX
+    return mix64(room) & INT64_MAX
 
 
 def seed_for(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> int:

@@ -19,20 +19,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from baton import DISTRIBUTION
+from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
-from baton.errors import (
-    Aborted,
-    BadRequest,
-    EngineDead,
-    EngineError,
-    InvalidApiKey,
-    MethodNotAllowed,
-    ModelNotFound,
-    NotFound,
-    NotReady,
-    WrongState,
-)
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
 from baton.server.api import fields
@@ -115,12 +103,12 @@ class HttpServer:
         self.validator.context_length = min([self.facts.context_length, *pools])
         self.lifecycle.is_loaded = True
 
-    def _nonfinite(self) -> EngineError | None:
+    def _nonfinite(self) -> errors.EngineError | None:
         """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
         since = time.monotonic() - NONFINITE_SECS
         for rank in self.ranks.ranks:
             if rank.nonfinite >= NONFINITE_IN_A_ROW and rank.nonfinite_at > since:
-                return EngineDead(
+                return errors.EngineDead(
                     f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the model computed NaN or "
                     "infinity; check the checkpoint and --dtype, or restart the engine",
                     retry_after_secs=int(NONFINITE_SECS),
@@ -176,7 +164,7 @@ class HttpServer:
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self.facts.name:
-            raise ModelNotFound(
+            raise errors.ModelNotFound(
                 f"model {name[:200]!r} is not served here; this engine serves {self.facts.name!r}", param="model"
             )
         return json_response(self._model_card())
@@ -291,44 +279,39 @@ class HttpServer:
         return json_response(await self.lifecycle.report())
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        replies = await self._ask_all("flush_cache")
-        if not all(ok for ok, _ in replies):
-            raise BadRequest(
-                f"the cache was not flushed on every rank: {[r for ok, r in replies if not ok]}; "
-                "wait for running requests"
-            )
-        return json_response({"success": True, "ranks": [r for _, r in replies]})
+        return json_response({"success": True, "ranks": await self._ask_all("flush_cache")})
 
     async def ledger(self, request: web.Request) -> web.Response:
-        return json_response({"ranks": [r for _, r in await self._ask_all("ledger")]})
+        return json_response({"ranks": await self._ask_all("ledger")})
 
     async def rooms(self, request: web.Request) -> web.Response:
         """Timelines of live KV transfers; ?room=N for one."""
         raw = request.query.get("room")
         if raw is not None and not (raw.isascii() and raw.isdigit() and len(raw) < 20):
-            raise BadRequest(f"room {raw[:50]!r} is no integer", param="room")
+            raise errors.BadRequest(f"room {raw[:50]!r} is no integer", param="room")
         args = {} if raw is None else {"room": int(raw)}
         replies = await self._ask_all("ledger", **args)
-        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
+        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for r in replies]})
 
     async def diagnose(self, request: web.Request) -> web.Response:
         """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
-        books = [r for _, r in await self._ask_all("ledger", room=0)] if any(r.ready for r in self.ranks.ranks) else []
+        books = await self._ask_all("ledger", room=0) if any(r.ready for r in self.ranks.ranks) else []
         return json_response(await diagnosis.diagnose(self.config, await read_object(request), books))
 
     async def steps(self, request: web.Request) -> web.Response:
         """The scheduler's last decisions per rank; ?n= at most so many, newest last."""
         raw = request.query.get("n", str(step_log.RING))
         if not (raw.isascii() and raw.isdigit() and 1 <= int(raw[:9]) <= step_log.RING):
-            raise BadRequest(f"n is {raw[:50]!r}; give 1 to {step_log.RING}", param="n")
-        return json_response({"ranks": [r for _, r in await self._ask_all("steps", n=int(raw))]})
+            raise errors.BadRequest(f"n is {raw[:50]!r}; give 1 to {step_log.RING}", param="n")
+        return json_response({"ranks": await self._ask_all("steps", n=int(raw))})
 
-    async def _ask_all(self, op: str, **args: Any) -> list[tuple[bool, dict[str, Any]]]:
+    async def _ask_all(self, op: str, **args: Any) -> list[dict[str, Any]]:
+        """Results of a control operation that no living rank refuses."""
         if not any(r.ready for r in self.ranks.ranks):
-            raise NotReady("no rank is ready", retry_after_secs=2)
+            raise errors.NotReady("no rank is ready", retry_after_secs=2)
 
         replies = await self._ask(op, {r.dp_rank: args for r in self.ranks.ranks if r.dead is None})
-        return [(reply.ok, {"dp_rank": dp_rank, **reply.result}) for dp_rank, reply in replies.items()]
+        return [{"dp_rank": dp_rank, **reply.result} for dp_rank, reply in replies.items()]
 
     async def _ask(self, op: str, args_by_rank: dict[int, dict[str, Any]]) -> dict[int, ReplyMessage]:
         """Replies of these ranks, each asked with its arguments."""
@@ -344,11 +327,11 @@ class HttpServer:
         _, rid = fields.first(asked, "rid", "request_id")
         rooms = fields.integers("bootstrap_room", asked.bootstrap_room, MAX_ITEMS, 0, INT64_MAX)
         if not everything and rid is None and not rooms:
-            raise BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
+            raise errors.BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
         count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0
         if any(r.ready for r in self.ranks.ranks):
             replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
-            count += sum(reply["aborted"] for _, reply in replies)
+            count += sum(reply["aborted"] for reply in replies)
         return json_response({"success": True, "aborted": count})
 
     async def suspend_request(self, request: web.Request) -> web.Response:
@@ -358,7 +341,7 @@ class HttpServer:
         refused = [reply.result["message"] for reply in replies.values() if not reply.ok]
         if refused:
             await self._ask("resume", {dp_rank: items[dp_rank] for dp_rank, reply in replies.items() if reply.ok})
-            raise WrongState(refused[0])
+            raise errors.WrongState(refused[0])
         return self._changed(rid, "suspended", replies)
 
     async def resume_request(self, request: web.Request) -> web.Response:
@@ -429,25 +412,25 @@ class HttpServer:
         try:
             self._check_key(request)
             return await handler(request)
-        except EngineError as err:
+        except errors.EngineError as err:
             return error_response(err)
         except web.HTTPNotFound:
-            return error_response(NotFound(f"no such path: {request.path[:200]}"))
+            return error_response(errors.NotFound(f"no such path: {request.path[:200]}"))
         except web.HTTPMethodNotAllowed as err:
             allowed = ", ".join(sorted(err.allowed_methods))
             response = error_response(
-                MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}")
+                errors.MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}")
             )
             response.headers["allow"] = allowed
             return response
         except web.HTTPException as err:
-            return error_response(BadRequest(f"{err.reason}"))
+            return error_response(errors.BadRequest(f"{err.reason}"))
         except ConnectionError:
             # The client is gone and will not read this; an exception would be logged by aiohttp as ours.
-            return error_response(Aborted("the client closed the connection"))
+            return error_response(errors.Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)
-            return error_response(EngineError("internal error; the engine's log has the details"))
+            return error_response(errors.EngineError("internal error; the engine's log has the details"))
 
     def _check_key(self, request: web.Request) -> None:
         key = self.config.api_key
@@ -455,11 +438,11 @@ class HttpServer:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
-            raise InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
+            raise errors.InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
 
 
-def _no_such_request(rid: str) -> NotFound:
-    return NotFound(
+def _no_such_request(rid: str) -> errors.NotFound:
+    return errors.NotFound(
         f"no request {rid[:200]!r} is being answered here; give the rid (or the x-request-id header) it was sent with",
         param="rid",
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
-from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
@@ -68,7 +68,8 @@ class ChoiceState:
         "seen", "stages",
     )  # fmt: skip
 
-    def __init__(self, owner: Generation, index: int, item: PromptItem, rules: TextRules, tokenizer: Tokenizer) -> None:
+    def __init__(self, owner: Generation, index: int, item: PromptItem) -> None:
+        rules, tokenizer = owner.accepted.text, owner.tokenizer
         skip = rules.skip_special_tokens
         self._owner = owner
         self._detok = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
@@ -174,33 +175,32 @@ def _rows(ids: list[int], logprobs: LogprobsMessage, k: int) -> TokenLogprobs:
     return TokenLogprobs(ids, logprobs.chosen[:n], top)
 
 
+@dataclass(eq=False)
 class Generation:
     """All items of one accepted request."""
 
-    def __init__(
-        self, rid: str, accepted: AcceptedRequest, ranks: RankSet, tokenizer: Tokenizer, metrics: EngineMetrics,
-        endpoint: str, arrived: float, timeout_secs: float, on_generated: Callable[[int], None] = lambda count: None,
-        parent: ParentSpan | None = None,
-    ) -> None:  # fmt: skip
-        """`on_generated` hears of tokens as they come. `parent`: the span that those of the ranks hang below."""
-        self.rid = rid
-        self.accepted = accepted
-        self.ranks = ranks
-        self.tokenizer = tokenizer
-        self.endpoint = endpoint
-        self.arrived = arrived
+    rid: str
+    accepted: AcceptedRequest
+    ranks: RankSet
+    tokenizer: Tokenizer
+    metrics: EngineMetrics
+    endpoint: str
+    arrived: float
+    timeout_secs: float
+    on_generated: Callable[[int], None] = lambda count: None
+    """Called with the number of tokens as they come."""
+    parent: ParentSpan | None = None
+    """The span that those of the ranks hang below."""
+
+    def __post_init__(self) -> None:
         self.submitted_at: float | None = None
         self.first_token_at: float | None = None
-        self.created = int(time.time()) if accepted.resume is None else accepted.resume.created
+        self.created = int(time.time()) if self.accepted.resume is None else self.accepted.resume.created
         """Unix seconds: what its events say."""
-        self._parent = parent
-        self._metrics = metrics
-        self._timeout_secs = timeout_secs
-        self._on_generated = on_generated
-        self._deadline = arrived + timeout_secs
+        self._deadline = self.arrived + self.timeout_secs
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.tracks = [ChoiceState(self, i, item, accepted.text, tokenizer) for i, item in enumerate(accepted.items)]
+        self.tracks = [ChoiceState(self, i, item) for i, item in enumerate(self.accepted.items)]
 
     def start(self) -> None:
         """Submit every item. Raises QueueFull, NotReady, EngineDead; then nothing runs."""
@@ -210,7 +210,7 @@ class Generation:
             return
         many = len(self.tracks) > 1
         self.submitted_at = now = time.monotonic()
-        trace = b"" if self._parent is None else self._parent.packed(now)
+        trace = b"" if self.parent is None else self.parent.packed(now)
         ttft_secs = self.accepted.ttft_deadline_secs
         try:
             for track in self.tracks:
@@ -250,13 +250,13 @@ class Generation:
 
     def note_tokens(self, track: ChoiceState, count: int) -> None:
         now = time.monotonic()
-        self._on_generated(count)
+        self.on_generated(count)
         if self.first_token_at is None:
             self.first_token_at = now
         if track.last_token_at:
-            self._metrics.itl.observe((now - track.last_token_at) / count)
+            self.metrics.itl.observe((now - track.last_token_at) / count)
         else:
-            self._metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
+            self.metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
         track.last_token_at = now
 
     async def next(self, timeout_secs: float | None = None) -> list[TextDelta] | None:
@@ -276,7 +276,7 @@ class Generation:
                 raise self._error
             now = time.monotonic()
             if now >= limit:
-                raise RequestTimeout(f"no end after {self._timeout_secs:g} s; the engine hangs or is overloaded")
+                raise RequestTimeout(f"no end after {self.timeout_secs:g} s; the engine hangs or is overloaded")
             if now >= wait_until:
                 return None
             await self._woken_within(min(limit, wait_until) - now)

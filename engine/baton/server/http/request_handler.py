@@ -27,8 +27,7 @@ from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
-from baton.server.observability.load_report import LOAD_HEADER, STAGES_HEADER, stages_header
-from baton.server.observability.load_report import header as load_header
+from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.tracer import SpanTracer
 from baton.server.text.tokenizer import Tokenizer
@@ -254,9 +253,9 @@ def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
 def _router_headers(generation: Generation) -> dict[str, str]:
     """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
     first = generation.tracks[0]
-    headers = {} if first.rank is None else {LOAD_HEADER: load_header(first.rank)}
+    headers = {} if first.rank is None else {load_report.LOAD_HEADER: load_report.header(first.rank)}
     if first.stages is not None:
-        headers[STAGES_HEADER] = stages_header(first.stages)
+        headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
     return headers
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -35,36 +36,33 @@ REPLAY_SPARE = 1000
 """Room in the replay socket's queue beside one whole replay."""
 
 
+@dataclass(eq=False)
 class KvPublisher:
     """Owns the two sockets of one DP rank. All methods are called from the rank's thread."""
 
-    def __init__(
-        self,
-        config: KvEventsConfig,
-        sched: Scheduler,
-        dp_rank: int,
-        context: zmq.Context[Any],
-        to_front: Callable[[KvEvents], None],
-    ) -> None:
+    config: KvEventsConfig
+    sched: Scheduler
+    dp_rank: int
+    context: zmq.Context[Any]
+    to_front: Callable[[KvEvents], None]
+
+    def __post_init__(self) -> None:
         """Opens the sockets. Raises ConfigError naming the endpoint that cannot be had."""
-        assert sched.kv_events is not None, "only made when events are enabled"
-        self._sched = sched
-        self._log = sched.kv_events
-        self._dp_rank = dp_rank
-        self._to_front = to_front
-        self._topic = config.topic.encode()
+        assert self.sched.kv_events is not None, "only made when events are enabled"
+        self._log = self.sched.kv_events
+        self._topic = self.config.topic.encode()
         self.epoch = os.urandom(8).hex()
         """Drawn at each start: sequence numbers of another epoch mean nothing here."""
         self._pub: zmq.Socket[bytes] | None = None
         self.replay: zmq.Socket[bytes] | None = None
         """To be polled; `serve_replays` when it has something."""
-        mine = config.of_rank(dp_rank)
+        mine = self.config.of_rank(self.dp_rank)
         if mine.uses_zmq:
-            self._pub = context.socket(zmq.PUB)
+            self._pub = self.context.socket(zmq.PUB)
             self._pub.set_hwm(mine.hwm)
             _attach(self._pub, "endpoint", mine.endpoint, bind=kv_events.binds(mine.endpoint))
             if mine.replay_endpoint is not None:
-                self.replay = context.socket(zmq.ROUTER)
+                self.replay = self.context.socket(zmq.ROUTER)
                 self.replay.set_hwm(mine.buffer_steps + REPLAY_SPARE)  # a ROUTER drops what exceeds it
                 _attach(self.replay, "replay_endpoint", mine.replay_endpoint, bind=True)
 
@@ -88,12 +86,12 @@ class KvPublisher:
         payload = self._encode(batch.events, batch.ts)
         if self._pub is not None:
             self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT)
-        self._to_front(KvEvents(self._dp_rank, batch.seq, payload))
+        self.to_front(KvEvents(self.dp_rank, batch.seq, payload))
 
     def snapshot(self) -> dict[str, Any]:
         """Everything cached, and the number of the first batch that is not in it."""
         self.publish()
-        blocks: list[Stored] = self._sched.cached_blocks()
+        blocks: list[Stored] = self.sched.cached_blocks()
         payload = self._encode(blocks, time.time())
         return {"epoch": self.epoch, "seq": self._log.next_seq, "payload": payload}
 
@@ -115,7 +113,7 @@ class KvPublisher:
             self.replay.send_multipart((client, b"", END_OF_REPLAY, b""), zmq.DONTWAIT)
 
     def _encode(self, events: Any, ts: float) -> bytes:
-        return codec.encode(events, self._sched.limits.page_size, ts, self._dp_rank)
+        return codec.encode(events, self.sched.limits.page_size, ts, self.dp_rank)
 
 
 def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool) -> None:

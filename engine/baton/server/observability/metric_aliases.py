@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-CHOICES = ("none", "sglang", "vllm", "all")
-
 
 @dataclass(frozen=True, slots=True)
 class Alias:

@@ -21,14 +21,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID
-from baton.server.observability.spans import (
-    AnsweredRequest,
-    ParentSpan,
-    ToUnix,
-    continue_trace,
-    request_span,
-    timeline_spans,
-)
+from baton.server.observability import spans
 from baton.server.worker.messages import TimelinesMessage
 
 if TYPE_CHECKING:
@@ -65,13 +58,13 @@ class SpanTracer:
         self._offset = 0
         self._counted: dict[str, int] = {}
 
-    def begin(self, headers: Mapping[str, str]) -> ParentSpan | None:
+    def begin(self, headers: Mapping[str, str]) -> spans.ParentSpan | None:
         """The span of a request that has just come; None: it is not to be traced."""
-        return continue_trace(headers.get("traceparent"))
+        return spans.continue_trace(headers.get("traceparent"))
 
     def answered(
         self,
-        parent: ParentSpan,
+        parent: spans.ParentSpan,
         request: web.Request,
         generation: Generation | None,
         status: int | None,
@@ -92,7 +85,7 @@ class SpanTracer:
                 more.append(("baton.dp_rank", first.rank.dp_rank))
             if first.item.rendezvous is not None:
                 more.append(("baton.room", first.item.rendezvous.room))
-        answered = AnsweredRequest(
+        answered = spans.AnsweredRequest(
             method=request.method,
             route=request.path,
             request_id=request[REQUEST_ID],
@@ -104,13 +97,13 @@ class SpanTracer:
             first_token=None if generation is None else generation.first_token_at,
             more=tuple(more),
         )
-        self._exporter.put([request_span(parent, answered, self._to_unix())])
+        self._exporter.put([spans.request_span(parent, answered, self._to_unix())])
 
     def on_timelines(self, message: TimelinesMessage) -> None:
         """A rank is through with some requests."""
         unix = self._to_unix()
-        spans = (timeline_spans(timeline, message.dp_rank, unix) for timeline in message.timelines)
-        self._exporter.put([*itertools.chain.from_iterable(spans)])
+        of_each = (spans.timeline_spans(timeline, message.dp_rank, unix) for timeline in message.timelines)
+        self._exporter.put([*itertools.chain.from_iterable(of_each)])
 
     def count(self, metric: Counter) -> None:
         """Bring the metric's series up to what the exporter has counted."""
@@ -122,7 +115,7 @@ class SpanTracer:
         """Send what is queued; before the process ends."""
         await asyncio.to_thread(self._exporter.flush, LAST_SPANS_SECS)
 
-    def _to_unix(self) -> ToUnix:
+    def _to_unix(self) -> spans.ToUnix:
         """Offset for all spans as long as the clock is not set, so that children lie within their parents."""
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
         # The thread may be interrupted between the readings, so they give a range.

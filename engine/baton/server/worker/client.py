@@ -25,22 +25,7 @@ import zmq
 from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.request import FinishReason
-from baton.server.worker.messages import (
-    AbortMessage,
-    ControlMessage,
-    KvEvents,
-    LoadingMessage,
-    LogprobsMessage,
-    ReadyMessage,
-    ReplyMessage,
-    StatsMessage,
-    SubmitMessage,
-    TimelinesMessage,
-    ToFront,
-    TokenBatch,
-    encoder,
-    to_front_decoder,
-)
+from baton.server.worker import messages
 
 log = logging.getLogger("baton.front")
 
@@ -57,7 +42,11 @@ class EventSink(Protocol):
         """Times of the way to the first token; its tokens follow with `on_tokens`."""
 
     def on_tokens(
-        self, tokens: Sequence[int], cached_tokens: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
+        self,
+        tokens: Sequence[int],
+        cached_tokens: int,
+        logprobs: messages.LogprobsMessage | None,
+        finish: FinishReason | None,
     ) -> None: ...
 
     def on_error(self, error: EngineError) -> None: ...
@@ -76,7 +65,7 @@ class RankClient:
     loading: dict[int, float] = field(default_factory=dict)
     """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
     tp_size: int = 1
-    stats: StatsMessage = field(init=False)
+    stats: messages.StatsMessage = field(init=False)
     """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
     reported_at: float = 0.0
     items: dict[int, tuple[EventSink, int]] = field(default_factory=dict)
@@ -89,7 +78,7 @@ class RankClient:
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
 
     def __post_init__(self) -> None:
-        self.stats = StatsMessage(self.dp_rank)
+        self.stats = messages.StatsMessage(self.dp_rank)
 
     @property
     def load_progress(self) -> float:
@@ -108,7 +97,7 @@ class RankSet:
         self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
         self._of_handle: dict[int, RankClient] = {}
         self._handles = itertools.count(1)
-        self._controls: dict[int, tuple[RankClient, asyncio.Future[ReplyMessage]]] = {}
+        self._controls: dict[int, tuple[RankClient, asyncio.Future[messages.ReplyMessage]]] = {}
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
@@ -116,8 +105,8 @@ class RankSet:
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
-        self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
-        self.on_timelines: Callable[[TimelinesMessage], None] = lambda message: None
+        self.on_kv_events: Callable[[messages.KvEvents], None] = lambda message: None
+        self.on_timelines: Callable[[messages.TimelinesMessage], None] = lambda message: None
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -159,7 +148,7 @@ class RankSet:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: RankClient, message: SubmitMessage, sink: EventSink) -> int:
+    def submit(self, rank: RankClient, message: messages.SubmitMessage, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
@@ -185,28 +174,28 @@ class RankSet:
             rank = self.ranks[dp_rank]
             if rank.dead is None:
                 try:
-                    self._send(rank, AbortMessage(mine))
+                    self._send(rank, messages.AbortMessage(mine))
                 except QueueFull as err:
                     log.error("abort lost: %s", err.message)  # the rank hangs; its deadline frees the requests
 
-    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> ReplyMessage:
+    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> messages.ReplyMessage:
         """Ask one rank. Raises EngineDead or RequestTimeout."""
         if rank.dead is not None:
             raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
         id = next(self._control_ids)
-        future: asyncio.Future[ReplyMessage] = self._loop.create_future()
+        future: asyncio.Future[messages.ReplyMessage] = self._loop.create_future()
         self._controls[id] = (rank, future)
         try:
-            self._send(rank, ControlMessage(id, op, args))
+            self._send(rank, messages.ControlMessage(id, op, args))
             return await asyncio.wait_for(future, timeout_secs)
         except asyncio.TimeoutError:
             raise RequestTimeout(f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s") from None
         finally:
             del self._controls[id]
 
-    def _send(self, rank: RankClient, message: SubmitMessage | AbortMessage | ControlMessage) -> None:
+    def _send(self, rank: RankClient, message: messages.ToRank) -> None:
         try:
-            rank.socket.send(encoder.encode(message), zmq.DONTWAIT)
+            rank.socket.send(messages.encoder.encode(message), zmq.DONTWAIT)
         except zmq.Again:
             raise QueueFull(
                 f"rank {rank.dp_rank} does not take messages; it hangs or is gone", retry_after_secs=5
@@ -223,38 +212,38 @@ class RankSet:
             except zmq.Again:
                 return
             try:
-                message = to_front_decoder.decode(raw)
+                message = messages.to_front_decoder.decode(raw)
             except msgspec.DecodeError:
                 log.exception("a rank sent a message that cannot be decoded (%d bytes)", len(raw))
                 continue
             self._dispatch(message)
         self._loop.call_soon(self._readable)
 
-    def _dispatch(self, message: ToFront) -> None:
-        if isinstance(message, TokenBatch):
+    def _dispatch(self, message: messages.ToFront) -> None:
+        if isinstance(message, messages.TokenBatch):
             self._tokens(message)
-        elif isinstance(message, StatsMessage):
+        elif isinstance(message, messages.StatsMessage):
             rank = self.ranks[message.dp_rank]
             rank.stats, rank.reported_at = message, time.monotonic()
             self.on_stats(rank)
-        elif isinstance(message, ReplyMessage):
+        elif isinstance(message, messages.ReplyMessage):
             _, future = self._controls.get(message.id, (None, None))
             if future is not None and not future.done():  # else the question timed out
                 future.set_result(message)
-        elif isinstance(message, LoadingMessage):
+        elif isinstance(message, messages.LoadingMessage):
             self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(message.total, 1)
-        elif isinstance(message, ReadyMessage):
+        elif isinstance(message, messages.ReadyMessage):
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info
             self.changed.set()
-        elif isinstance(message, KvEvents):
+        elif isinstance(message, messages.KvEvents):
             self.on_kv_events(message)
-        elif isinstance(message, TimelinesMessage):
+        elif isinstance(message, messages.TimelinesMessage):
             self.on_timelines(message)
         else:
             self.died(message.dp_rank, message.message)
 
-    def _tokens(self, batch: TokenBatch) -> None:
+    def _tokens(self, batch: messages.TokenBatch) -> None:
         counts, tokens = array("i", batch.counts), array("i", batch.tokens)
         cached, finishes = array("i", batch.cached_tokens), array("b", batch.finish)
         at = 0
@@ -295,7 +284,7 @@ class RankSet:
         if rank.ready:
             log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.items))
         rank.dead, rank.ready = why, False
-        rank.stats = StatsMessage(dp_rank)
+        rank.stats = messages.StatsMessage(dp_rank)
         self.on_stats(rank)
         for handle, (sink, _) in list(rank.items.items()):
             self._forget(handle)

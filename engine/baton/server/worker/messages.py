@@ -44,7 +44,7 @@ class AbortMessage(msgspec.Struct, tag="abort"):
 
 
 class ControlMessage(msgspec.Struct, tag="control"):
-    """`op`: flush_cache | info | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
+    """`op`: flush_cache | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
 
     The rank answers with one Reply carrying the same `id`.
     """
@@ -93,19 +93,23 @@ class ReplyMessage(msgspec.Struct, tag="reply"):
     result: dict[str, Any] = {}
 
 
-class LoadingMessage(msgspec.Struct, tag="loading"):
-    """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
+class FromRank(msgspec.Struct):
+    """A message in the name of a whole rank."""
 
     dp_rank: int
+
+
+class LoadingMessage(FromRank, tag="loading"):
+    """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
+
     tp_rank: int
     done: int
     total: int
 
 
-class ReadyMessage(msgspec.Struct, tag="ready"):
+class ReadyMessage(FromRank, tag="ready"):
     """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool size, dtype …)."""
 
-    dp_rank: int
     info: dict[str, Any]
 
 
@@ -116,14 +120,13 @@ class HistogramColumns(msgspec.Struct, array_like=True):
     sum: float
 
 
-class StatsMessage(msgspec.Struct, tag="stats"):
+class StatsMessage(FromRank, tag="stats"):
     """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
     `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
     the front adds the prefix `baton_` and the dp_rank label.
     """
 
-    dp_rank: int
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
     histograms: dict[str, HistogramColumns] = {}
@@ -134,25 +137,22 @@ class StatsMessage(msgspec.Struct, tag="stats"):
     """Why the rank should get no new requests although it lives."""
 
 
-class FatalMessage(msgspec.Struct, tag="fatal"):
+class FatalMessage(FromRank, tag="fatal"):
     """The rank is about to exit (or could not start); the front fails its requests and turns unready."""
 
-    dp_rank: int
     message: str
 
 
-class KvEvents(msgspec.Struct, tag="kv_events"):
+class KvEvents(FromRank, tag="kv_events"):
     """Batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
 
-    dp_rank: int
     seq: int
     payload: bytes
 
 
-class TimelinesMessage(msgspec.Struct, tag="timelines"):
+class TimelinesMessage(FromRank, tag="timelines"):
     """Timelines of traced requests, after their end: on P that is when D has pulled."""
 
-    dp_rank: int
     timelines: list[RequestTimeline]
 
 

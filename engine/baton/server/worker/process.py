@@ -22,6 +22,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,24 +42,7 @@ from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.process import run_leader, run_worker
 from baton.server.tensor_parallel.transfer_node import TpTransferNode
 from baton.server.text import model_info
-from baton.server.worker import transfer_setup
-from baton.server.worker.messages import (
-    AbortMessage,
-    ControlMessage,
-    FatalMessage,
-    HistogramColumns,
-    LoadingMessage,
-    LogprobsMessage,
-    ReadyMessage,
-    ReplyMessage,
-    StatsMessage,
-    SubmitMessage,
-    TimelinesMessage,
-    ToFront,
-    TokenBatch,
-    encoder,
-    to_rank_decoder,
-)
+from baton.server.worker import messages, transfer_setup
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel
@@ -107,11 +91,13 @@ def main() -> int:
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], err.message)))
+        push.send(messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], err.message)))
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
-        push.send(encoder.encode(FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}")))
+        push.send(
+            messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}"))
+        )
         return 1
     finally:
         context.destroy(linger=1000)
@@ -128,7 +114,7 @@ class LoadReports:
     def __call__(self, done: int, total: int) -> None:
         if (now := time.monotonic()) >= self._next or done >= total:
             self._next = now + LOADING_EVERY_SECS
-            self._push.send(encoder.encode(LoadingMessage(*self._place, done, total)))
+            self._push.send(messages.encoder.encode(messages.LoadingMessage(*self._place, done, total)))
 
 
 def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
@@ -141,19 +127,17 @@ def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
     return build.load(config, str(model_info.resolve(config.model_path)), on_progress=report)
 
 
+@dataclass(eq=False)
 class RankProcess:
-    def __init__(
-        self,
-        config: EngineConfig,
-        rank_config: dict[str, Any],
-        pull: zmq.Socket[bytes],
-        push: zmq.Socket[bytes],
-        team: channel.TpGroup | None = None,
-    ) -> None:
-        self.config = config
-        self.dp_rank: int = rank_config["dp_rank"]
-        self._pull = pull
-        self._push = push
+    config: EngineConfig
+    rank_config: dict[str, Any]
+    pull: zmq.Socket[bytes]
+    push: zmq.Socket[bytes]
+    team: channel.TpGroup | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.dp_rank: int = self.rank_config["dp_rank"]
         self._stop = False
         # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe does.
         woken, wake = os.pipe()
@@ -163,30 +147,30 @@ class RankProcess:
         self._followers: channel.TpWorkers | None = None
         loaded: LoadedModel | SimLoaded
         pids = [os.getpid()]
-        report = LoadReports(push, self.dp_rank, 0)
-        if team is None:
+        report = LoadReports(self.push, self.dp_rank, 0)
+        if self.team is None:
             loaded = _load(config, report)
         else:
-            loaded, self._followers = run_leader(config, team, pull.context, report)
+            loaded, self._followers = run_leader(config, self.team, self.pull.context, report)
             pids += self._followers.pids
         self._info = {**loaded.info, "pids": pids}
         self._node: Any = None
         driver = None
         if config.disaggregation_mode != "null":
-            driver = self._attach_transfer(loaded, rank_config["bootstrap"])
+            driver = self._attach_transfer(loaded, self.rank_config["bootstrap"])
         self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
         self.engine = loaded.engine(driver, self._trace.put if self._trace else None)
         if self._decision_log:
             self.engine.sched.decisions.sink = self._decision_log.put
         self._poller = zmq.Poller()
-        self._poller.register(pull, zmq.POLLIN)
+        self._poller.register(self.pull, zmq.POLLIN)
         self._poller.register(woken, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
         if self._followers is not None:
             self._poller.register(self._followers.reports, zmq.POLLIN)
-        self._kv = self._announce_cache(pull.context)
+        self._kv = self._announce_cache()
         self._next_stats = 0.0
         self._last_stats: tuple[float, float] | None = None
         """When the last report was made, and how many tokens had been generated by then."""
@@ -204,12 +188,12 @@ class RankProcess:
         mine = path_of_rank(path, self.dp_rank, self.config.dp_size)
         return LogFile(flag_name(field), mine, render, limit, must_be_whole=must_be_whole)
 
-    def _announce_cache(self, context: zmq.Context[Any]) -> KvPublisher | None:
+    def _announce_cache(self) -> KvPublisher | None:
         """--kv-events-config: the publisher, with its replay socket in the poller."""
         config = kv_events.read(self.config.kv_events_config)
         if not config.enable_kv_cache_events:
             return None
-        kv = KvPublisher(config, self.engine.sched, self.dp_rank, context, self._send)
+        kv = KvPublisher(config, self.engine.sched, self.dp_rank, self.pull.context, self._send)
         if kv.replay is not None:
             self._poller.register(kv.replay, zmq.POLLIN)
         self._info = {**self._info, "kv_events": kv.info()}
@@ -232,7 +216,7 @@ class RankProcess:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        self._send(ReadyMessage(self.dp_rank, self._info))
+        self._send(messages.ReadyMessage(self.dp_rank, self._info))
         busy = True
         while not self._stop:
             self._ingest(wait=not busy)
@@ -240,7 +224,7 @@ class RankProcess:
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
             if timelines := self.engine.take_timelines():
-                self._send(TimelinesMessage(self.dp_rank, timelines))
+                self._send(messages.TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
                 self._kv.publish()
             now = time.monotonic()
@@ -277,20 +261,20 @@ class RankProcess:
             self._kv.serve_replays()
         for _ in range(INGEST_BURST):
             try:
-                raw = self._pull.recv(zmq.DONTWAIT)
+                raw = self.pull.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            message = to_rank_decoder.decode(raw)
-            if isinstance(message, SubmitMessage):
+            message = messages.to_rank_decoder.decode(raw)
+            if isinstance(message, messages.SubmitMessage):
                 self._submit(message)
-            elif isinstance(message, AbortMessage):
+            elif isinstance(message, messages.AbortMessage):
                 for handle in message.handles:
-                    self.engine.abort(handle)
+                    self.engine.sched.abort(handle)
                     self._stream.forget(handle)
             else:
                 self._send(self._control(message))
 
-    def _submit(self, message: SubmitMessage) -> None:
+    def _submit(self, message: messages.SubmitMessage) -> None:
         fields = msgspec.structs.asdict(message) | {"prompt": array("i", message.prompt)}
         try:
             self.engine.submit(ValidatedRequest(**fields))
@@ -299,11 +283,11 @@ class RankProcess:
             refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
             self._send(token_batch([refused]))
 
-    def _control(self, message: ControlMessage) -> ReplyMessage:
+    def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:
-            return ReplyMessage(message.id, True, self._answer(message.op, message.args))
+            return messages.ReplyMessage(message.id, True, self._answer(message.op, message.args))
         except WrongState as err:
-            return ReplyMessage(message.id, False, {"message": err.message})
+            return messages.ReplyMessage(message.id, False, {"message": err.message})
 
     def _answer(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
         """Carry out a control operation. Raises WrongState when it cannot be done."""
@@ -312,8 +296,6 @@ class RankProcess:
             return {"pages": sched.flush_cache()}
         if op == "kv_snapshot" and self._kv is not None:
             return self._kv.snapshot()
-        if op == "info":
-            return {**self._info, **sched.counts()}
         if op == "ledger":
             books: dict[str, Any] = {"pages": self.engine.page_gauges(), "requests": sched.counts()}
             if self._node is not None:
@@ -341,8 +323,8 @@ class RankProcess:
 
     # ------------------------------------------------------------------ reports
 
-    def _send(self, message: ToFront) -> None:
-        self._push.send(encoder.encode(message))
+    def _send(self, message: messages.ToFront) -> None:
+        self.push.send(messages.encoder.encode(message))
 
     def _send_stats(self, now: float) -> None:
         self._next_stats = now + STATS_EVERY_SECS
@@ -354,7 +336,7 @@ class RankProcess:
         gauges = {**engine.gauges(), **sched.stats.gauges(), **sched.sharing.gauges(), "generated_tokens_per_s": rate}
         counters = {
             **engine.counters,
-            **engine.transfer_counters,
+            **(engine.driver.counters if engine.driver is not None else {}),
             **sched.turned_away(),
             **sched.stats.counters(),
             **sched.sharing.counters(),
@@ -362,7 +344,7 @@ class RankProcess:
             "retractions_total": sched.retractions,
             "preemptions_total": sched.preemptions,
             "suspensions_total": sched.suspensions,
-            "priority_hook_errors_total": engine.hook_errors,
+            "priority_hook_errors_total": 0 if engine.hook is None else engine.hook.errors,
             "schedule_policy_degraded_total": sched.policy_degraded,
             "kv_quarantined_pages_total": sched.quarantined_pages,
         }
@@ -384,8 +366,8 @@ class RankProcess:
             reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
-        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
-        self._send(StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
+        histograms = {name: messages.HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
+        self._send(messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
@@ -432,19 +414,19 @@ class StreamBuffer:
         self._held.pop(handle, None)
 
 
-def token_batch(outputs: list[EmittedTokens]) -> TokenBatch:
+def token_batch(outputs: list[EmittedTokens]) -> messages.TokenBatch:
     """Put everything a turn produced into one message of columns. A handle may have several rows, in order."""
     tokens = array("i")
-    logprobs: dict[int, LogprobsMessage] = {}
+    logprobs: dict[int, messages.LogprobsMessage] = {}
     errors: dict[int, tuple[str, str]] = {}
     for row, out in enumerate(outputs):
         tokens.extend(out.tokens)
         if out.logprobs is not None:
             lp = out.logprobs
-            logprobs[row] = LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
+            logprobs[row] = messages.LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
         if out.error is not None:
             errors[row] = out.error
-    return TokenBatch(
+    return messages.TokenBatch(
         handles=[out.handle for out in outputs],
         counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
         tokens=tokens.tobytes(),
