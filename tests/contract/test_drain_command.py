@@ -177,6 +177,7 @@ def test_key_and_unreachable_targets(path: str) -> None:
         ((), "no target; give the URL of an engine"),
         (("localhost:30000",), "localhost:30000: give http://HOST:PORT"),
         (("http://x", "--undo", "--wait"), "--undo goes with neither --wait nor --status"),
+        (("http://x", "--undo", "--status", "--wait"), "--undo goes with neither --wait nor --status"),
         (("http://x", "--timeout", "-1"), "--timeout -1: give seconds from 0"),
         (("http://x", "--timeout", "soon"), "--timeout-secs soon: give a number"),
         (("http://x", "--waitt"), "there is no such flag; is it --wait?"),

@@ -172,7 +172,7 @@ class FakeRank:
             return
         if message.op == "steps":
             result = {"steps": [{"asked": message.args["n"]}]}
-        await self.send(ReplyMessage(message.id, message.op != "flush_cache" or not self.running, result))
+        await self.send(ReplyMessage(message.id, True, result))
 
     def change(self, message: ControlMessage) -> ReplyMessage:
         if message.op == "suspend" and "unsuspendable" in self.script:

@@ -241,7 +241,7 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     for target in targets:
         if not target.startswith(("http://", "https://", "pod/", "node/")):
             bad.append(f"{target}: give http://HOST:PORT, ROUTER/workers/ID, pod/NAME or node/NAME")
-    if sum((config.undo, config.status, config.wait)) > 1 and not (config.status and config.wait):
+    if config.undo and (config.status or config.wait):
         bad.append("--undo goes with neither --wait nor --status; leave one out")
     if config.timeout_secs < 0:
         bad.append(f"--timeout {config.timeout_secs:g}: give seconds from 0")
