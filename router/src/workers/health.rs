@@ -290,14 +290,10 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
     let head = RequestHead::new(Method::GET, uri, fleet.worker_headers());
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
-    let mut answer = response.into_body();
-    let mut body = Vec::new();
-    while let Some(piece) = answer.piece().await {
-        body.extend_from_slice(&piece.map_err(|err| GetError::Failed(err.to_string()))?);
-        if body.len() > MAX_DESCRIPTION {
-            return Err(GetError::Failed(format!("answer is longer than {MAX_DESCRIPTION} bytes")));
-        }
-    }
+    let body = response.into_body().read_at_most(MAX_DESCRIPTION).await;
+    let body = body.map_err(|err| GetError::Failed(err.to_string()))?;
+    let too_long = || GetError::Failed(format!("answer is longer than {MAX_DESCRIPTION} bytes"));
+    let body = body.ok_or_else(too_long)?;
     match status {
         200..300 => Ok(body),
         503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),
