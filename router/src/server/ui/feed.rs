@@ -30,8 +30,8 @@ pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteErr
             }
         }
     };
-    let (place, updates) = app.feed.join(render)?;
-    let mut response = Response::new(Body::from_stream(events(place, updates)));
+    let place = app.feed.join(render)?;
+    let mut response = Response::new(Body::from_stream(events(place)));
     let headers = response.headers_mut();
     sse_headers(headers);
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
