@@ -25,11 +25,6 @@ impl HeaderReadTimeout {
         Self { idle, head, head_started: Arc::default() }
     }
 
-    /// Timeout for hyper: it starts the timer, this one decides how long it runs.
-    pub fn idle(&self) -> Duration {
-        self.idle
-    }
-
     /// True if a head was begun, and, as the connection ended for its time, never finished.
     pub fn head_started(&self) -> bool {
         self.head_started.load(Ordering::Relaxed)
@@ -41,6 +36,7 @@ impl HeaderReadTimeout {
     }
 }
 
+/// hyper starts the timer; this decides how long it runs.
 impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.head_started.store(false, Ordering::Relaxed);
