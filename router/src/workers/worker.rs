@@ -1,7 +1,7 @@
 //! A worker: its state, what it says about itself, what runs on it.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -317,7 +317,5 @@ impl Worker {
 }
 
 fn number_of(name: &str) -> u32 {
-    let mut hasher = DefaultHasher::new();
-    name.hash(&mut hasher);
-    hasher.finish() as u32
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(name) as u32
 }
