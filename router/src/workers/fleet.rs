@@ -34,7 +34,7 @@ impl WorkerFleet {
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {
-            registry: WorkerRegistry::new(&config, deciders, metrics.clone(), tls, cut),
+            registry: WorkerRegistry::new(config.clone(), deciders, metrics.clone(), tls, cut),
             config,
             metrics,
             discovered: Mutex::default(),
