@@ -124,10 +124,6 @@ impl LimitFlags {
         Duration::from_secs(self.idle_connection_timeout_secs)
     }
 
-    pub fn body_timeout(&self) -> Duration {
-        Duration::from_secs(self.body_read_timeout_secs)
-    }
-
     pub fn stall_timeout(&self) -> Duration {
         Duration::from_secs(self.stream_body_stall_timeout_secs)
     }

@@ -286,7 +286,7 @@ pub async fn read_at_most(
     limit_bytes: usize,
 ) -> Result<Bytes, RouteError> {
     let limits = &app.config.limits;
-    let until = Instant::now() + limits.body_timeout();
+    let until = Instant::now() + Duration::from_secs(limits.body_read_timeout_secs);
     let too_large = || RouteError::PayloadTooLarge { limit_bytes };
     let announced = headers.get(CONTENT_LENGTH);
     let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
