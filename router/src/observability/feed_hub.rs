@@ -48,18 +48,6 @@ pub struct FeedHub {
     snapshots: IntCounter,
 }
 
-/// Place of a page; free when dropped.
-pub struct FeedPlace {
-    updates: watch::Receiver<RenderedSnapshot>,
-    clients: Gauge,
-}
-
-impl Drop for FeedPlace {
-    fn drop(&mut self) {
-        self.clients.dec();
-    }
-}
-
 impl FeedHub {
     pub fn new(clients: Gauge, snapshots: IntCounter) -> Self {
         Self {
@@ -71,12 +59,13 @@ impl FeedHub {
         }
     }
 
-    /// Take a place, and start the ticker if it does not run. `render` returns a snapshot as JSON
-    /// and whether it is the last one, or `None` to end at once.
+    /// Take a place, which is free again when the receiver is dropped, and start the ticker if it
+    /// does not run. `render` returns a snapshot as JSON and whether it is the last one, or `None`
+    /// to end at once.
     pub fn join(
         self: &Arc<Self>,
         render: impl FnMut() -> Option<(Vec<u8>, bool)> + Send + 'static,
-    ) -> Result<FeedPlace, RouteError> {
+    ) -> Result<watch::Receiver<RenderedSnapshot>, RouteError> {
         let mut is_ticking = self.is_ticking.lock();
         if self.latest.borrow().is_last {
             return Err(RouteError::Draining);
@@ -84,14 +73,18 @@ impl FeedHub {
         if self.latest.receiver_count() >= MAX_CLIENTS {
             return Err(RouteError::FeedFull { limit: MAX_CLIENTS });
         }
-        self.clients.inc();
         let mut updates = self.latest.subscribe();
         if std::mem::replace(&mut *is_ticking, true) {
             updates.mark_changed();
         } else {
             tokio::spawn(self.clone().tick(render));
         }
-        Ok(FeedPlace { updates, clients: self.clients.clone() })
+        Ok(updates)
+    }
+
+    /// Set the gauge of pages.
+    pub fn show_clients(&self) {
+        self.clients.set(self.latest.receiver_count() as f64);
     }
 
     async fn tick(self: Arc<Self>, mut render: impl FnMut() -> Option<(Vec<u8>, bool)>) {
@@ -128,16 +121,18 @@ impl FeedHub {
 }
 
 /// Events until the router drains or the page leaves.
-pub fn events(place: FeedPlace) -> impl stream::Stream<Item = Result<Bytes, Infallible>> {
-    stream::unfold((place, false), |(mut place, is_over)| async move {
+pub fn events(
+    updates: watch::Receiver<RenderedSnapshot>,
+) -> impl stream::Stream<Item = Result<Bytes, Infallible>> {
+    stream::unfold((updates, false), |(mut updates, is_over)| async move {
         if is_over {
             return None;
         }
         loop {
-            place.updates.changed().await.ok()?;
-            let latest = place.updates.borrow_and_update().clone();
+            updates.changed().await.ok()?;
+            let latest = updates.borrow_and_update().clone();
             if !latest.event.is_empty() {
-                return Some((Ok(latest.event), (place, latest.is_last)));
+                return Some((Ok(latest.event), (updates, latest.is_last)));
             }
             if latest.is_last {
                 return None;
@@ -190,6 +185,11 @@ mod tests {
             Ok(Box::pin(events(self.hub.join(render)?)))
         }
 
+        fn clients(&self) -> f64 {
+            self.hub.show_clients();
+            self.hub.clients.get()
+        }
+
         fn rendered(&self) -> usize {
             self.renders.load(Ordering::SeqCst)
         }
@@ -238,9 +238,9 @@ mod tests {
         let (mut first, second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
         drop(second);
         assert!(next(&mut first).await.is_some());
-        assert_eq!(scene.hub.clients.get(), 1.0);
+        assert_eq!(scene.clients(), 1.0);
         drop(first);
-        assert_eq!(scene.hub.clients.get(), 0.0);
+        assert_eq!(scene.clients(), 0.0);
         scene.until(|scene| !*scene.hub.is_ticking.lock()).await;
         let before = scene.rendered();
         let mut again = scene.page(0).unwrap();
@@ -253,7 +253,7 @@ mod tests {
         let mut pages: Vec<_> = (0..MAX_CLIENTS).map(|_| scene.page(0).unwrap()).collect();
         let refused = scene.page(0).err();
         assert_eq!(refused, Some(RouteError::FeedFull { limit: MAX_CLIENTS }));
-        assert_eq!(scene.hub.clients.get(), MAX_CLIENTS as f64);
+        assert_eq!(scene.clients(), MAX_CLIENTS as f64);
         pages.pop();
         assert!(scene.page(0).is_ok());
     }
