@@ -20,9 +20,8 @@ const HEADER_NAME: &str = "x-baton-explain";
 pub const HEADER: HeaderName = HeaderName::from_static(HEADER_NAME);
 
 /// Explanation that the client asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainMode {
-    #[default]
     Nothing,
     Explain,
     DryRun,

@@ -32,16 +32,6 @@ pub struct MetricSpec {
     pub help: &'static str,
 }
 
-impl MetricSpec {
-    const fn new<Family: MetricFamily>(
-        name: &'static str,
-        labels: &'static [&'static str],
-        help: &'static str,
-    ) -> Self {
-        Self { name, kind: Family::KIND, labels, help }
-    }
-}
-
 /// Metrics of one name, by labels, or a single one.
 trait MetricFamily: Sized {
     const KIND: MetricType;
@@ -105,14 +95,16 @@ macro_rules! router_metrics {
         }
 
         /// All metrics, in the order of docs/metrics.md.
-        pub const METRICS: &[MetricSpec] =
-            &[$(MetricSpec::new::<$type>($name, &[$($label),*], $help)),*];
+        pub const METRICS: &[MetricSpec] = &[
+            $(MetricSpec { name: $name, kind: $type::KIND, labels: &[$($label),*], help: $help }),*
+        ];
 
         impl RouterMetrics {
             fn register() -> prometheus::Result<Self> {
                 let exposed = Exposed::new();
-                $(let spec = MetricSpec::new::<$type>($name, &[$($label),*], $help);
-                let $field = $type::register(&exposed, &spec)?;)*
+                let mut specs = METRICS.iter();
+                $(let spec = specs.next().expect("each field has its row");
+                let $field = $type::register(&exposed, spec)?;)*
                 Ok(Self { exposed, scrape: parking_lot::Mutex::default(), $($field),* })
             }
         }
