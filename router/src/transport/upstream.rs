@@ -33,7 +33,6 @@ use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
-use tokio_rustls::client::TlsStream;
 
 use crate::config::WorkerUrl;
 use crate::transport::descriptors::is_exhausted;
@@ -188,23 +187,11 @@ impl ConnectionPool {
             _ => SendError::Connect(err.to_string()),
         })?;
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
-        match &self.tls {
-            None => self.drive(stream).await,
-            Some(tls) => self.drive(self.encrypt(tls, stream).await?).await,
-        }
-    }
-
-    async fn encrypt(
-        &self,
-        tls: &WorkerTls,
-        stream: TcpStream,
-    ) -> Result<TlsStream<TcpStream>, SendError> {
+        let Some(tls) = &self.tls else { return self.drive(stream).await };
         let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
-        let connector = tls.connector(&self.url.host);
-        let (connector, name) = connector.map_err(|err| failed(err.to_string()))?;
-        let shaken = timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await;
+        let shaken = timeout(CONNECT_TIMEOUT, tls.handshake(&self.url.host, stream)).await;
         let shaken = shaken.map_err(|_| failed(format!("no handshake for {CONNECT_TIMEOUT:?}")))?;
-        shaken.map_err(|err| failed(err.to_string()))
+        self.drive(shaken.map_err(|err| failed(err.to_string()))?).await
     }
 
     async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>

@@ -14,7 +14,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::RequestHead;
 use crate::workers::registry::WorkerRegistry;
-use crate::workers::worker::Worker;
+use crate::workers::worker::{Worker, WorkerState};
 
 pub struct WorkerFleet {
     pub config: Arc<RouterConfig>,
@@ -64,9 +64,10 @@ impl WorkerFleet {
 
     /// No new requests for this worker; it is removed when those in flight have ended.
     pub fn drain(self: &Arc<Self>, worker: &Arc<Worker>) {
-        if !self.registry.start_drain(worker) {
-            return;
+        if !self.registry.set_state(worker, WorkerState::Leaving, None) {
+            return; // it leaves already, or was removed
         }
+        worker.stop_probes();
         let (fleet, worker) = (Arc::downgrade(self), worker.clone());
         tokio::spawn(async move {
             worker.until_idle().await;

@@ -169,15 +169,6 @@ impl WorkerRegistry {
         Ok(worker)
     }
 
-    /// No new requests for this worker. False: it leaves already, or was removed.
-    pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
-        let is_news = self.set_state(worker, WorkerState::Leaving, None);
-        if is_news {
-            worker.stop_probes();
-        }
-        is_news
-    }
-
     /// Take a worker out. Requests in flight finish.
     pub fn remove(&self, id: u64) -> Option<Arc<Worker>> {
         let mut workers = self.workers.write();
