@@ -62,9 +62,8 @@ impl DiscoveryFlags {
         usize::from(self.discovery_file.is_some()) + self.selectors(is_pd).len()
     }
 
-    /// Problems between these flags.
-    pub fn validate(&self, is_pd: bool) -> Vec<String> {
-        let mut bad = Vec::new();
+    /// Adds the problems between these flags.
+    pub fn validate(&self, is_pd: bool, errors: &mut Vec<String>) {
         let selectors = [
             ("--selector", &self.selector, !is_pd),
             ("--prefill-selector", &self.prefill_selector, is_pd),
@@ -73,23 +72,23 @@ impl DiscoveryFlags {
         for (flag, labels, has_use) in selectors {
             let given = labels.join(" ");
             match (self.service_discovery, has_use) {
-                (true, true) if labels.is_empty() => bad.push(format!(
+                (true, true) if labels.is_empty() => errors.push(format!(
                     "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a worker"
                 )),
                 (true, true) => {}
                 _ if labels.is_empty() => {}
-                (false, _) => bad.push(format!("{flag} {given}: needs --service-discovery")),
-                (true, false) if is_pd => bad.push(format!(
+                (false, _) => errors.push(format!("{flag} {given}: needs --service-discovery")),
+                (true, false) if is_pd => errors.push(format!(
                     "{flag} {given}: selects regular workers, --pd-disaggregation has none; use --prefill-selector and --decode-selector"
                 )),
-                (true, false) => bad.push(format!("{flag} {given}: needs --pd-disaggregation")),
+                (true, false) => errors.push(format!("{flag} {given}: needs --pd-disaggregation")),
             }
             for label in each(labels).filter(|label| !is_label(label)) {
-                bad.push(format!("{flag} {label}: give KEY=VALUE with a label's key and value"));
+                errors.push(format!("{flag} {label}: give KEY=VALUE with a label's key and value"));
             }
         }
         if self.service_discovery_port == 0 {
-            bad.push("--service-discovery-port 0: give a port from 1 to 65535".to_owned());
+            errors.push("--service-discovery-port 0: give a port from 1 to 65535".to_owned());
         }
         for (flag, is_given) in [
             ("--service-discovery-namespace", self.service_discovery_namespace.is_some()),
@@ -97,18 +96,17 @@ impl DiscoveryFlags {
             ("--service-discovery-scheme https", self.is_tls()),
         ] {
             if is_given && !self.service_discovery {
-                bad.push(format!("{flag} needs --service-discovery"));
+                errors.push(format!("{flag} needs --service-discovery"));
             }
         }
         if let Some(name) = &self.service_discovery_namespace
             && name != "*"
             && !is_name(name)
         {
-            bad.push(format!(
+            errors.push(format!(
                 "--service-discovery-namespace {name}: give a namespace's name, or '*' for all"
             ));
         }
-        bad
     }
 }
 

@@ -71,8 +71,7 @@ pub struct LimitFlags {
 
 impl LimitFlags {
     /// `forecasts`: the policy predicts first tokens.
-    pub fn validate(&self, forecasts: bool) -> Vec<String> {
-        let mut bad = Vec::new();
+    pub fn validate(&self, forecasts: bool, errors: &mut Vec<String>) {
         let rate = self.rate_limit_tokens_per_second;
         let at_least_one = [
             ("--max-payload-size", self.max_payload_size as u64),
@@ -86,36 +85,35 @@ impl LimitFlags {
             ("--max-ttft-ms", self.max_ttft_ms.unwrap_or(1)),
         ];
         let zeros = at_least_one.into_iter().filter(|(_, value)| *value == 0);
-        bad.extend(zeros.map(|(flag, _)| format!("{flag} 0: must be at least 1")));
+        errors.extend(zeros.map(|(flag, _)| format!("{flag} 0: must be at least 1")));
         let (one, all) = (self.max_payload_size, self.max_total_body_bytes);
         if all < one {
-            bad.push(format!(
+            errors.push(format!(
                 "--max-total-body-bytes {all}: give at least --max-payload-size, which is {one}"
             ));
         }
         let head = self.max_header_bytes;
         if head < MIN_HEADER_BYTES {
-            bad.push(format!("--max-header-bytes {head}: give at least {MIN_HEADER_BYTES}"));
+            errors.push(format!("--max-header-bytes {head}: give at least {MIN_HEADER_BYTES}"));
         }
         let most = self.max_concurrent_requests;
         if most != -1 && most < 1 {
-            bad.push(format!(
+            errors.push(format!(
                 "--max-concurrent-requests {most}: give at least 1, or -1 for no limit"
             ));
         }
         if rate.is_some() && most == -1 {
-            bad.push(
+            errors.push(
                 "--rate-limit-tokens-per-second needs --max-concurrent-requests, the size of its bucket"
                     .to_owned(),
             );
         }
         if self.max_ttft_ms.is_some() && !forecasts {
-            bad.push(
+            errors.push(
                 "--max-ttft-ms needs predictions, which only the policy cost makes; use it for prefill (or regular) workers"
                     .to_owned(),
             );
         }
-        bad
     }
 
     pub fn header_read_timeout(&self) -> Duration {
@@ -124,10 +122,6 @@ impl LimitFlags {
 
     pub fn idle_timeout(&self) -> Duration {
         Duration::from_secs(self.idle_connection_timeout_secs)
-    }
-
-    pub fn body_timeout(&self) -> Duration {
-        Duration::from_secs(self.body_read_timeout_secs)
     }
 
     pub fn stall_timeout(&self) -> Duration {

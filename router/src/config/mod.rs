@@ -368,70 +368,18 @@ impl RouterConfig {
 
     /// Every rule between fields and ranges; each message names the flag, the value and what to do.
     fn check(&self, errors: &mut Vec<String>) {
-        for (flag, value, range) in self.ranges() {
+        for (field, value, range) in self.ranges() {
             if !range.contains(&value) {
+                let flag = field.replace('_', "-");
                 let (least, most) = range.into_inner();
                 let most =
                     if most == f64::MAX { String::new() } else { format!(", at most {most}") };
                 // At f32's precision, which some flags have.
                 let fraction = (value as f32).to_string();
                 let given = if value.fract() == 0.0 { value.to_string() } else { fraction };
-                errors.push(format!("{flag} {given}: give at least {least}{most}"));
+                errors.push(format!("--{flag} {given}: give at least {least}{most}"));
             }
         }
-        errors.extend(self.malformed_texts());
-        errors.extend(self.between_groups().map(str::to_owned));
-        errors.extend(self.discovery.validate(self.workers.pd_disaggregation));
-        errors.extend(self.workers.validate());
-        errors.extend(self.observe.validate());
-        errors.extend(self.tls.validate());
-        errors.extend(self.limits.validate(self.forecasts()));
-        errors.extend(self.tokens.validate());
-        errors.extend(self.kv_events.validate());
-        errors.extend(keys::validate(&self.listen.control_plane_api_keys));
-        errors.extend(self.worker_specs().err().unwrap_or_default());
-    }
-
-    /// Numbers with bounds that their types do not have. `f64::MAX`: none but being finite.
-    fn ranges(&self) -> [(&'static str, f64, RangeInclusive<f64>); 22] {
-        const NATURAL: RangeInclusive<f64> = 0.0..=f64::MAX;
-        const POSITIVE: RangeInclusive<f64> = 1.0..=f64::MAX;
-        let (routing, retry, breaker) = (&self.routing, &self.retry, &self.breaker);
-        let (health, observe) = (&self.health, &self.observe);
-        let pull_ms = routing.kv_pull_ms_per_kilotoken;
-        let crossing_ms = routing.kv_pull_crossing_ms_per_kilotoken;
-        let log_bytes = observe.decision_log_max_bytes as f64;
-        let probe_secs = health.health_check_timeout_secs as f64;
-        let probe_pause_secs = health.health_check_interval_secs as f64;
-        let startup_secs = self.workers.worker_startup_check_interval as f64;
-        [
-            ("--cache-threshold", routing.cache_threshold.into(), 0.0..=1.0),
-            ("--balance-rel-threshold", routing.balance_rel_threshold.into(), POSITIVE),
-            ("--default-capacity-tokens", routing.default_capacity_tokens as f64, POSITIVE),
-            ("--kv-pull-ms-per-kilotoken", pull_ms, NATURAL),
-            ("--kv-pull-crossing-ms-per-kilotoken", crossing_ms, pull_ms..=f64::MAX),
-            ("--max-index-bytes", routing.max_index_bytes as f64, MIN_INDEX_BYTES..=f64::MAX),
-            ("--eviction-interval-secs", routing.eviction_interval_secs as f64, POSITIVE),
-            ("--max-idle-secs", routing.max_idle_secs as f64, POSITIVE),
-            ("--decision-log-max-bytes", log_bytes, MIN_LOG_BYTES..=f64::MAX),
-            ("--decision-log-files", observe.decision_log_files.into(), 1.0..=1000.0),
-            ("--retry-backoff-multiplier", retry.retry_backoff_multiplier, POSITIVE),
-            ("--retry-jitter-factor", retry.retry_jitter_factor, 0.0..=1.0),
-            ("--retry-budget-ratio", retry.retry_budget_ratio, NATURAL),
-            ("--retry-max-retries", retry.retry_max_retries.into(), POSITIVE),
-            ("--failover-concurrency", retry.failover_concurrency as f64, POSITIVE),
-            ("--cb-failure-threshold", breaker.cb_failure_threshold.into(), POSITIVE),
-            ("--cb-success-threshold", breaker.cb_success_threshold.into(), POSITIVE),
-            ("--health-failure-threshold", health.health_failure_threshold.into(), POSITIVE),
-            ("--health-success-threshold", health.health_success_threshold.into(), POSITIVE),
-            ("--health-check-timeout-secs", probe_secs, POSITIVE),
-            ("--health-check-interval-secs", probe_pause_secs, POSITIVE),
-            ("--worker-startup-check-interval", startup_secs, POSITIVE),
-        ]
-    }
-
-    fn malformed_texts(&self) -> Vec<String> {
-        let mut errors = Vec::new();
         let path = &self.health.health_check_endpoint;
         if !path.starts_with('/') {
             errors
@@ -442,7 +390,52 @@ impl RouterConfig {
                 errors.push(format!("--cors-allowed-origins {origin}: not an origin"));
             }
         }
-        errors
+        errors.extend(self.between_groups().map(str::to_owned));
+        self.discovery.validate(self.workers.pd_disaggregation, errors);
+        self.workers.validate(errors);
+        errors.extend(self.observe.validate());
+        self.tls.validate(errors);
+        self.limits.validate(self.forecasts(), errors);
+        self.tokens.validate(errors);
+        errors.extend(self.kv_events.validate());
+        errors.extend(keys::validate(&self.listen.control_plane_api_keys));
+        errors.extend(self.worker_specs().err().unwrap_or_default());
+    }
+
+    /// Numbers with bounds that their types do not have. `f64::MAX`: none but being finite.
+    fn ranges(&self) -> [(&'static str, f64, RangeInclusive<f64>); 22] {
+        const NATURAL: RangeInclusive<f64> = 0.0..=f64::MAX;
+        const POSITIVE: RangeInclusive<f64> = 1.0..=f64::MAX;
+        /// Each field's name, which is its flag's too, its value and its bounds.
+        macro_rules! rows {
+            ($($group:ident.$field:ident: $range:expr,)*) => {
+                [$((stringify!($field), self.$group.$field as f64, $range)),*]
+            };
+        }
+        rows! {
+            routing.cache_threshold: 0.0..=1.0,
+            routing.balance_rel_threshold: POSITIVE,
+            routing.default_capacity_tokens: POSITIVE,
+            routing.kv_pull_ms_per_kilotoken: NATURAL,
+            routing.kv_pull_crossing_ms_per_kilotoken: self.routing.kv_pull_ms_per_kilotoken..=f64::MAX,
+            routing.max_index_bytes: MIN_INDEX_BYTES..=f64::MAX,
+            routing.eviction_interval_secs: POSITIVE,
+            routing.max_idle_secs: POSITIVE,
+            observe.decision_log_max_bytes: MIN_LOG_BYTES..=f64::MAX,
+            observe.decision_log_files: 1.0..=1000.0,
+            retry.retry_backoff_multiplier: POSITIVE,
+            retry.retry_jitter_factor: 0.0..=1.0,
+            retry.retry_budget_ratio: NATURAL,
+            retry.retry_max_retries: POSITIVE,
+            retry.failover_concurrency: POSITIVE,
+            breaker.cb_failure_threshold: POSITIVE,
+            breaker.cb_success_threshold: POSITIVE,
+            health.health_failure_threshold: POSITIVE,
+            health.health_success_threshold: POSITIVE,
+            health.health_check_timeout_secs: POSITIVE,
+            health.health_check_interval_secs: POSITIVE,
+            workers.worker_startup_check_interval: POSITIVE,
+        }
     }
 
     /// Rules between flags of different groups.

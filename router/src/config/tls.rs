@@ -42,8 +42,8 @@ impl TlsFlags {
         named.chain(self.ca_cert_paths.iter().map(|path| ("--ca-cert-paths", path.as_str())))
     }
 
-    /// Problems between these flags.
-    pub fn validate(&self) -> Vec<String> {
+    /// Adds the problems between these flags.
+    pub fn validate(&self, errors: &mut Vec<String>) {
         let pairs = [
             (("--tls-cert-path", &self.tls_cert_path), ("--tls-key-path", &self.tls_key_path)),
             (
@@ -51,32 +51,32 @@ impl TlsFlags {
                 ("--client-key-path", &self.client_key_path),
             ),
         ];
-        let mut bad = Vec::new();
         for ((cert, cert_path), (key, key_path)) in pairs {
             match (cert_path, key_path) {
-                (Some(path), None) => bad.push(format!("{cert} {path}: give its {key} too")),
-                (None, Some(path)) => bad.push(format!("{key} {path}: give its {cert} too")),
+                (Some(path), None) => errors.push(format!("{cert} {path}: give its {key} too")),
+                (None, Some(path)) => errors.push(format!("{key} {path}: give its {cert} too")),
                 _ => {}
             }
         }
         if let Some(path) = &self.client_cert_path
             && self.ca_cert_paths.is_empty()
         {
-            bad.push(format!(
+            errors.push(format!(
                 "--client-cert-path {path}: is shown to https:// workers only; give --ca-cert-paths, which they need"
             ));
         }
         if let Some(name) = &self.worker_tls_name {
             if self.ca_cert_paths.is_empty() {
-                bad.push(format!(
+                errors.push(format!(
                     "--worker-tls-name {name}: is for https:// workers only; give --ca-cert-paths, which they need"
                 ));
             }
             if let Err(err) = ServerName::try_from(name.as_str()) {
-                bad.push(format!("--worker-tls-name {name}: {err}; give a DNS name or an address"));
+                errors.push(format!(
+                    "--worker-tls-name {name}: {err}; give a DNS name or an address"
+                ));
             }
         }
-        bad
     }
 }
 
@@ -87,8 +87,12 @@ mod tests {
     #[test]
     fn halves_are_refused() {
         let some = |text: &str| Some(text.to_owned());
-        let none = TlsFlags::default();
-        assert!(none.validate().is_empty());
+        let problems = |tls: &TlsFlags| {
+            let mut errors = Vec::new();
+            tls.validate(&mut errors);
+            errors
+        };
+        assert!(problems(&TlsFlags::default()).is_empty());
         for (tls, part) in [
             (
                 TlsFlags { tls_cert_path: some("c"), ..TlsFlags::default() },
@@ -119,7 +123,7 @@ mod tests {
                 "give a DNS name or an address",
             ),
         ] {
-            let bad = tls.validate();
+            let bad = problems(&tls);
             assert!(bad.iter().any(|text| text.contains(part)), "{bad:?}");
         }
     }

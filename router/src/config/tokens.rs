@@ -67,11 +67,10 @@ impl TokenizerFlags {
         self.model_path.is_some() || self.tokenizer_path.is_some()
     }
 
-    pub fn validate(&self) -> Vec<String> {
-        let mut bad = Vec::new();
+    pub fn validate(&self, errors: &mut Vec<String>) {
         let size = self.block_size;
         if !(1..=MAX_BLOCK_SIZE).contains(&size) {
-            bad.push(format!(
+            errors.push(format!(
                 "--block-size {size}: give 1 to {MAX_BLOCK_SIZE} tokens, best a multiple of the workers' --page-size"
             ));
         }
@@ -81,9 +80,8 @@ impl TokenizerFlags {
             ("--tokenizer-cache-enable-l0", self.tokenizer_cache_enable_l0),
         ];
         for (flag, _) in needs.iter().filter(|(_, given)| *given && !self.is_named()) {
-            bad.push(format!("{flag} needs a tokenizer; give --model-path or --tokenizer-path"));
+            errors.push(format!("{flag} needs a tokenizer; give --model-path or --tokenizer-path"));
         }
-        bad
     }
 }
 

@@ -9,8 +9,7 @@
 //! Both show the fleet. With --control-plane-api-keys a dry run therefore needs such a key, and the
 //! header is not sent: GET /v1/requests/{id}, which needs one too, has the rest.
 
-use axum::response::{IntoResponse, Response};
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName};
 use router_core::{Role, SelectionReason};
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -21,9 +20,8 @@ const HEADER_NAME: &str = "x-baton-explain";
 pub const HEADER: HeaderName = HeaderName::from_static(HEADER_NAME);
 
 /// Explanation that the client asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainMode {
-    #[default]
     Nothing,
     Explain,
     DryRun,
@@ -54,20 +52,11 @@ pub struct DryRun {
     pub explanation: Option<Box<RawValue>>,
 }
 
-pub fn dry_run_answer(decisions: &[DryRun]) -> Response {
-    axum::Json(serde_json::json!({ "dry_run": true, "decisions": decisions })).into_response()
-}
-
-/// The short form in the answer's head.
-pub fn put_header(headers: &mut HeaderMap, summary: String) {
-    if let Ok(value) = HeaderValue::try_from(summary) {
-        headers.insert(HEADER, value);
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use http::HeaderValue;
+
     use super::*;
 
     #[test]

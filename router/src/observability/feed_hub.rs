@@ -37,70 +37,54 @@ pub struct RenderedSnapshot {
     is_last: bool,
 }
 
-#[derive(Debug, Default)]
-struct HubState {
-    clients: usize,
-    is_ticking: bool,
-}
-
 /// The pages that listen.
 #[derive(Debug)]
 pub struct FeedHub {
     period: Duration,
-    state: Mutex<HubState>,
+    /// True while the ticker runs. Locked while a page joins.
+    is_ticking: Mutex<bool>,
     latest: watch::Sender<RenderedSnapshot>,
     clients: Gauge,
     snapshots: IntCounter,
-}
-
-/// Place of a page; free when dropped.
-pub struct FeedPlace {
-    hub: Arc<FeedHub>,
-}
-
-impl Drop for FeedPlace {
-    fn drop(&mut self) {
-        let mut state = self.hub.state.lock();
-        state.clients -= 1;
-        self.hub.clients.set(state.clients as f64);
-    }
 }
 
 impl FeedHub {
     pub fn new(clients: Gauge, snapshots: IntCounter) -> Self {
         Self {
             period: PERIOD,
-            state: Mutex::default(),
+            is_ticking: Mutex::default(),
             latest: watch::Sender::default(),
             clients,
             snapshots,
         }
     }
 
-    /// Take a place, and start the ticker if it does not run. `render` returns a snapshot as JSON
-    /// and whether it is the last one, or `None` to end at once.
+    /// Take a place, which is free again when the receiver is dropped, and start the ticker if it
+    /// does not run. `render` returns a snapshot as JSON and whether it is the last one, or `None`
+    /// to end at once.
     pub fn join(
         self: &Arc<Self>,
         render: impl FnMut() -> Option<(Vec<u8>, bool)> + Send + 'static,
-    ) -> Result<(FeedPlace, watch::Receiver<RenderedSnapshot>), RouteError> {
-        let mut state = self.state.lock();
+    ) -> Result<watch::Receiver<RenderedSnapshot>, RouteError> {
+        let mut is_ticking = self.is_ticking.lock();
         if self.latest.borrow().is_last {
             return Err(RouteError::Draining);
         }
-        if state.clients >= MAX_CLIENTS {
+        if self.latest.receiver_count() >= MAX_CLIENTS {
             return Err(RouteError::FeedFull { limit: MAX_CLIENTS });
         }
-        state.clients += 1;
-        self.clients.set(state.clients as f64);
         let mut updates = self.latest.subscribe();
-        if state.is_ticking {
+        if std::mem::replace(&mut *is_ticking, true) {
             updates.mark_changed();
         } else {
-            state.is_ticking = true;
             tokio::spawn(self.clone().tick(render));
         }
-        let hub = self.clone();
-        Ok((FeedPlace { hub }, updates))
+        Ok(updates)
+    }
+
+    /// Set the gauge of pages.
+    pub fn show_clients(&self) {
+        self.clients.set(self.latest.receiver_count() as f64);
     }
 
     async fn tick(self: Arc<Self>, mut render: impl FnMut() -> Option<(Vec<u8>, bool)>) {
@@ -127,22 +111,20 @@ impl FeedHub {
 
     /// True, and the ticker counts as ended, if no page listens.
     fn stop_if_unheard(&self) -> bool {
-        let mut state = self.state.lock();
-        let is_unheard = state.clients == 0;
-        if is_unheard {
-            state.is_ticking = false;
+        let mut is_ticking = self.is_ticking.lock();
+        *is_ticking = self.latest.receiver_count() > 0;
+        if !*is_ticking {
             self.latest.send_replace(RenderedSnapshot::default());
         }
-        is_unheard
+        !*is_ticking
     }
 }
 
 /// Events until the router drains or the page leaves.
 pub fn events(
-    place: FeedPlace,
     updates: watch::Receiver<RenderedSnapshot>,
 ) -> impl stream::Stream<Item = Result<Bytes, Infallible>> {
-    stream::unfold((place, updates, false), |(place, mut updates, is_over)| async move {
+    stream::unfold((updates, false), |(mut updates, is_over)| async move {
         if is_over {
             return None;
         }
@@ -150,7 +132,7 @@ pub fn events(
             updates.changed().await.ok()?;
             let latest = updates.borrow_and_update().clone();
             if !latest.event.is_empty() {
-                return Some((Ok(latest.event), (place, updates, latest.is_last)));
+                return Some((Ok(latest.event), (updates, latest.is_last)));
             }
             if latest.is_last {
                 return None;
@@ -200,8 +182,12 @@ mod tests {
                 let number = renders.fetch_add(1, Ordering::SeqCst) + 1;
                 Some((number.to_string().into_bytes(), number == last))
             };
-            let (place, updates) = self.hub.join(render)?;
-            Ok(Box::pin(events(place, updates)))
+            Ok(Box::pin(events(self.hub.join(render)?)))
+        }
+
+        fn clients(&self) -> f64 {
+            self.hub.show_clients();
+            self.hub.clients.get()
         }
 
         fn rendered(&self) -> usize {
@@ -252,10 +238,10 @@ mod tests {
         let (mut first, second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
         drop(second);
         assert!(next(&mut first).await.is_some());
-        assert_eq!(scene.hub.clients.get(), 1.0);
+        assert_eq!(scene.clients(), 1.0);
         drop(first);
-        assert_eq!(scene.hub.clients.get(), 0.0);
-        scene.until(|scene| !scene.hub.state.lock().is_ticking).await;
+        assert_eq!(scene.clients(), 0.0);
+        scene.until(|scene| !*scene.hub.is_ticking.lock()).await;
         let before = scene.rendered();
         let mut again = scene.page(0).unwrap();
         assert!(next(&mut again).await > Some(before), "a new snapshot");
@@ -267,7 +253,7 @@ mod tests {
         let mut pages: Vec<_> = (0..MAX_CLIENTS).map(|_| scene.page(0).unwrap()).collect();
         let refused = scene.page(0).err();
         assert_eq!(refused, Some(RouteError::FeedFull { limit: MAX_CLIENTS }));
-        assert_eq!(scene.hub.clients.get(), MAX_CLIENTS as f64);
+        assert_eq!(scene.clients(), MAX_CLIENTS as f64);
         pages.pop();
         assert!(scene.page(0).is_ok());
     }

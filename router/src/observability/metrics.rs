@@ -3,6 +3,7 @@
 //! Counters and histograms are written where things happen; gauges about workers are read from the
 //! registry when /metrics is scraped, so they cannot drift.
 
+use prometheus::proto::MetricType;
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
     Opts, Registry as Exposed, TextEncoder,
@@ -23,34 +24,17 @@ fn seconds_buckets() -> Vec<f64> {
         .collect()
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum MetricKind {
-    Counter,
-    Gauge,
-    Histogram,
-}
-
 /// A metric's name (without unit mistakes: it ends in one), labels and meaning.
 pub struct MetricSpec {
     pub name: &'static str,
-    pub kind: MetricKind,
+    pub kind: MetricType,
     pub labels: &'static [&'static str],
     pub help: &'static str,
 }
 
-impl MetricSpec {
-    const fn new<Family: MetricFamily>(
-        name: &'static str,
-        labels: &'static [&'static str],
-        help: &'static str,
-    ) -> Self {
-        Self { name, kind: Family::KIND, labels, help }
-    }
-}
-
 /// Metrics of one name, by labels, or a single one.
 trait MetricFamily: Sized {
-    const KIND: MetricKind;
+    const KIND: MetricType;
 
     fn register(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<Self>;
 }
@@ -58,7 +42,7 @@ trait MetricFamily: Sized {
 macro_rules! metric_family {
     ($family:ident, $single:ident, $kind:ident, |$spec:ident| $opts:expr) => {
         impl MetricFamily for $family {
-            const KIND: MetricKind = MetricKind::$kind;
+            const KIND: MetricType = MetricType::$kind;
 
             fn register(exposed: &Exposed, $spec: &MetricSpec) -> prometheus::Result<Self> {
                 let family = $family::new($opts, $spec.labels)?;
@@ -68,7 +52,7 @@ macro_rules! metric_family {
         }
 
         impl MetricFamily for $single {
-            const KIND: MetricKind = MetricKind::$kind;
+            const KIND: MetricType = MetricType::$kind;
 
             fn register(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<Self> {
                 let no_labels: &[&str] = &[];
@@ -78,9 +62,9 @@ macro_rules! metric_family {
     };
 }
 
-metric_family!(IntCounterVec, IntCounter, Counter, |spec| Opts::new(spec.name, spec.help));
-metric_family!(GaugeVec, Gauge, Gauge, |spec| Opts::new(spec.name, spec.help));
-metric_family!(HistogramVec, Histogram, Histogram, |spec| {
+metric_family!(IntCounterVec, IntCounter, COUNTER, |spec| Opts::new(spec.name, spec.help));
+metric_family!(GaugeVec, Gauge, GAUGE, |spec| Opts::new(spec.name, spec.help));
+metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
     HistogramOpts::new(spec.name, spec.help).buckets(seconds_buckets())
 });
 
@@ -91,7 +75,7 @@ const STAGE_NAMES: [&str; 7] =
     ["read", "queue", "parse", "tokenise", "decide", "connect", "first_token"];
 
 impl MetricFamily for StageHistograms {
-    const KIND: MetricKind = MetricKind::Histogram;
+    const KIND: MetricType = MetricType::HISTOGRAM;
 
     fn register(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<Self> {
         let family = HistogramVec::register(exposed, spec)?;
@@ -111,14 +95,16 @@ macro_rules! router_metrics {
         }
 
         /// All metrics, in the order of docs/metrics.md.
-        pub const METRICS: &[MetricSpec] =
-            &[$(MetricSpec::new::<$type>($name, &[$($label),*], $help)),*];
+        pub const METRICS: &[MetricSpec] = &[
+            $(MetricSpec { name: $name, kind: $type::KIND, labels: &[$($label),*], help: $help }),*
+        ];
 
         impl RouterMetrics {
             fn register() -> prometheus::Result<Self> {
                 let exposed = Exposed::new();
-                $(let spec = MetricSpec::new::<$type>($name, &[$($label),*], $help);
-                let $field = $type::register(&exposed, &spec)?;)*
+                let mut specs = METRICS.iter();
+                $(let spec = specs.next().expect("each field has its row");
+                let $field = $type::register(&exposed, spec)?;)*
                 Ok(Self { exposed, scrape: parking_lot::Mutex::default(), $($field),* })
             }
         }
@@ -347,7 +333,7 @@ mod tests {
         for spec in METRICS {
             assert!(spec.name.starts_with("baton_router_"), "{}", spec.name);
             assert_eq!(
-                spec.kind == MetricKind::Counter,
+                spec.kind == MetricType::COUNTER,
                 spec.name.ends_with("_total"),
                 "{}",
                 spec.name
@@ -355,9 +341,9 @@ mod tests {
             // A gauge may be seconds too, a counter may not: it counts.
             let is_seconds = spec.name.ends_with("_seconds");
             match spec.kind {
-                MetricKind::Histogram => assert!(is_seconds, "{}", spec.name),
-                MetricKind::Counter => assert!(!is_seconds, "{}", spec.name),
-                MetricKind::Gauge => {}
+                MetricType::HISTOGRAM => assert!(is_seconds, "{}", spec.name),
+                MetricType::COUNTER => assert!(!is_seconds, "{}", spec.name),
+                _ => {}
             }
         }
     }

@@ -25,11 +25,6 @@ impl HeaderReadTimeout {
         Self { idle, head, head_started: Arc::default() }
     }
 
-    /// Timeout for hyper: it starts the timer, this one decides how long it runs.
-    pub fn idle(&self) -> Duration {
-        self.idle
-    }
-
     /// True if a head was begun, and, as the connection ended for its time, never finished.
     pub fn head_started(&self) -> bool {
         self.head_started.load(Ordering::Relaxed)
@@ -41,12 +36,12 @@ impl HeaderReadTimeout {
     }
 }
 
+/// hyper starts the timer; this decides how long it runs.
 impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.head_started.store(false, Ordering::Relaxed);
         Box::pin(Wait {
-            head: self.head,
-            head_started: self.head_started.clone(),
+            limits: self.clone(),
             is_head: false,
             sleep: Box::pin(tokio::time::sleep(self.idle)),
         })
@@ -59,8 +54,7 @@ impl Timer for HeaderReadTimeout {
 
 /// hyper asks it after each read that did not complete the head.
 struct Wait {
-    head: Duration,
-    head_started: Arc<AtomicBool>,
+    limits: HeaderReadTimeout,
     /// True if it runs for a head already.
     is_head: bool,
     sleep: Pin<Box<tokio::time::Sleep>>,
@@ -72,9 +66,9 @@ impl Future for Wait {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.is_head && self.head_started.load(Ordering::Relaxed) {
+        if !self.is_head && self.limits.head_started() {
             self.is_head = true;
-            let until = Instant::now() + self.head;
+            let until = Instant::now() + self.limits.head;
             self.sleep.as_mut().reset(until);
         }
         self.sleep.as_mut().poll(cx)

@@ -239,7 +239,7 @@ where
     let stream = HeadErrors::new(stream, limits.max_header_bytes, metrics, header_timeout.clone());
     let connection = http1::Builder::new()
         .timer(header_timeout.clone())
-        .header_read_timeout(header_timeout.idle())
+        .header_read_timeout(limits.idle_timeout())
         .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
         .max_header_size(limits.max_header_bytes)
         .max_headers(MAX_HEADERS)

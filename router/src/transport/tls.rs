@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore, ServerConfig, crypto};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::TlsAcceptor;
 use x509_cert::Certificate;
 use x509_cert::der::Decode;
@@ -29,10 +29,7 @@ pub fn acceptor(flags: &TlsFlags, has_h2: bool) -> Result<Option<TlsAcceptor>, S
         |err: rustls::Error| format!("--tls-cert-path {cert}, --tls-key-path {key}: {err}");
     let chain = certificates("--tls-cert-path", cert)?;
     let private_key = private_key("--tls-key-path", key)?;
-    let provider = Arc::new(crypto::ring::default_provider());
-    let mut config = ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(refused)?
+    let mut config = ServerConfig::builder()
         .with_no_client_auth()
         .with_single_cert(chain, private_key)
         .map_err(refused)?;
@@ -52,11 +49,7 @@ pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String>
             roots.add(cert).map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
         }
     }
-    let provider = Arc::new(crypto::ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|err| err.to_string())?
-        .with_root_certificates(roots);
+    let builder = ClientConfig::builder().with_root_certificates(roots);
     let mut config = match (&flags.client_cert_path, &flags.client_key_path) {
         (Some(cert), Some(key)) => builder
             .with_client_auth_cert(

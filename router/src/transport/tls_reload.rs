@@ -8,14 +8,17 @@
 //! Files that do not fit together, such as a new certificate beside the old key, change nothing:
 //! they are tried again at each poll.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::ClientConfig;
-use rustls::pki_types::{InvalidDnsNameError, ServerName};
+use rustls::pki_types::ServerName;
 use sha2::{Digest, Sha256};
+use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
+use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::config::TlsFlags;
@@ -36,18 +39,18 @@ pub struct WorkerTls {
 }
 
 impl WorkerTls {
-    /// Connector with the newest certificates, and the name that the certificate of `host` must
-    /// have.
-    pub fn connector(
+    /// TLS over `stream` with the newest certificates, if the worker's has the name it must have.
+    pub async fn handshake(
         &self,
         host: &str,
-    ) -> Result<(TlsConnector, ServerName<'static>), InvalidDnsNameError> {
+        stream: TcpStream,
+    ) -> io::Result<TlsStream<TcpStream>> {
         let connector = TlsConnector::from(self.config.borrow().clone());
         let name = match &self.name {
             Some(name) => name.clone(),
-            None => ServerName::try_from(host.to_owned())?,
+            None => ServerName::try_from(host.to_owned()).map_err(io::Error::other)?,
         };
-        Ok((connector, name))
+        connector.connect(name, stream).await
     }
 }
 

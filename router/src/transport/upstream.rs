@@ -33,7 +33,6 @@ use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
-use tokio_rustls::client::TlsStream;
 
 use crate::config::WorkerUrl;
 use crate::transport::descriptors::is_exhausted;
@@ -109,11 +108,18 @@ pub struct ConnectionPool {
     cut: watch::Receiver<bool>,
 }
 
+/// Dropping it closes the socket.
 struct Connection {
     sender: SendRequest<BodySegments>,
     task: AbortHandle,
     /// When it was opened, or its last answer was read.
     used_at: Instant,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
 }
 
 /// Answer to: may a connection be used again after its answer?
@@ -181,23 +187,11 @@ impl ConnectionPool {
             _ => SendError::Connect(err.to_string()),
         })?;
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
-        match &self.tls {
-            None => self.drive(stream).await,
-            Some(tls) => self.drive(self.encrypt(tls, stream).await?).await,
-        }
-    }
-
-    async fn encrypt(
-        &self,
-        tls: &WorkerTls,
-        stream: TcpStream,
-    ) -> Result<TlsStream<TcpStream>, SendError> {
+        let Some(tls) = &self.tls else { return self.drive(stream).await };
         let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
-        let connector = tls.connector(&self.url.host);
-        let (connector, name) = connector.map_err(|err| failed(err.to_string()))?;
-        let shaken = timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await;
+        let shaken = timeout(CONNECT_TIMEOUT, tls.handshake(&self.url.host, stream)).await;
         let shaken = shaken.map_err(|_| failed(format!("no handshake for {CONNECT_TIMEOUT:?}")))?;
-        shaken.map_err(|err| failed(err.to_string()))
+        self.drive(shaken.map_err(|err| failed(err.to_string()))?).await
     }
 
     async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>
@@ -225,8 +219,7 @@ impl ConnectionPool {
         head: &RequestHead,
         body: BodySegments,
     ) -> Result<Response<ResponseBody>, SendError> {
-        let mut lease = Lease { connection: None, keep, pool: self.clone() };
-        let connection = lease.connection.insert(connection);
+        let mut lease = Lease { connection, keep, pool: self.clone() };
         let mut request = Request::new(body);
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
@@ -234,7 +227,7 @@ impl ConnectionPool {
         *headers = (*head.headers).clone();
         headers.extend(head.more.clone());
         headers.insert(header::HOST, self.host.clone());
-        let response = connection.sender.send_request(request).await;
+        let response = lease.connection.sender.send_request(request).await;
         let response = response.map_err(|err| SendError::Broken(with_source(&err)))?;
         self.heard.fetch_add(1, Ordering::Relaxed);
         Ok(response.map(|incoming| ResponseBody::new(incoming, lease)))
@@ -253,10 +246,8 @@ impl ConnectionPool {
             }
             // Its answer was just read and its task has not taken note yet, or the worker is still
             // reading a request it answered early. Only the first is worth the wait.
-            match timeout(SETTLE, connection.sender.ready()).await {
-                Ok(Ok(())) => return Some(connection),
-                Ok(Err(_closed)) => {}
-                Err(_busy) => connection.task.abort(),
+            if let Ok(Ok(())) = timeout(SETTLE, connection.sender.ready()).await {
+                return Some(connection);
             }
         }
     }
@@ -283,20 +274,11 @@ pub fn with_source(err: &dyn std::error::Error) -> String {
     }
 }
 
-/// Holds the connection while an answer is read. Dropped with the connection still in it, it closes
-/// the socket.
+/// Holds the connection while an answer is read.
 struct Lease {
-    connection: Option<Connection>,
+    connection: Connection,
     keep: Keep,
     pool: Arc<ConnectionPool>,
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            connection.task.abort();
-        }
-    }
 }
 
 /// Body of a worker's answer. Dropping it before its end closes the connection.
@@ -316,11 +298,10 @@ impl ResponseBody {
 
     /// Put the connection back, if it is to be kept.
     fn release(&mut self) {
-        if let Some(mut lease) = self.lease.take()
+        if let Some(lease) = self.lease.take()
             && lease.keep == Keep::Yes
-            && let Some(connection) = lease.connection.take()
         {
-            lease.pool.put_idle(connection);
+            lease.pool.put_idle(lease.connection);
         }
     }
 
@@ -357,6 +338,18 @@ impl ResponseBody {
 
     pub async fn piece(&mut self) -> Option<hyper::Result<Bytes>> {
         std::future::poll_fn(|cx| self.poll_piece(cx)).await
+    }
+
+    /// The whole rest of the answer; `None` if it is longer than `limit_bytes`.
+    pub async fn read_at_most(mut self, limit_bytes: usize) -> hyper::Result<Option<Vec<u8>>> {
+        let mut body = Vec::new();
+        while let Some(piece) = self.piece().await {
+            body.extend_from_slice(&piece?);
+            if body.len() > limit_bytes {
+                return Ok(None);
+            }
+        }
+        Ok(Some(body))
     }
 
     /// Read the rest of a complete answer, so that the connection can be used again, but not for

@@ -14,7 +14,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::RequestHead;
 use crate::workers::registry::WorkerRegistry;
-use crate::workers::worker::Worker;
+use crate::workers::worker::{Worker, WorkerState};
 
 pub struct WorkerFleet {
     pub config: Arc<RouterConfig>,
@@ -34,7 +34,7 @@ impl WorkerFleet {
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {
-            registry: WorkerRegistry::new(&config, deciders, metrics.clone(), tls, cut),
+            registry: WorkerRegistry::new(config.clone(), deciders, metrics.clone(), tls, cut),
             config,
             metrics,
             discovered: Mutex::default(),
@@ -64,9 +64,10 @@ impl WorkerFleet {
 
     /// No new requests for this worker; it is removed when those in flight have ended.
     pub fn drain(self: &Arc<Self>, worker: &Arc<Worker>) {
-        if !self.registry.start_drain(worker) {
-            return;
+        if !self.registry.set_state(worker, WorkerState::Leaving, None) {
+            return; // it leaves already, or was removed
         }
+        worker.stop_probes();
         let (fleet, worker) = (Arc::downgrade(self), worker.clone());
         tokio::spawn(async move {
             worker.until_idle().await;

@@ -83,7 +83,7 @@ impl Probe {
 pub fn register(fleet: &Arc<WorkerFleet>, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
     let worker = fleet.registry.add(spec)?;
     tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
-    let pending = Some(fleet.registry.pending_probe());
+    let pending = Some(fleet.registry.startup_gate.one_more());
     let watching = watch(Arc::downgrade(fleet), Arc::downgrade(&worker), pending);
     worker.health_task.lock().spawn(watching);
     Ok(worker)
@@ -162,8 +162,8 @@ impl Watch {
         {
             return self.starting(fleet, worker, reason);
         }
-        let health = fleet.config.health();
-        let counter = self.counter.get_or_insert_with(|| HealthCounter::new(health, true));
+        let counter =
+            self.counter.get_or_insert_with(|| HealthCounter::new(fleet.config.health(), true));
         let change = match &probe {
             Probe::Unsent(reason) => {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
@@ -171,7 +171,11 @@ impl Watch {
             }
             Probe::Good | Probe::Draining => counter.record(true),
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
-            Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => settled(counter),
+            Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => {
+                // A certain failure counts as all that the verdict takes.
+                let needed = fleet.config.health.health_failure_threshold;
+                (0..needed).find_map(|_| counter.record(false))
+            }
         };
         let is_hung = matches!(probe, Probe::Silent { .. });
         let is_out = is_hung || matches!(probe, Probe::Draining) || !counter.is_healthy();
@@ -217,16 +221,6 @@ impl Watch {
     fn longer_pause(&self, fleet: &WorkerFleet) -> Duration {
         let longest = Duration::from_secs(fleet.config.workers.worker_startup_check_interval);
         self.pause.mul_f64(1.5).min(longest)
-    }
-}
-
-/// Record failures until the verdict turns: a certain failure needs no second probe.
-fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
-    loop {
-        let change = seen.record(false);
-        if !seen.is_healthy() {
-            return change;
-        }
     }
 }
 
@@ -290,14 +284,10 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
     let head = RequestHead::new(Method::GET, uri, fleet.worker_headers());
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
-    let mut answer = response.into_body();
-    let mut body = Vec::new();
-    while let Some(piece) = answer.piece().await {
-        body.extend_from_slice(&piece.map_err(|err| GetError::Failed(err.to_string()))?);
-        if body.len() > MAX_DESCRIPTION {
-            return Err(GetError::Failed(format!("answer is longer than {MAX_DESCRIPTION} bytes")));
-        }
-    }
+    let body = response.into_body().read_at_most(MAX_DESCRIPTION).await;
+    let body = body.map_err(|err| GetError::Failed(err.to_string()))?;
+    let too_long = || GetError::Failed(format!("answer is longer than {MAX_DESCRIPTION} bytes"));
+    let body = body.ok_or_else(too_long)?;
     match status {
         200..300 => Ok(body),
         503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),

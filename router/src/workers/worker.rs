@@ -1,7 +1,7 @@
 //! A worker: its state, what it says about itself, what runs on it.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -154,7 +154,7 @@ pub struct Worker {
     pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when
     /// it returns.
-    pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
+    pub(super) loads: Mutex<BTreeMap<u32, Arc<AtomicUsize>>>,
     /// Notified when the load of a rank falls to 0.
     pub(super) idle: Notify,
     /// When a request's connection last broke here; 0: never.
@@ -229,7 +229,7 @@ impl Worker {
 
     /// Requests in flight to all its ranks.
     pub fn load(&self) -> usize {
-        self.loads.lock().iter().map(|load| load.load(Ordering::Relaxed)).sum()
+        self.loads.lock().values().map(|load| load.load(Ordering::Relaxed)).sum()
     }
 
     /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment
@@ -257,11 +257,7 @@ impl Worker {
     }
 
     pub(super) fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
-        let index = rank.unwrap_or(0) as usize;
-        let mut loads = self.loads.lock();
-        let len = loads.len().max(index + 1);
-        loads.resize_with(len, Arc::default);
-        loads[index].clone()
+        self.loads.lock().entry(rank.unwrap_or(0)).or_default().clone()
     }
 
     /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).
@@ -317,7 +313,5 @@ impl Worker {
 }
 
 fn number_of(name: &str) -> u32 {
-    let mut hasher = DefaultHasher::new();
-    name.hash(&mut hasher);
-    hasher.finish() as u32
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(name) as u32
 }

@@ -74,8 +74,7 @@ impl WorkerFlags {
         self.dp_aware || given.into_iter().flatten().any(|ranks| ranks > 1)
     }
 
-    pub fn validate(&self) -> Vec<String> {
-        let mut bad = Vec::new();
+    pub fn validate(&self, errors: &mut Vec<String>) {
         for (flag, given, needs_pd) in [
             ("intra-node", self.intra_node_data_parallel_size, false),
             ("prefill", self.prefill_data_parallel_size, true),
@@ -83,16 +82,15 @@ impl WorkerFlags {
         ] {
             let Some(ranks) = given else { continue };
             if !(1..=MAX_DP_SIZE).contains(&ranks) {
-                bad.push(format!(
+                errors.push(format!(
                     "--{flag}-data-parallel-size {ranks}: give a number from 1 to {MAX_DP_SIZE}"
                 ));
             }
             if needs_pd && !self.pd_disaggregation {
-                bad.push(format!(
+                errors.push(format!(
                     "--{flag}-data-parallel-size {ranks}: needs --pd-disaggregation; use --intra-node-data-parallel-size"
                 ));
             }
         }
-        bad
     }
 }

@@ -11,7 +11,7 @@ use super::http_util::is_generation;
 use crate::config::{ControlKey, KeyRole};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::observability::explain;
+use crate::observability::explain::ExplainMode;
 
 /// The key a path needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
@@ -32,9 +32,7 @@ pub fn has_control_keys(app: &AppState) -> bool {
 
 /// A dry run shows the fleet.
 fn is_dry_run(request: &Request) -> bool {
-    is_generation(request)
-        && explain::ExplainMode::of(request.headers())
-            .is_ok_and(|asks| asks == explain::ExplainMode::DryRun)
+    is_generation(request) && matches!(ExplainMode::of(request.headers()), Ok(ExplainMode::DryRun))
 }
 
 /// An error is the answer to the request.

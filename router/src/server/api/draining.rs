@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::Response;
-use bytes::Bytes;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::time::timeout;
@@ -151,14 +150,8 @@ async fn order(
     let asking = async {
         let response = worker.pool.send_alone(&head).await?;
         let status = response.status();
-        let mut answer = response.into_body();
-        let mut body = Vec::new();
-        while body.len() <= MAX_ORDER_ANSWER
-            && let Some(piece) = answer.piece().await
-        {
-            body.extend_from_slice(&piece.map_err(|err| SendError::Broken(err.to_string()))?);
-        }
-        Ok::<_, SendError>((status, Bytes::from(body)))
+        let body = response.into_body().read_at_most(MAX_ORDER_ANSWER).await;
+        Ok::<_, SendError>((status, body.map_err(|err| SendError::Broken(err.to_string()))?))
     };
     let (status, body) = match timeout(ORDER_TIMEOUT, asking).await {
         Err(_) => return Err(failed(format!("no answer for {ORDER_TIMEOUT:?}"))),
@@ -168,7 +161,7 @@ async fn order(
         Ok(Err(err)) => return Err(failed(err.to_string())),
         Ok(Ok(answer)) => answer,
     };
-    let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let answer: Value = serde_json::from_slice(&body.unwrap_or_default()).unwrap_or_default();
     match status.as_u16() {
         200..300 if answer["state"].is_string() && answer["left"].is_object() => {
             Ok(Ordered::Done(answer))

@@ -15,10 +15,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
+use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
 use super::auth;
-use super::http_util::REQUEST_ID;
+use super::http_util::{REQUEST_ID, answer};
 use crate::dispatch;
 use crate::dispatch::app::AppState;
 use crate::dispatch::context::{RequestContext, header_deadlines};
@@ -76,8 +77,8 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
     }
     let is_shown = explains && !auth::has_control_keys(&app);
     let mut response = dispatch::generate(app, inbound).await;
-    if is_shown {
-        explain::put_header(response.headers_mut(), timeline.summary());
+    if is_shown && let Ok(summary) = HeaderValue::try_from(timeline.summary()) {
+        response.headers_mut().insert(explain::HEADER, summary);
     }
     response
 }
@@ -89,7 +90,7 @@ fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
         Ok(decisions) => {
             inbound.record.first_byte(StatusCode::OK);
             inbound.record.end(StatusCode::OK, "dry_run");
-            explain::dry_run_answer(&decisions)
+            answer(StatusCode::OK, &json!({"dry_run": true, "decisions": decisions}))
         }
         Err(err) => dispatch::refuse(inbound.record, err),
     }
@@ -285,7 +286,7 @@ pub async fn read_at_most(
     limit_bytes: usize,
 ) -> Result<Bytes, RouteError> {
     let limits = &app.config.limits;
-    let until = Instant::now() + limits.body_timeout();
+    let until = Instant::now() + Duration::from_secs(limits.body_read_timeout_secs);
     let too_large = || RouteError::PayloadTooLarge { limit_bytes };
     let announced = headers.get(CONTENT_LENGTH);
     let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());

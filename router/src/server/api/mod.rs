@@ -46,53 +46,47 @@ fn routes() -> Vec<Route> {
     let flush = post(proxy::flush_cache).get(proxy::flush_cache);
     let generate = post(handler(ApiKind::Generate)).put(handler(ApiKind::Generate));
     let worker = get(admin::show_worker).delete(admin::remove_worker);
-    let mut routes: Vec<Route> = vec![
-        (ApiKind::Chat.path(), Client, post(handler(ApiKind::Chat))),
-        (ApiKind::Completions.path(), Client, post(handler(ApiKind::Completions))),
-        (ApiKind::Generate.path(), Client, generate),
-        ("/tokenize", Client, post(proxy::forward)),
-        ("/v1/tokenize", Client, post(proxy::forward)),
-        ("/detokenize", Client, post(proxy::forward)),
-        ("/v1/detokenize", Client, post(proxy::forward)),
-        ("/v1/models", Client, get(proxy::models)),
-        ("/v1/models/{id}", Client, get(proxy::forward)),
-        ("/get_model_info", Client, get(proxy::forward)),
-        ("/model_info", Client, get(proxy::forward)),
-        ("/get_server_info", Client, get(proxy::forward)),
-        ("/server_info", Client, get(proxy::forward)),
-        ("/health", Open, get(admin::live)),
-        ("/ping", Open, get(admin::live)),
-        ("/livez", Open, get(admin::live)),
-        ("/liveness", Open, get(admin::live)),
-        ("/readyz", Open, get(admin::ready)),
-        ("/readiness", Open, get(admin::ready)),
-        ("/metrics", Open, get(admin::metrics)),
-        ("/ui", Open, get(ui::to_folder)),
-        ("/ui/", Open, get(ui::index)),
-        ("/ui/{file}", Open, get(ui::file)),
-        ("/ui/feed", Control, get(ui::feed)),
-        ("/health_generate", Control, get(admin::health_generate)),
-        ("/workers", Control, get(admin::list_workers).post(admin::add_worker)),
-        ("/workers/{id}", Control, worker),
-        ("/workers/{id}/drain", Control, get(draining::show_drain).post(draining::drain_worker)),
-        ("/workers/{id}/undrain", Control, post(draining::undrain_worker)),
-        ("/add_worker", Control, post(admin::legacy_add)),
-        ("/remove_worker", Control, post(admin::legacy_remove)),
-        ("/list_workers", Control, get(admin::legacy_list)),
-        ("/flush_cache", Control, flush),
-        ("/get_loads", Control, get(admin::loads)),
-        ("/engine_metrics", Control, get(proxy::engine_metrics)),
-        ("/abort_request", Control, post(proxy::fan_out)),
-        ("/start_profile", Control, post(proxy::fan_out)),
-        ("/stop_profile", Control, post(proxy::fan_out)),
-        ("/v1/requests/{id}", Control, get(admin::show_request)),
-        ("/v1/requests/{id}/suspend", Control, post(proxy::about_request)),
-        ("/v1/requests/{id}/resume", Control, post(proxy::about_request)),
-        ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
-    ];
-    routes.extend(
-        proxy::PROXIED_PATHS.into_iter().map(|path| (path, Client, post(proxy::forward_work))),
+    let drain = get(draining::show_drain).post(draining::drain_worker);
+    let mut routes: Vec<Route> = Vec::new();
+    let mut add = |paths: &[&'static str], level, methods: MethodRouter<Arc<AppState>>| {
+        routes.extend(paths.iter().map(|path| (*path, level, methods.clone())));
+    };
+    add(&[ApiKind::Chat.path()], Client, post(handler(ApiKind::Chat)));
+    add(&[ApiKind::Completions.path()], Client, post(handler(ApiKind::Completions)));
+    add(&[ApiKind::Generate.path()], Client, generate);
+    add(&["/tokenize", "/v1/tokenize"], Client, post(proxy::forward));
+    add(&["/detokenize", "/v1/detokenize"], Client, post(proxy::forward));
+    add(&["/v1/models"], Client, get(proxy::models));
+    add(&["/v1/models/{id}"], Client, get(proxy::forward));
+    add(&["/get_model_info", "/model_info"], Client, get(proxy::forward));
+    add(&["/get_server_info", "/server_info"], Client, get(proxy::forward));
+    add(&["/health", "/ping", "/livez", "/liveness"], Open, get(admin::live));
+    add(&["/readyz", "/readiness"], Open, get(admin::ready));
+    add(&["/metrics"], Open, get(admin::metrics));
+    add(&["/ui"], Open, get(ui::to_folder));
+    add(&["/ui/"], Open, get(ui::index));
+    add(&["/ui/{file}"], Open, get(ui::file));
+    add(&["/ui/feed"], Control, get(ui::feed));
+    add(&["/health_generate"], Control, get(admin::health_generate));
+    add(&["/workers"], Control, get(admin::list_workers).post(admin::add_worker));
+    add(&["/workers/{id}"], Control, worker);
+    add(&["/workers/{id}/drain"], Control, drain);
+    add(&["/workers/{id}/undrain"], Control, post(draining::undrain_worker));
+    add(&["/add_worker"], Control, post(admin::legacy_add));
+    add(&["/remove_worker"], Control, post(admin::legacy_remove));
+    add(&["/list_workers"], Control, get(admin::legacy_list));
+    add(&["/flush_cache"], Control, flush);
+    add(&["/get_loads"], Control, get(admin::loads));
+    add(&["/engine_metrics"], Control, get(proxy::engine_metrics));
+    add(&["/abort_request", "/start_profile", "/stop_profile"], Control, post(proxy::fan_out));
+    add(&["/v1/requests/{id}"], Control, get(admin::show_request));
+    add(
+        &["/v1/requests/{id}/suspend", "/v1/requests/{id}/resume"],
+        Control,
+        post(proxy::about_request),
     );
+    add(&["/v1/requests/{id}/{*rest}"], Control, any(no_request_path));
+    add(&proxy::PROXIED_PATHS, Client, post(proxy::forward_work));
     routes
 }
 

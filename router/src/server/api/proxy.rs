@@ -354,13 +354,7 @@ async fn ask(
     let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
     let status = response.status();
     let headers = end_to_end(response.headers());
-    let mut from = response.into_body();
-    let mut text = Vec::new();
-    while let Some(piece) = from.piece().await {
-        text.extend_from_slice(&piece.map_err(|err| err.to_string())?);
-        if text.len() > MAX_ASKED {
-            return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
-        }
-    }
+    let body = response.into_body().read_at_most(MAX_ASKED).await.map_err(|err| err.to_string())?;
+    let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
     Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
 }

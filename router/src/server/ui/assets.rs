@@ -47,9 +47,8 @@ static ASSETS: LazyLock<[Asset; 8]> = LazyLock::new(|| {
 
 impl Asset {
     fn new(name: &'static str, media_type: &'static str, bytes: &'static [u8]) -> Self {
-        let digest = &Sha256::digest(bytes)[..12];
-        let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-        let etag = HeaderValue::try_from(format!("\"{digits}\""));
+        let digest = format!("{:x}", Sha256::digest(bytes));
+        let etag = HeaderValue::try_from(format!("\"{}\"", &digest[..24]));
         let etag = etag.expect("hexadecimal digits between quotes");
         Self { name, media_type, bytes, etag }
     }

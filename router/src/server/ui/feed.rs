@@ -21,17 +21,12 @@ pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteErr
     let render = move || {
         let app = weak.upgrade()?;
         let snapshot = FleetSnapshot::of(&app);
-        let is_last = snapshot.is_draining;
-        match serde_json::to_vec(&snapshot) {
-            Ok(json) => Some((json, is_last)),
-            Err(err) => {
-                tracing::error!(%err, "cannot write a snapshot of the fleet");
-                None
-            }
-        }
+        let failed = |err: &_| tracing::error!(%err, "cannot write a snapshot of the fleet");
+        let json = serde_json::to_vec(&snapshot).inspect_err(failed).ok()?;
+        Some((json, snapshot.is_draining))
     };
-    let (place, updates) = app.feed.join(render)?;
-    let mut response = Response::new(Body::from_stream(events(place, updates)));
+    let updates = app.feed.join(render)?;
+    let mut response = Response::new(Body::from_stream(events(updates)));
     let headers = response.headers_mut();
     sse_headers(headers);
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));

@@ -1,8 +1,6 @@
 //! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker
 //! anything.
 
-use std::sync::Arc;
-
 use serde::Serialize;
 
 use crate::clock::{now_ms, unix_time};
@@ -87,7 +85,6 @@ struct PairView {
 impl FleetSnapshot {
     pub fn of(app: &AppState) -> Self {
         let workers = app.fleet.registry.workers();
-        let candidates = app.fleet.registry.candidates();
         let now_ms = now_ms();
         let nodes = workers.iter().take(MAX_NODES);
         let is_registered = |id| workers.iter().any(|worker| worker.id == id);
@@ -98,7 +95,7 @@ impl FleetSnapshot {
             is_disaggregated: app.fleet.is_pd(),
             is_draining: app.is_draining(),
             queued_requests: app.metrics.queued.get() as u64,
-            nodes: nodes.map(|worker| NodeView::of(app, worker, &candidates, now_ms)).collect(),
+            nodes: nodes.map(|worker| NodeView::of(app, worker, now_ms)).collect(),
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
             events: app.fleet.registry.events.recent(),
@@ -108,10 +105,10 @@ impl FleetSnapshot {
 }
 
 impl NodeView {
-    fn of(app: &AppState, worker: &Worker, all: &[Arc<Candidate>], now_ms: u64) -> Self {
+    fn of(app: &AppState, worker: &Worker, now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
         let incompatibility = || app.fleet.registry.incompatibility(worker);
-        let ranks = all.iter().filter(|candidate| candidate.worker.id == worker.id);
+        let ranks = app.fleet.registry.candidates_at(worker);
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
@@ -122,7 +119,7 @@ impl NodeView {
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),
-            ranks: ranks.map(|rank| RankView::of(rank, now_ms)).collect(),
+            ranks: ranks.iter().map(|rank| RankView::of(rank, now_ms)).collect(),
         }
     }
 }

@@ -100,14 +100,11 @@ pub(super) async fn client(
     let builder = builder.map_err(|err| format!("--service-discovery: {err}"))?;
     let seen = MapResponseLayer::new(move |answer: Response<_>| {
         let answers = answer.status().is_success().then(|| answers.clone());
-        if let Some(answers) = &answers {
-            answers.set_to_now();
-        }
+        let note = move || answers.iter().for_each(AnswerTime::set_to_now);
+        note();
         answer.map(|body: Box<DynBody>| {
             body.map_frame(move |frame| {
-                if let Some(answers) = &answers {
-                    answers.set_to_now();
-                }
+                note();
                 frame
             })
         })

@@ -5,7 +5,7 @@
 //! that a version does not have are absent, and what follows the known ones is passed over.
 
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher, Hash};
 
 use router_core::kv::{EngineHash, KvEvent, StoredBlocks};
 use router_core::namespace;
@@ -14,21 +14,17 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// A message's payload.
-#[derive(Debug)]
+#[derive(Debug, Deserialize)]
+#[serde(remote = "Self")]
 pub struct EventBatch {
     /// Unix time [s].
     pub ts: f64,
+    #[serde(deserialize_with = "events")]
     pub events: Vec<KvEvent>,
 }
 
 impl<'de> Deserialize<'de> for EventBatch {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        struct Known {
-            ts: f64,
-            #[serde(deserialize_with = "events")]
-            events: Vec<KvEvent>,
-        }
         struct Either;
         impl<'de> Visitor<'de> for Either {
             type Value = EventBatch;
@@ -36,14 +32,12 @@ impl<'de> Deserialize<'de> for EventBatch {
                 f.write_str("a batch of KV events")
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<EventBatch, A::Error> {
-                let Known { ts, events } = Known::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(EventBatch { ts, events })
+                EventBatch::deserialize(MapAccessDeserializer::new(map))
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<EventBatch, A::Error> {
-                let known = SeqAccessDeserializer::new(&mut seq);
-                let Known { ts, events } = Known::deserialize(known)?;
+                let batch = EventBatch::deserialize(SeqAccessDeserializer::new(&mut seq))?;
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
-                Ok(EventBatch { ts, events })
+                Ok(batch)
             }
         }
         from.deserialize_any(Either)
@@ -212,9 +206,7 @@ fn name_of(keys: Vec<Part>) -> String {
 }
 
 fn hash_of<T: Hash>(value: &T) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    value.hash(&mut hasher);
-    hasher.finish()
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(value)
 }
 
 /// A block's name: an integer of either sign, or bytes.

@@ -60,11 +60,8 @@ impl WorkerRegistry {
             let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
             let tickets = [self.ticket(), self.ticket()];
             let fingerprints = self.fingerprints([p, d]);
-            let fingerprints = fingerprints
-                .as_ref()
-                .map(|fingerprints| fingerprints.each_ref().map(Vec::as_slice));
-            let decided =
-                self.deciders.decide_pair(&sending, [&p.views, &d.views], fingerprints, tickets);
+            let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
+            let decided = self.deciders.decide_pair(&sending, ready, fingerprints, tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
                 Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
@@ -97,10 +94,7 @@ impl WorkerRegistry {
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
-                let fingerprints = fingerprints
-                    .as_ref()
-                    .map(|fingerprints| fingerprints.each_ref().map(Vec::as_slice));
-                let ready = [p.views.as_slice(), &d.views];
+                let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
                 self.deciders.dry_run_pair(request, ready, fingerprints, seed).map(Vec::from)
             }
             _ => roles
@@ -147,11 +141,8 @@ impl WorkerRegistry {
         (!self.all_fit.load(Ordering::Relaxed)).then(|| {
             sides.map(|side| {
                 let fingerprint = |view: &WorkerView| {
-                    side.list
-                        .iter()
-                        .find(|c| c.id == view.id)
-                        .map(|c| c.fingerprint)
-                        .unwrap_or_default()
+                    let candidate = side.list.iter().find(|c| c.id == view.id);
+                    candidate.map(|c| c.fingerprint).unwrap_or_default()
                 };
                 side.views.iter().map(fingerprint).collect()
             })
@@ -227,4 +218,8 @@ impl WorkerRegistry {
             c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
+}
+
+fn slices<T>(pair: &Option<[Vec<T>; 2]>) -> Option<[&[T]; 2]> {
+    pair.as_ref().map(|pair| pair.each_ref().map(Vec::as_slice))
 }

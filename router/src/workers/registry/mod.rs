@@ -35,12 +35,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role,
-    WorkerId,
+    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
-use self::startup_gate::{PendingProbe, StartupGate};
+use self::startup_gate::StartupGate;
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
@@ -92,7 +91,8 @@ pub struct WorkerRegistry {
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
     changing: Mutex<()>,
-    startup_gate: StartupGate,
+    /// Workers whose tasks have not probed them yet.
+    pub startup_gate: StartupGate,
     /// Notified when candidates come or go.
     changed: watch::Sender<()>,
     next_worker: AtomicU64,
@@ -101,8 +101,7 @@ pub struct WorkerRegistry {
     metrics: Arc<RouterMetrics>,
     /// For the web page.
     pub events: FleetEvents,
-    dp_aware: bool,
-    breaker: Option<BreakerConfig>,
+    config: Arc<RouterConfig>,
     /// For https:// workers.
     tls: Option<WorkerTls>,
     cut: watch::Receiver<bool>,
@@ -110,7 +109,7 @@ pub struct WorkerRegistry {
 
 impl WorkerRegistry {
     pub fn new(
-        config: &RouterConfig,
+        config: Arc<RouterConfig>,
         deciders: PolicySet,
         metrics: Arc<RouterMetrics>,
         tls: Option<WorkerTls>,
@@ -130,8 +129,7 @@ impl WorkerRegistry {
             changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
-            dp_aware: config.workers.is_dp_aware(),
-            breaker: config.breaker(),
+            config,
             tls,
             cut,
         }
@@ -169,15 +167,6 @@ impl WorkerRegistry {
         workers.push(worker.clone());
         self.events.add("registered", worker.role(), &worker.url().to_string(), None);
         Ok(worker)
-    }
-
-    /// No new requests for this worker. False: it leaves already, or was removed.
-    pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
-        let is_news = self.set_state(worker, WorkerState::Leaving, None);
-        if is_news {
-            worker.stop_probes();
-        }
-        is_news
     }
 
     /// Take a worker out. Requests in flight finish.
@@ -321,8 +310,9 @@ impl WorkerRegistry {
     }
 
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
+        let is_dp_aware = self.config.workers.is_dp_aware();
         let ranks: Vec<Option<u32>> =
-            if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
+            if is_dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
         let fingerprint = worker.description().fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
@@ -335,7 +325,7 @@ impl WorkerRegistry {
             fingerprint,
             host: worker.host_number(),
             load: worker.load_of(rank),
-            breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
+            breaker: self.config.breaker().map(CircuitBreaker::new).map(Mutex::new),
             penalty: Mutex::default(),
             activity: Mutex::default(),
             feed: EventSubscription::default(),
@@ -493,15 +483,10 @@ impl WorkerRegistry {
         (circuit, left_ms)
     }
 
-    /// Guard of a worker whose task begins to probe it.
-    pub fn pending_probe(&self) -> PendingProbe {
-        self.startup_gate.one_more()
-    }
-
     /// While one of these roles has no worker ready and a worker was not asked yet: wait for that,
     /// a second at most.
     pub async fn wait_for_first_probes(&self, roles: &[Role]) {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
-        self.startup_gate.wait_unless(is_settled).await;
+        self.startup_gate.wait_unless(is_settled, &self.changed).await;
     }
 }

@@ -10,40 +10,36 @@ use tokio::time::timeout;
 /// A probe takes milliseconds; who is silent for this long is not waited for.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
-/// How many there are.
+/// Such workers: each holds a receiver until its first probe has ended.
 #[derive(Default)]
-pub struct StartupGate(watch::Sender<usize>);
+pub struct StartupGate(watch::Sender<()>);
 
-/// A worker until its first probe has ended.
-pub struct PendingProbe(watch::Sender<usize>);
+pub type PendingProbe = watch::Receiver<()>;
 
 impl StartupGate {
-    pub(super) fn one_more(&self) -> PendingProbe {
-        self.0.send_modify(|count| *count += 1);
-        PendingProbe(self.0.clone())
+    pub fn one_more(&self) -> PendingProbe {
+        self.0.subscribe()
     }
 
-    /// Wait until they all have been asked, or `is_settled` says that the others need not be.
-    pub(super) async fn wait_unless(&self, is_settled: impl Fn() -> bool) {
-        if *self.0.borrow() == 0 {
+    /// Wait until they all have been asked, or `is_settled` says at one of the changes that the others
+    /// need not be.
+    pub(super) async fn wait_unless(
+        &self,
+        is_settled: impl Fn() -> bool,
+        changed: &watch::Sender<()>,
+    ) {
+        if self.0.is_closed() {
             return;
         }
-        let mut count = self.0.subscribe();
+        let mut changes = changed.subscribe();
+        let settled = async { while !is_settled() && changes.changed().await.is_ok() {} };
         let all_asked = async {
-            loop {
-                let left = *count.borrow_and_update();
-                if left == 0 || is_settled() || count.changed().await.is_err() {
-                    return;
-                }
+            tokio::select! {
+                () = self.0.closed() => {}
+                () = settled => {}
             }
         };
         let _ = timeout(LONGEST_WAIT, all_asked).await; // too late: the request's error says which workers are not ready
-    }
-}
-
-impl Drop for PendingProbe {
-    fn drop(&mut self) {
-        self.0.send_modify(|count| *count -= 1);
     }
 }
 
@@ -59,22 +55,25 @@ mod tests {
     #[tokio::test]
     async fn wait_ends_when_settled_asked_or_after_the_limit() {
         let gate = StartupGate::default();
-        let ends_at_once = |settled| gate.wait_unless(move || settled).now_or_never();
+        let changed = watch::Sender::new(());
+        let ends_at_once = |settled| gate.wait_unless(move || settled, &changed).now_or_never();
         assert!(ends_at_once(false).is_some(), "no pending probe");
         let (first, second) = (gate.one_more(), gate.one_more());
         assert!(ends_at_once(true).is_some(), "others are ready");
         assert!(ends_at_once(false).is_none(), "both are silent");
         let begin = Instant::now();
-        gate.wait_unless(|| false).await;
+        gate.wait_unless(|| false, &changed).await;
         assert!(begin.elapsed() >= LONGEST_WAIT, "both stayed silent");
 
         let is_ready = AtomicBool::new(false);
         let first_answers = async {
             tokio::task::yield_now().await;
             is_ready.store(true, Ordering::SeqCst);
+            changed.send_replace(());
             drop(first);
         };
-        tokio::join!(gate.wait_unless(|| is_ready.load(Ordering::SeqCst)), first_answers);
+        let is_settled = || is_ready.load(Ordering::SeqCst);
+        tokio::join!(gate.wait_unless(is_settled, &changed), first_answers);
         drop(second);
         assert!(ends_at_once(false).is_some(), "all were asked");
     }
