@@ -1,4 +1,4 @@
-"""How an engine starts on a GPU: weights straight onto it, a pool that fits, neighbours, and float16."""
+"""How an engine starts on a GPU: weights straight onto it, a pool that fits, neighbors, and float16."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python tests/perf/bench_kernels.py [--threads 1] [--seconds 0.4] [attention|linear|small …]
 
 Each line: best and median time of ours, and the ratio torch / ours (above 1: ours is faster) as median over rounds with
-the 10th and 90th percentile. A round runs every arm once, in turn, so that a neighbour's load falls on all. Results of
+the 10th and 90th percentile. A round runs every arm once, in turn, so that a neighbor's load falls on all. Results of
 the arms are compared before they are timed.
 """
 

@@ -4,7 +4,7 @@
 
 Each line: median, 99th percentile and n of one operation, its budget, and where there is one the ratio to a plain arm
 that does the least a computer could do for the same job (compare the bytes, build the rows, sort ready keys). Arms
-take turns within one run, so that a neighbour's load falls on both. Results are checked before they are timed.
+take turns within one run, so that a neighbor's load falls on both. Results are checked before they are timed.
 """
 
 from __future__ import annotations

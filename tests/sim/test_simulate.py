@@ -28,7 +28,7 @@ from baton.sim import main as command
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.node import NodeSetting, RequestOutcome, SimNode
-from baton.sim.report import SummaryStat, summarise, table
+from baton.sim.report import SummaryStat, summarize, table
 from baton.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
@@ -145,7 +145,7 @@ def test_clock_runs_forward_pages_balance_and_everyone_is_answered(policy: str, 
 def test_same_seed_same_decisions_other_seed_others() -> None:
     def summary(**more: Any) -> dict[str, object]:
         made = ran(random_trace(1), budget=budgets(policy="random", role="null"), **more)
-        return dataclasses.asdict(summarise("random", made, 1.0, 0.0))
+        return dataclasses.asdict(summarize("random", made, 1.0, 0.0))
 
     assert summary() == summary()
     assert summary(jitter=0.3, seed=1) == summary(jitter=0.3, seed=1)
@@ -161,7 +161,7 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
         RequestOutcome.TIMED_OUT,
         RequestOutcome.REFUSED,
     ]
-    report = summarise("fcfs", made, 1.0, 0.0)
+    report = summarize("fcfs", made, 1.0, 0.0)
     assert (report.completed, report.refused, report.timed_out, report.ttft, report.in_time) == (0, 1, 2, None, 0.0)
     assert "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)" in table([report])
 
@@ -178,10 +178,10 @@ def test_mean_wait_is_that_of_queueing_theory() -> None:
         trace.append(request(at, rng.choice(sizes), blocks=(i,)))
     budget = budgets(prefill_max_requests=1, step_tokens=512, radix_cache=False, page_size=128, num_pages=100_000)
     made = ran(trace, overlap=False, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget)
-    report = summarise("fcfs", made, 1.0, 0.0)
+    report = summarize("fcfs", made, 1.0, 0.0)
     assert report.wait is not None
     assert report.wait.mean == pytest.approx(rho / mean * square / (2 * (1 - rho)), rel=0.08)
-    assert report.utilisation == pytest.approx(rho, rel=0.03)
+    assert report.utilization == pytest.approx(rho, rel=0.03)
 
 
 # ---------------------------------------------------------------------- traces
@@ -362,7 +362,7 @@ def simulated(*flags: str) -> dict[str, Any]:
 def test_coarse_and_fine_tokens_give_the_same_times() -> None:
     fine, coarse = (simulated("--limit", "600", "--length-scale", n)["fcfs"] for n in ("1", "8"))
     assert coarse.ttft.mean == pytest.approx(fine.ttft.mean, rel=0.03)
-    assert coarse.utilisation == pytest.approx(0.9, abs=0.05)
+    assert coarse.utilization == pytest.approx(0.9, abs=0.05)
 
 
 def test_coarse_tokens_decode_at_the_same_pace_where_no_prompt_interferes() -> None:

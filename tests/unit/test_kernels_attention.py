@@ -102,7 +102,7 @@ def test_equals_the_torch_backend(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_neighbours_and_phase_do_not_change_a_bit(dtype: str) -> None:
+def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
     spec = make_spec(4, 2, 32, (0, 50), dtype)
     rng = random.Random(7)
     whole: torch.Tensor | None = None

@@ -141,7 +141,7 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": ...}, ["architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "unquantised"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "unquantized"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic", "llama3", "yarn"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing", "linear"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),

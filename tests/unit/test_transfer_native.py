@@ -131,8 +131,8 @@ def test_misuse_is_a_value_error_and_a_live_room_has_its_own(pair: tuple[Any, An
         d.abort(1, "whatever")
     with pytest.raises(ValueError, match="page 8"):
         d.grant(1, 0, ids(8))
-    with pytest.raises(ValueError, match="colour"):
-        start(native.KvPool(1, PAGE), "decode", colour=1)
+    with pytest.raises(ValueError, match="color"):
+        start(native.KvPool(1, PAGE), "decode", color=1)
     with pytest.raises(OSError, match="registering"):
         p.register("127.0.0.1", 1, 50)
 

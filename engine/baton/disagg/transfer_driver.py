@@ -105,7 +105,7 @@ _pulled_decoder = msgspec.json.Decoder(PulledPages)
 
 
 def prompt_hash(req: ValidatedRequest) -> bytes:
-    """16 bytes by which P and D recognize that they tokenised the same prompt."""
+    """16 bytes by which P and D recognize that they tokenized the same prompt."""
     return hashlib.blake2b(req.prompt.tobytes(), digest_size=16, key=req.namespace[:64]).digest()
 
 

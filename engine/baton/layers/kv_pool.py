@@ -164,7 +164,7 @@ def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
 
 
 def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
-    """Copy whole pages in one direction, neighbours in one go.
+    """Copy whole pages in one direction, neighbors in one go.
 
     Args:
         device: the pool's data. host: from `make_host_pool`.

@@ -271,7 +271,7 @@ def _refuse_unknown_arithmetic(config: _Config) -> None:
         config.refuse("hidden_act", config.get("hidden_act"), "supported: silu")
     if method := config.get("quantization_config"):
         method = method.get("quant_method", method) if isinstance(method, dict) else method
-        config.refuse("quantization_config", method, "use the unquantised checkpoint")
+        config.refuse("quantization_config", method, "use the unquantized checkpoint")
 
 
 def _checkpoint_dtype(config: _Config, root: Path) -> str:

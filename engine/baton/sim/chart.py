@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 60, 160, 40, 50
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#44aa99")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#44aa99")
 """Distinguishable with color-blind eyes too (Okabe and Ito; Tol)."""
 POINTS = 400
 """Per curve at most: enough for the eye, little for the file."""
@@ -46,11 +46,11 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tenths / 10:g}</text>')
     for i, (name, values) in enumerate(drawn.items()):
-        colour = COLOURS[i % len(COLOURS)]
+        color = COLORS[i % len(COLORS)]
         points = " ".join(f"{x(value):.1f},{y(share):.1f}" for value, share in _steps(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>')
         key = TOP + 10 + 18 * i
-        parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{key - 8}" width="14" height="4" fill="{colour}"/>')
+        parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{key - 8}" width="14" height="4" fill="{color}"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 34}" y="{key}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -34,7 +34,7 @@ from baton.sched.types.plan import StepPlan
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.node import NodeSetting, SimNode
-from baton.sim.report import RunSummary, summarise, table, ttfts
+from baton.sim.report import RunSummary, summarize, table, ttfts
 from baton.sim.trace import TraceRequest
 
 PROG = "baton simulate"
@@ -290,7 +290,7 @@ def simulate(run: SimulatedRun, what: NodeSetting) -> tuple[list[RunSummary], di
         except KeyboardInterrupt:
             interrupted = True
         in_time = run.engine.default_deadline_ms / 1e3
-        summaries.append(summarise(policy, node, in_time, progress.elapsed, is_partial=interrupted))
+        summaries.append(summarize(policy, node, in_time, progress.elapsed, is_partial=interrupted))
         curves[summaries[-1].label] = ttfts(node.records)
         if interrupted:
             break

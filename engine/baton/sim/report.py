@@ -60,7 +60,7 @@ class RunSummary:
     """Share of all requests whose TTFT was at most --default-deadline-ms."""
     hit_rate: float
     """Share of prompt tokens found in the cache when the request started."""
-    utilisation: float
+    utilization: float
     """Share of the simulated time in which the device computed."""
     retractions: int
     preemptions: int
@@ -79,7 +79,7 @@ class RunSummary:
         return self.policy + (" (stopped)" if self.is_partial else "")
 
 
-def summarise(
+def summarize(
     policy: str, node: SimNode, deadline_secs: float, wall_seconds: float, *, is_partial: bool = False
 ) -> RunSummary:
     records = node.records
@@ -97,7 +97,7 @@ def summarise(
         tpot=SummaryStat.of([r.tpot for r in records if r.tpot is not None]),
         in_time=sum(ttft <= deadline_secs for ttft in ttfts(records)) / max(len(records), 1),
         hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
-        utilisation=node.busy_seconds / span if span > 0 else 0.0,
+        utilization=node.busy_seconds / span if span > 0 else 0.0,
         retractions=node.sched.retractions,
         preemptions=node.sched.preemptions,
         starved=node.sched.stats.starved.total(),
@@ -163,7 +163,7 @@ def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
     counts = (s.label, str(s.requests), str(s.completed))
     latencies = (*_numbers(s.ttft)[:4], ratio, f"{s.in_time:.3f}", *_numbers(s.tpot, 1e3)[:4], *_numbers(s.wait))
-    device = (f"{s.hit_rate:.3f}", f"{s.utilisation:.2f}", str(s.steps))
+    device = (f"{s.hit_rate:.3f}", f"{s.utilization:.2f}", str(s.steps))
     return (*counts, *latencies, *device, f"{s.simulated_seconds:.0f}", f"{s.wall_seconds:.1f}")
 
 

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 /// An instruction level. Later ones include the earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Portable Rust, eight lanes that the compiler may vectorise.
+    /// Portable Rust, eight lanes that the compiler may vectorize.
     Scalar,
     /// x86-64-v3: AVX2 and FMA.
     Avx2,

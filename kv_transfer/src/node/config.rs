@@ -306,7 +306,7 @@ mod tests {
             (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),
             (r#""port": 0"#, r#""port": 0, "heartbeat_ms": 0"#, "heartbeat_ms"),
             (r#""port": 0"#, r#""port": 0, "dp_rank": 1"#, "dp_rank"),
-            (r#""port": 0"#, r#""port": 0, "colour": 1"#, "colour"),
+            (r#""port": 0"#, r#""port": 0, "color": 1"#, "color"),
             ("shm", "cuda_ipc", "host memory"),
         ] {
             let err = parse(&good.replace(from, to)).expect_err(says);

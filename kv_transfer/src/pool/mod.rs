@@ -315,7 +315,7 @@ mod tests {
         assert_eq!(pool.generation(2), 3);
         assert_eq!(pool.seal(&[2]), vec![4]);
         assert_eq!(pool.seal(&[2]), vec![4], "sealing a sealed page changes nothing");
-        assert_eq!(pool.generation(1), 0, "neighbours are untouched");
+        assert_eq!(pool.generation(1), 0, "neighbors are untouched");
     }
 
     #[test]

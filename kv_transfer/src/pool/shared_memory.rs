@@ -52,7 +52,7 @@ impl SharedMapping {
         unsafe { &*self.base.wrapping_add(offset).cast::<AtomicU64>() }
     }
 
-    /// Advice for the owner's mapping; both are best effort and change no behaviour that we rely
+    /// Advice for the owner's mapping; both are best effort and change no behavior that we rely
     /// on.
     pub fn advise_owner(&self, data_off: usize) {
         // SAFETY: advice on our own mapping; DONTFORK only affects children, which must not inherit

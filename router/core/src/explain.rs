@@ -68,7 +68,7 @@ pub struct CostBasis {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RecomputePrice {
     /// rho.
-    pub utilisation: f64,
+    pub utilization: f64,
     pub beta: f64,
     /// Recent arrivals on the deepest known block.
     pub heat: f64,

@@ -107,7 +107,7 @@ impl Drop for AccessLogEntry {
         }
         let stages = self.timeline.stages();
         self.sinks.metrics.stages(stages);
-        let [read_ms, queue_ms, parse_ms, tokenise_ms, decide_ms, connect_ms, first_token_ms] =
+        let [read_ms, queue_ms, parse_ms, tokenize_ms, decide_ms, connect_ms, first_token_ms] =
             stages.map(|seconds| Some((seconds? * 1e6).round() / 1e3));
         let usage = self.timeline.usage();
         let show = |chosen: &Option<(String, SelectionReason)>| {
@@ -126,7 +126,7 @@ impl Drop for AccessLogEntry {
             failovers = self.timeline.failovers(),
             status,
             outcome,
-            read_ms, queue_ms, parse_ms, tokenise_ms, decide_ms, connect_ms, first_token_ms,
+            read_ms, queue_ms, parse_ms, tokenize_ms, decide_ms, connect_ms, first_token_ms,
             prompt_tokens = usage.map(|usage| usage.prompt_tokens),
             cached_tokens = usage.and_then(|usage| usage.cached_tokens),
             completion_tokens = usage.and_then(|usage| usage.completion_tokens),

@@ -72,7 +72,7 @@ metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
 struct StageHistograms([Histogram; 7]);
 
 const STAGE_NAMES: [&str; 7] =
-    ["read", "queue", "parse", "tokenise", "decide", "connect", "first_token"];
+    ["read", "queue", "parse", "tokenize", "decide", "connect", "first_token"];
 
 impl MetricFamily for StageHistograms {
     const KIND: MetricType = MetricType::HISTOGRAM;
@@ -121,7 +121,7 @@ router_metrics! {
     pub overhead: HistogramVec = "baton_router_overhead_seconds" ["route"]
         "The router's own time: from the complete request body to its dispatch";
     stages: StageHistograms = "baton_router_stage_seconds" ["stage"]
-        "The first attempt by stage: read (the body), queue, parse, tokenise (count and hash the prompt), decide, connect (build and send), first_token (the worker's)";
+        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), decide, connect (build and send), first_token (the worker's)";
     pub queue: Histogram = "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     pub queued: Gauge = "baton_router_queued_requests" []
@@ -208,8 +208,10 @@ router_metrics! {
         "Load reports of workers; source is answer or poll, result taken, unused, malformed or failed";
     pub backlog: GaugeVec = "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
-    pub utilisation: GaugeVec = "baton_router_utilisation_ratio" ["role"]
+    pub utilization: GaugeVec = "baton_router_utilization_ratio" ["role"]
         "Predicted prefill work sent in the last 30 s over what the workers can do (cost); 1 is all of it";
+    pub utilization_alias: GaugeVec = "baton_router_utilisation_ratio" ["role"]
+        "baton_router_utilization_ratio under its former name, for one release";
     pub prefill_speed: GaugeVec = "baton_router_prefill_seconds_per_kilotoken" ["role", "worker"]
         "Learned prefill time of a prompt of 1000 tokens (cost)";
     pub confidence: GaugeVec = "baton_router_index_confidence_ratio" ["role", "worker"]

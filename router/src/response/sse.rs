@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn error_events_are_recognised_at_the_front() {
+    fn error_events_are_recognized_at_the_front() {
         let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
         assert_eq!(code_of(error_event(event).unwrap()).as_deref(), Some("draining"));
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());

@@ -99,7 +99,7 @@ async fn an_explained_request_is_served_and_its_timeline_reported() {
         assert_eq!(leg["explanation"]["candidates"].as_array().unwrap().len(), 2);
         let timeline = &request["timeline"];
         let stages =
-            ["read_ms", "admitted_ms", "parsed_ms", "tokenised_ms", "first_byte_ms", "ended_ms"];
+            ["read_ms", "admitted_ms", "parsed_ms", "tokenized_ms", "first_byte_ms", "ended_ms"];
         let mut at: Vec<f64> =
             stages.iter().map(|stage| timeline[stage].as_f64().unwrap()).collect();
         for time in ["chosen_ms", "sent_ms", "first_token_ms"] {

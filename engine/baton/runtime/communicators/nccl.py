@@ -4,7 +4,7 @@ Slabs of a pool on the device are on it too, and NCCL sends from one into the ot
 Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab
 → page. All memory is allocated at open; copies and NCCL's kernels go to a private stream; nothing here waits for the
 device but by looking at an event until a deadline, so that a peer that never comes cannot hold the thread (a
-synchronisation would).
+synchronization would).
 
 What NCCL demands, and what is done about it:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;

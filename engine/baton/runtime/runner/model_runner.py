@@ -142,7 +142,7 @@ class ModelRunner:
         return sample_row
 
     def _step(self, plan: StepPlan) -> StepInputs:
-        """The plan with its open tokens filled in, vectorised over its rows."""
+        """The plan with its open tokens filled in, vectorized over its rows."""
         rows = plan.rows
         _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = zip(*rows, strict=True) if rows else ((),) * 8
         slots, lengths = np.array(of_slot, np.int64), np.array(of_n, np.int64)

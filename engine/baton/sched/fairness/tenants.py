@@ -7,7 +7,7 @@
 * `RateLimits` are token buckets of one minute's tokens: they refuse, the counters only order.
 
 Bounds. Counters of two tenants that both wait differ by at most U, the largest amount one can be charged after it was
-chosen (its prompt, and its answers that run); so over any time in which both wait their normalised service differs
+chosen (its prompt, and its answers that run); so over any time in which both wait their normalized service differs
 by at most 2 U. A bucket lets through at most a minute's tokens at once and its rate after that; answers are
 taken from it as they are generated and may overdraw it, which the next request waits for.
 

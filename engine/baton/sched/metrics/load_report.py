@@ -110,7 +110,7 @@ def tokens_ahead(bands: Mapping[str, WaitingLoad], started_tokens: int, priority
 
     Args:
         bands, started_tokens: of the rank's Load.
-        priority: of the request, normalised (larger is better), plus what aging gave it since its t0; None: no
+        priority: of the request, normalized (larger is better), plus what aging gave it since its t0; None: no
             priorities are used, or it has none.
     Its own band counts whole: who is there already arrived earlier. So the answer is exact but for those of its band
     that are less important than it, and for what has changed since the report.

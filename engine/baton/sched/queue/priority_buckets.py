@@ -1,6 +1,6 @@
 """Bands of priority: a few names for all integers, so that metrics and load reports stay small.
 
-A band reaches from its lower edge up to the next one; its name is that edge. Values are normalised (larger is better,
+A band reaches from its lower edge up to the next one; its name is that edge. Values are normalized (larger is better,
 sched.queue.priority.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
 """
 

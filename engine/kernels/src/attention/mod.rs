@@ -4,7 +4,7 @@
 //! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a
 //! query row is one head of one token). A prompt's items have one head, which packs each block for
 //! as many tokens as possible; a decode row's have as many heads as leave work for every thread,
-//! because heads are neighbours in memory and are read in its order. An item (1) packs its queries;
+//! because heads are neighbors in memory and are read in its order. An item (1) packs its queries;
 //! (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block it packs K
 //! transposed and V in units, once for all heads of the group; (3) per tile of query rows: scores,
 //! running maximum, probabilities, weighted V; (4) divides by the sums.

@@ -4,7 +4,7 @@
 //! units side by side:
 //!
 //! ```text
-//! W [N, K]      row n: u0 u1 u2 …            (a unit: one f32, or two bf16 neighbours)
+//! W [N, K]      row n: u0 u1 u2 …            (a unit: one f32, or two bf16 neighbors)
 //! packed        panel 0: u0 of rows 0..64 | u1 of rows 0..64 | …    panel 1: u0 of rows 64..128 | …
 //! ```
 //!

@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 const LARGE_PAGE: usize = 2 << 20;
 const LINE: usize = 64;
 
-/// Owned 32-bit words, uninitialised until written.
+/// Owned 32-bit words, uninitialized until written.
 #[derive(Debug)]
 pub struct AlignedWords {
     at: NonNull<u32>,

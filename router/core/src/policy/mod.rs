@@ -123,7 +123,7 @@ pub struct PolicyStats {
     /// `cost`: tokens in a byte of text, as reported.
     pub tokens_per_unit: f64,
     /// `cost`: prefill work sent recently, of what the workers can do (rho).
-    pub utilisation: f64,
+    pub utilization: f64,
     /// `manual`: routing keys.
     pub keys: usize,
     /// Estimated memory of the index [bytes].

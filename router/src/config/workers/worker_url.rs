@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_normalised() {
+    fn urls_are_normalized() {
         for (given, shown) in [
             ("http://a:1", "http://a:1"),
             ("a:1/", "http://a:1"),

@@ -48,7 +48,7 @@ pub enum RequestStage {
     /// The body was scanned for what routing needs.
     Parsed,
     /// The prompt was counted and hashed for the policies.
-    Tokenised,
+    Tokenized,
     /// The first byte of an answer went to the client.
     FirstByte,
     /// The last byte, or the client left.
@@ -229,8 +229,8 @@ impl RequestTimeline {
             at(RequestStage::Read),
             between(at(RequestStage::Read), at(RequestStage::Admitted)),
             between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
-            between(at(RequestStage::Parsed), at(RequestStage::Tokenised)),
-            between(at(RequestStage::Tokenised), chosen),
+            between(at(RequestStage::Parsed), at(RequestStage::Tokenized)),
+            between(at(RequestStage::Tokenized), chosen),
             between(chosen, sent),
             between(sent, first_token),
         ]

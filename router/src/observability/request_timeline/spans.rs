@@ -34,7 +34,7 @@ impl RequestTimeline {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
                 let failed = records.failures.iter().find(|failed| failed.attempt + 1 == attempt);
-                let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenised));
+                let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenized));
                 let (from, to) = (from.unwrap_or(leg.chosen_ms), leg.chosen_ms);
                 let mut decide = span(new_id(), parent, "decide", SpanKind::Internal, from, to);
                 decide.attributes.push(int_attribute("baton.attempt", attempt));
@@ -77,7 +77,7 @@ impl RequestTimeline {
         let stages = [
             ("read", RequestStage::Read),
             ("admitted", RequestStage::Admitted),
-            ("tokenised", RequestStage::Tokenised),
+            ("tokenized", RequestStage::Tokenized),
             ("first_byte", RequestStage::FirstByte),
         ];
         let stages = stages

@@ -127,7 +127,7 @@ async fn take_in(
     let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
     let (needs_text, needs_blocks) = app.fleet.registry.deciders.needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
-    timeline.mark(RequestStage::Tokenised);
+    timeline.mark(RequestStage::Tokenized);
     let blocks = prompt.blocks.map(Arc::new);
     if let Some(blocks) = &blocks {
         timeline.prompt(blocks);

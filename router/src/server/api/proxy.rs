@@ -98,7 +98,7 @@ async fn proxy_to_any(
     app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
-        // The prefill workers come last: tokenising on them delays prompts.
+        // The prefill workers come last: tokenizing on them delays prompts.
         let roles = app.fleet.serving_roles();
         let ready = roles.iter().rev().find(|role| app.fleet.registry.count(**role).1 > 0);
         let role = *ready.unwrap_or(&roles[0]);

@@ -49,7 +49,8 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
             (&metrics.tree_bytes, stats.index_bytes as f64),
             (&metrics.tree_evicted, stats.evicted_total as f64),
             (&metrics.routing_keys, stats.keys as f64),
-            (&metrics.utilisation, stats.utilisation),
+            (&metrics.utilization, stats.utilization),
+            (&metrics.utilization_alias, stats.utilization),
         ] {
             family.with_label_values(&[role]).set(value);
         }

@@ -398,7 +398,7 @@ impl Policy for CostPolicy {
         PolicyStats {
             ranks: ranks.collect(),
             tokens_per_unit: state.counted.0 / state.counted.1,
-            utilisation: state.utilisation(now_ms as f64),
+            utilization: state.utilization(now_ms as f64),
             index_bytes: state.holdings.bytes(),
             evicted_total: state.holdings.evicted_total(),
             ..PolicyStats::default()

@@ -13,8 +13,8 @@ pub struct CostParams {
     pub default_capacity_tokens: u64,
     /// Highest price of computing twice; 8 is a fleet that is 8/9 busy.
     pub beta_max: f64,
-    /// Memory of the utilisation [s].
-    pub utilisation_secs: f64,
+    /// Memory of the utilization [s].
+    pub utilization_secs: f64,
     /// Margins by which a worker without the longest prefix must be cheaper, both [ms, share of the
     /// holder's cost].
     pub hysteresis_ms: f64,
@@ -41,7 +41,7 @@ impl Default for CostParams {
             max_bytes: 1 << 30,
             default_capacity_tokens: 1 << 20,
             beta_max: 8.0,
-            utilisation_secs: 30.0,
+            utilization_secs: 30.0,
             hysteresis_ms: 5.0,
             hysteresis_fraction: 0.1,
             request_ms: 10.0,
@@ -66,7 +66,7 @@ pub(super) struct CostModel {
 
 impl CostModel {
     pub fn tau_ms(&self) -> f64 {
-        self.params.utilisation_secs * 1e3
+        self.params.utilization_secs * 1e3
     }
 
     pub fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {

@@ -182,17 +182,17 @@ impl CostState {
     /// Price of a millisecond of computing again, with its factors.
     pub fn price(&self, req: &RequestView<'_>, deepest: usize) -> RecomputePrice {
         let now_ms = req.now_ms as f64;
-        let utilisation = self.utilisation(now_ms);
+        let utilization = self.utilization(now_ms);
         let beta_max = self.model.params.beta_max;
-        let is_below_max = utilisation < beta_max / (1.0 + beta_max);
-        let beta = if is_below_max { utilisation / (1.0 - utilisation) } else { beta_max };
+        let is_below_max = utilization < beta_max / (1.0 + beta_max);
+        let beta = if is_below_max { utilization / (1.0 - utilization) } else { beta_max };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        RecomputePrice { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
+        RecomputePrice { utilization, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
-    pub fn utilisation(&self, now_ms: f64) -> f64 {
+    pub fn utilization(&self, now_ms: f64) -> f64 {
         let tau_ms = self.model.tau_ms();
         self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
     }
