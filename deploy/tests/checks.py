@@ -182,7 +182,8 @@ def open_paths(role: str) -> set[str]:
     if role != "router":
         return set(app.OPEN_PATHS)
     source = (ROOT / "router" / "src" / "server" / "api" / "mod.rs").read_text()
-    return set(re.findall(r'\("(/\w+)", Open, get\(', source))
+    rows = re.findall(r"&\[([^]]+)\],\s*Open,\s*get\(", source)
+    return {path for row in rows for path in re.findall(r'"(/\w+)"', row)}
 
 
 def check_probes(objects: Sequence[Object]) -> Problems:

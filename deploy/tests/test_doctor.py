@@ -63,7 +63,7 @@ def view_of(objects: list[Object], gpus: int = 8) -> KubeView:
             keys = view.secrets.setdefault(name, [])
             assert keys is not None
             keys.append(key or "any")
-    view.access.update({f"baton-router {verb}": "yes" for verb in kubernetes.ROUTER_VERBS})
+    view.access.update({("baton-router", verb): "yes" for verb in kubernetes.ROUTER_VERBS})
     return view
 
 
@@ -173,9 +173,9 @@ def test_missing_secrets_and_keys_are_named() -> None:
 
 def test_access_that_is_denied_fails_and_unknown_access_is_skipped() -> None:
     view = view_of(running("base"))
-    view.access["baton-router watch"] = "no"
+    view.access["baton-router", "watch"] = "no"
     assert [result.name for result in problems(view)] == ["kube.access"]
-    view.access["baton-router watch"] = "user dev cannot impersonate"
+    view.access["baton-router", "watch"] = "user dev cannot impersonate"
     assert not problems(view)
     skipped = next(r for r in kubernetes.check_namespace(view) if r.name == "kube.access")
     assert skipped.status is CheckStatus.SKIP
