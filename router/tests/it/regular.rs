@@ -248,27 +248,9 @@ async fn a_client_that_leaves_closes_the_workers_connection() {
     .await;
 }
 
+/// openai-python closes at `[DONE]`.
 #[tokio::test]
 async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
-    timed(async {
-        let mock = Mock::start(&[Act::Stream(vec![TOKEN, FINISH, DONE], End::Hang)]).await;
-        let router = Router::regular(&[&mock], &[]).await;
-        let mut client = Client::connect(router.running.addr).await;
-        let mut answering = client.chat(true).await;
-        let mut text = String::new();
-        while !text.ends_with(DONE) {
-            text += std::str::from_utf8(&answering.piece().await.unwrap()).unwrap();
-        }
-        drop((answering, client));
-        let ok = "baton_router_requests_total{method=\"POST\",outcome=\"ok\"";
-        eventually("it is counted", || async { router.metric(ok).await == 1.0 }).await;
-        router.no_load().await;
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn the_connection_of_a_client_that_leaves_at_the_last_event_is_kept() {
     timed(async {
         let answer = Act::Stream(vec![TOKEN, FINISH, DONE], End::Gate);
         let mock = Mock::start(&[answer, Act::Json(json!({}))]).await;
@@ -280,10 +262,13 @@ async fn the_connection_of_a_client_that_leaves_at_the_last_event_is_kept() {
             text += std::str::from_utf8(&answering.piece().await.unwrap()).unwrap();
         }
         drop((answering, client));
+        let ok = "baton_router_requests_total{method=\"POST\",outcome=\"ok\"";
+        eventually("it is counted", || async { router.metric(ok).await == 1.0 }).await;
         router.no_load().await;
+
         mock.release();
         assert_eq!(router.chat().await.status, 200);
-        assert_eq!(mock.cancelled(), 0);
+        assert_eq!(mock.cancelled(), 0, "the worker's connection is read to its end");
     })
     .await;
 }
