@@ -208,8 +208,9 @@ pub struct WorkerChoice {
 /// An event as a policy is given it.
 pub type PolicyEvent<'a> = EventRecord<&'a RequestView<'a>, &'a [u64], WorkerFacts>;
 
-/// Events in the order the shell saw them. The only way a policy learns. The request, its prompt's
-/// hashes and the facts about a worker are in one form or another.
+/// Events in the order the shell saw them. The only way a policy learns. The type parameters
+/// are the forms of the request, the prompt's hashes and the facts about a worker: borrowed here,
+/// owned in the decision log.
 ///
 /// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers that
 /// were not added, so that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory

@@ -164,7 +164,7 @@ impl RequestContext {
         self.failed.add(held_ms, is_loss_of_any(reason));
     }
 
-    /// Refuse it if requests with this body broke workers a moment ago.
+    /// Refuse the request if others with this body broke workers a moment ago.
     pub async fn check_poison(&self, app: &AppState) -> Result<(), RouteError> {
         if app.poison.lock().is_empty() {
             return Ok(());

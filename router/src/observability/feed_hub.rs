@@ -82,8 +82,8 @@ impl FeedHub {
         Ok(updates)
     }
 
-    /// Set the gauge of pages.
-    pub fn show_clients(&self) {
+    /// Update the gauge of listening pages.
+    pub fn update_clients(&self) {
         self.clients.set(self.latest.receiver_count() as f64);
     }
 
@@ -186,7 +186,7 @@ mod tests {
         }
 
         fn clients(&self) -> f64 {
-            self.hub.show_clients();
+            self.hub.update_clients();
             self.hub.clients.get()
         }
 

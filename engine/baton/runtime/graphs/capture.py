@@ -82,7 +82,7 @@ class DecodeGraphs:
     largest: int
     """Rows of the largest recorded step."""
     context: int
-    """No row is longer."""
+    """Longest row [tokens]."""
 
     def __post_init__(self) -> None:
         kv, largest = self.kv, self.largest

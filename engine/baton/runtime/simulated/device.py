@@ -52,7 +52,7 @@ def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class SimRunner:
-    """runtime.engine_loop.Device."""
+    """Device of the engine loop whose steps only take time."""
 
     simulated: Simulated
     answer: Sequence[int]

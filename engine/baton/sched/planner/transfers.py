@@ -36,7 +36,7 @@ class TransferPlanner:
         for seq in self._candidates():
             if not state.slots and not limits.priority.enabled:
                 return
-            # One that ran here and was requeued comes first, as long as one runs whose end will make room for it:
+            # A requeued request that ran here comes first, as long as one runs whose end will free pages for it:
             # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
             if state.running and first_requeued and first_requeued < self._sort_key(seq):
                 return

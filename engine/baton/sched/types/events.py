@@ -37,7 +37,7 @@ new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
-    """Something to do about the room of a request."""
+    """Order to the transfer driver about the room of a request."""
 
     req: ValidatedRequest
 

@@ -190,7 +190,7 @@ class Generation:
     on_generated: Callable[[int], None] = lambda count: None
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
-    """The span that those of the ranks hang below."""
+    """Parent of the ranks' spans."""
 
     def __post_init__(self) -> None:
         self.submitted_at: float | None = None

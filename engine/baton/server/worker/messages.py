@@ -144,7 +144,7 @@ class FatalMessage(FromRank, tag="fatal"):
 
 
 class KvEvents(FromRank, tag="kv_events"):
-    """Batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
+    """Batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_events.codec.EventBatch."""
 
     seq: int
     payload: bytes

@@ -1,6 +1,6 @@
 //! `power_of_two`: two distinct random candidates, the one with fewer requests in flight.
 
-use super::tie_break::two_distinct;
+use super::tie_break::draw_two;
 use super::{ExplainedChoice, Policy, PolicyInput};
 use crate::explain::{Explanation, PolicyBasis, PolicyTerms};
 use crate::types::{SelectionReason, WorkerChoice, WorkerView};
@@ -24,7 +24,7 @@ impl Policy for PowerOfTwo {
             [] => return None,
             [only] => (only, only, SelectionReason::Only),
             ready => {
-                let (first, second) = two_distinct(ready.len(), input.rng);
+                let (first, second) = draw_two(ready.len(), input.rng);
                 (&ready[first], &ready[second], SelectionReason::LowerOfTwo)
             }
         };
@@ -53,7 +53,7 @@ mod tests {
             seed in any::<u64>(),
         ) {
             let ready = views(&loads);
-            let (first, second) = two_distinct(ready.len(), &mut rng(seed));
+            let (first, second) = draw_two(ready.len(), &mut rng(seed));
             prop_assert_ne!(first, second);
             let taken = chosen(&PowerOfTwo, "", &ready, &mut rng(seed)).worker;
             let lower = ready[first].load.min(ready[second].load);
@@ -67,7 +67,7 @@ mod tests {
         let mut counts: BTreeMap<(usize, usize), usize> = BTreeMap::new();
         let mut rng = rng(3);
         for _ in 0..12_000 {
-            *counts.entry(two_distinct(4, &mut rng)).or_default() += 1;
+            *counts.entry(draw_two(4, &mut rng)).or_default() += 1;
         }
         // 12 ordered pairs, 1000 each, standard deviation 30; six of them.
         assert_eq!(counts.len(), 12);

@@ -42,7 +42,7 @@ pub fn least_loaded(
 }
 
 /// Two different indices below `len` (at least 2), every ordered pair equally likely.
-pub fn two_distinct(len: usize, rng: &mut dyn RngCore) -> (usize, usize) {
+pub fn draw_two(len: usize, rng: &mut dyn RngCore) -> (usize, usize) {
     let first = rng.random_range(0..len);
     let other = rng.random_range(0..len - 1);
     (first, if other >= first { other + 1 } else { other })

@@ -141,7 +141,7 @@ impl CircuitBreaker {
             (State::HalfOpen { .. }, RequestOutcome::Failure) => {
                 self.state = State::Open { since_ms: now_ms };
             }
-            // What was sent before it opened comes too late to prove anything.
+            // Requests sent before the circuit opened end too late to prove anything.
             (State::Open { .. }, _) | (_, RequestOutcome::Unknown) => {}
         }
         let after = self.state(now_ms);

@@ -414,7 +414,7 @@ impl UpstreamAttempt {
         })
     }
 
-    /// The worker said nothing for too long.
+    /// The worker was silent for too long.
     fn silent(&self) -> AttemptError {
         let err = silent_error(&self.guard, self.limit);
         AttemptError::new(&self.guard, SILENT, RetryClass::Refused, ErrorReply::Error(err))

@@ -94,7 +94,7 @@ pub async fn health_generate(State(app): SharedApp) -> HandlerResult {
 
 pub async fn metrics(State(app): SharedApp) -> Response {
     let update = |metrics: &RouterMetrics| gauges::update(metrics, &app.fleet.registry);
-    app.feed.show_clients();
+    app.feed.update_clients();
     match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(err) => RouteError::Internal { detail: err.to_string() }.into_response(),

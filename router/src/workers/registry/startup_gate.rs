@@ -10,7 +10,7 @@ use tokio::time::timeout;
 /// A probe takes milliseconds; who is silent for this long is not waited for.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
-/// Such workers: each holds a receiver until its first probe has ended.
+/// Workers that were not probed yet: each holds a receiver until its first probe has ended.
 #[derive(Default)]
 pub struct StartupGate(watch::Sender<()>);
 

@@ -71,7 +71,7 @@ pub use self::params::CostParams;
 use self::rank::WorkerReport;
 use self::speed::PrefillWork;
 use self::state::{CandidateCost, CostState, PromptSize};
-use super::tie_break::two_distinct;
+use super::tie_break::draw_two;
 use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
 use crate::explain::DecisionRule;
 use crate::kv::{CacheUpdate, NewsError};
@@ -293,7 +293,7 @@ fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<Candidate
             }
         }
     }
-    let (first, second) = two_distinct(top.iter().flatten().count(), rng);
+    let (first, second) = draw_two(top.iter().flatten().count(), rng);
     top[first.min(second)]
 }
 
