@@ -1,12 +1,12 @@
 //! How close a pull comes to the machine's limit: shm against a plain non-temporal copy, tcp
-//! against a plain socket loop.
+//! against a plain socket loop, and what several streams are worth.
 //!
 //! Two processes: this one decodes (D), a child prefills (P) and also serves the plain socket. Each
 //! repetition runs all arms in a shuffled order, so that load of the machine falls on all of them;
 //! a ratio is taken within its repetition. Only ratios are printed: a time measured beside other
 //! work is no property of the code.
 //!
-//! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64]`
+//! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64 --tcp-streams 4]`
 #![allow(clippy::unwrap_used, reason = "a benchmark may stop at the first surprise")]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -28,6 +28,7 @@ struct Shape {
     reps: usize,
     pages: usize,
     page_bytes: usize,
+    tcp_streams: usize,
 }
 
 impl Shape {
@@ -37,11 +38,19 @@ impl Shape {
             at.map_or(default, |i| args[i + 1].parse().expect("a number"))
         };
         let page_bytes = get("--page-kib", 64) << 10;
-        Self { reps: get("--reps", 15), pages: (get("--mib", 256) << 20) / page_bytes, page_bytes }
+        let pages = (get("--mib", 256) << 20) / page_bytes;
+        let tcp_streams = get("--tcp-streams", 4);
+        Self { reps: get("--reps", 15), pages, page_bytes, tcp_streams }
     }
 
-    fn node(&self, pool: &Arc<KvPool>, role: &str, transports: &[&str]) -> TransferNode {
-        let config = json!({"role": role, "host": "127.0.0.1", "port": 0, "transports": transports, "layout": {"page_bytes": self.page_bytes}});
+    fn node(
+        &self,
+        pool: &Arc<KvPool>,
+        role: &str,
+        transports: &[&str],
+        tcp_streams: usize,
+    ) -> TransferNode {
+        let config = json!({"role": role, "host": "127.0.0.1", "port": 0, "transports": transports, "tcp_streams": tcp_streams, "layout": {"page_bytes": self.page_bytes}});
         TransferNode::start(pool.clone(), &config.to_string()).unwrap()
     }
 
@@ -114,7 +123,7 @@ fn page_ptr(pool: &KvPool, page: u32) -> *mut u8 {
 fn child(shape: Shape, bootstrap: u16) {
     let pool = shape.pool();
     let src = shape.order(1009);
-    let node = shape.node(&pool, "prefill", &["shm", "tcp"]);
+    let node = shape.node(&pool, "prefill", &["shm", "tcp"], shape.tcp_streams);
     node.register("127.0.0.1", bootstrap, TIMEOUT).unwrap();
     let plain = TcpListener::bind("127.0.0.1:0").unwrap();
     println!("{}", plain.local_addr().unwrap().port());
@@ -157,6 +166,7 @@ struct Bench {
     local_src: Arc<KvPool>,
     src_pages: Vec<u32>,
     shm: TransferNode,
+    tcp_streams: TransferNode,
     tcp: TransferNode,
     room: u64,
 }
@@ -183,8 +193,9 @@ impl Bench {
             dst_pages: shape.order(2003),
             local_src: shape.pool(),
             src_pages: shape.order(1009),
-            shm: shape.node(&dst, "decode", &["shm"]),
-            tcp: shape.node(&dst, "decode", &["tcp"]),
+            shm: shape.node(&dst, "decode", &["shm"], 1),
+            tcp: shape.node(&dst, "decode", &["tcp"], 1),
+            tcp_streams: shape.node(&dst, "decode", &["tcp"], shape.tcp_streams),
             dst,
             room: 0,
         }
@@ -196,20 +207,21 @@ impl Bench {
 
     fn run(&mut self, arm: usize) -> f64 {
         match arm {
-            0 => self.pull("shm"),
+            0 => self.pull("shm", |bench| &bench.shm),
             1 => self.copy(),
-            2 => self.pull("tcp"),
+            2 => self.pull("tcp", |bench| &bench.tcp),
             3 => self.receive_plainly(),
+            5 => self.pull("tcp", |bench| &bench.tcp_streams),
             _ => self.copy_with_hash(),
         }
     }
 
     /// From the grant to the commit of a prompt that is announced already.
-    fn pull(&mut self, transport: &str) -> f64 {
+    fn pull(&mut self, transport: &str, node: impl Fn(&Self) -> &TransferNode) -> f64 {
         self.room += 1;
         let room = self.room;
         self.say(&format!("room {room}"));
-        let node = if transport == "shm" { &self.shm } else { &self.tcp };
+        let node = node(self);
         node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000).unwrap();
         let deadline = Instant::now() + TIMEOUT;
         while !node.rooms_json(Some(room)).contains("FINAL") {
@@ -299,9 +311,9 @@ fn main() {
         return child(shape, port.parse().unwrap());
     }
     let mut bench = Bench::start(shape);
-    let mut times = vec![[0.0; 5]; shape.reps];
+    let mut times = vec![[0.0; 6]; shape.reps];
     for rep in 0..shape.reps + WARM_UP {
-        let mut arms = [0, 1, 2, 3, 4];
+        let mut arms = [0, 1, 2, 3, 4, 5];
         arms.shuffle(&mut rand::rng());
         for arm in arms {
             let took = bench.run(arm);
@@ -322,6 +334,7 @@ fn main() {
         ("shm", 0, 1, "a verified shm pull, of a plain non-temporal copy"),
         ("copy_with_hash", 4, 1, "copy with checksum in one process, of the plain copy"),
         ("tcp", 2, 3, "a verified tcp pull, of a plain socket loop"),
+        ("tcp_streams", 5, 2, "a tcp pull by several streams, of one by one stream"),
     ] {
         let (low, median, high) = quartiles(times.iter().map(|t| t[plain] / t[pull]).collect());
         println!("{median:.2} [{low:.2}, {high:.2}]  {what}");

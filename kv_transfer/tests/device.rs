@@ -61,8 +61,9 @@ fn fallbacks(rank: &Rank) -> f64 {
 
 #[test]
 fn every_transport_relays_between_devices() {
-    for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
-        let pair = pair(&json!([via]), &json!({}), &json!({}));
+    for (via, streams) in [("cuda_ipc", 1), ("nccl", 1), ("gloo", 1), ("tcp", 1), ("tcp", 4)] {
+        let config = json!({"tcp_streams": streams});
+        let pair = pair(&json!([via]), &config, &config);
         for room in 1..=3 {
             assert_eq!(relay(&pair, room), via);
         }

@@ -163,10 +163,12 @@ fn good_rooms_between_damaged_ones_prevent_quarantine() {
 
 #[test]
 fn after_the_end_no_page_is_written() {
-    for transport in TRANSPORTS {
-        let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 50}, "repeat": true}"#);
+    for (transport, streams) in TRANSPORTS.map(|via| (via, 1)).into_iter().chain([("tcp", 4)]) {
+        let mut slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 50}, "repeat": true}"#);
+        slow["tcp_streams"] = json!(streams);
+        let fast = json!({"tcp_streams": streams});
         // The side that is slow is the one that moves the bytes: D by shm, P by tcp and gloo.
-        let (p, d) = if transport == "shm" { (json!({}), slow) } else { (slow, json!({})) };
+        let (p, d) = if transport == "shm" { (fast, slow) } else { (slow, fast) };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let (src, dst) = (span(0, 1000), span(0, 1000));
         for room in 1..=3 {
@@ -193,18 +195,37 @@ fn after_the_end_no_page_is_written() {
             pair.d.write(&dst, 4242 + room);
             assert_eq!(pair.p.end_code(room), "CLIENT_GONE");
             // What was on its way has arrived when another room's pages come over the same stream.
-            let other = 100 + room;
-            pair.open(other);
-            pair.grant(other, &span(1500, 10));
-            pair.p.prefill(other, &span(1500, 10), 10);
-            assert_eq!(
-                (pair.d.end_code(other), pair.p.end_code(other)),
-                ("COMMITTED".into(), "DONE".into())
-            );
+            for other in 0..streams {
+                let other = 100 + room * streams + other;
+                pair.open(other);
+                pair.grant(other, &span(1500, 10));
+                pair.p.prefill(other, &span(1500, 10), 10);
+                assert_eq!(
+                    (pair.d.end_code(other), pair.p.end_code(other)),
+                    ("COMMITTED".into(), "DONE".into())
+                );
+            }
             assert!(pair.d.holds(&dst, 4242 + room, 0), "a late write by {transport}");
         }
         pair.assert_idle();
     }
+}
+
+#[test]
+fn damaged_page_in_one_part_of_a_pull_fails_its_room_only() {
+    let damaged = fault(r#"{"on": "PAGE", "nth": 700, "do": "flip"}"#);
+    let mut d = on("tcp", damaged);
+    d["tcp_streams"] = json!(4);
+    let pair = Pair::with(&on("tcp", json!({"tcp_streams": 3})), &d);
+    for (room, code) in [(1, "CHECKSUM"), (2, "COMMITTED")] {
+        pair.open(room);
+        pair.grant(room, &span(1000, 1000));
+        pair.p.prefill(room, &span(0, 1000), 1000);
+        assert_eq!(pair.d.end_code(room), code);
+        pair.p.end(room);
+    }
+    assert!(pair.d.holds(&span(1000, 1000), 2, 0));
+    pair.assert_idle();
 }
 
 #[test]
@@ -771,7 +792,7 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
         let mut dice = Dice(seed);
         let rules = |dice: &mut Dice, names: &[&str]| {
             let rules: Vec<Value> = names.iter().map(|name| json!({"on": name, "nth": 5 + dice.roll(60), "do": (["dup", "kill", "flip", "drop"][dice.roll(4) as usize])})).collect();
-            json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200, "copy_threads": 4})
+            json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200, "copy_threads": 4, "tcp_streams": 4})
         };
         let p_faults =
             on(transport, rules(&mut dice, &["OPEN_OK", "PROGRESS", "FINAL", "HEARTBEAT"]));

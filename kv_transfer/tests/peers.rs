@@ -206,11 +206,11 @@ fn data_streams_belong_to_a_peer_are_few_and_end_when_silent() {
 
     let _control = Visitor::new(&p, "d", Channel::Control);
     let mut streams = Vec::new();
-    for _ in 0..5 {
+    for _ in 0..17 {
         streams.push(Visitor::new(&p, "d", Channel::Data));
     }
     streams[0].closed();
-    let last = &mut streams[4];
+    let last = &mut streams[16];
     last.read(&[1], 2);
     assert!(matches!(last.answer(), Msg::Stale { .. }));
     last.read(&span(0, 600), 2);

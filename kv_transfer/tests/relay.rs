@@ -375,8 +375,9 @@ fn a_shared_prefix_is_hashed_once() {
 #[test]
 fn sixty_four_rooms_at_once() {
     let settings = TRANSPORTS.into_iter().flat_map(|via| [(via, 1), (via, 4)]);
-    for (transport, copy_threads) in settings {
-        let config = json!({"transports": [transport], "copy_threads": copy_threads});
+    for (transport, threads) in settings {
+        let config =
+            json!({"transports": [transport], "copy_threads": threads, "tcp_streams": threads});
         let pair = Pair::with(&config, &config);
         let (src, dst) =
             (|room: u64| span(room as u32 * 16, 16), |room: u64| span((63 - room as u32) * 16, 16));
@@ -407,7 +408,7 @@ fn sixty_four_rooms_at_once() {
             );
             assert!(
                 pair.d.holds(&dst(room), room, 0),
-                "room {room} over {transport} by {copy_threads} copy threads"
+                "room {room} over {transport} by {threads} threads"
             );
         }
         pair.assert_idle();

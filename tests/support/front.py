@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -94,11 +95,16 @@ def end(engine: FakeEngine) -> None:
     engine.log_file.unlink()
 
 
+@functools.cache
+def _models() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-models-")
+
+
 def model(**options: Any) -> str:
-    """A fresh model directory without weights."""
+    """A fresh model directory without weights, removed when the tests end."""
     from tests.support import tiny_model
 
-    return str(tiny_model.make(Path(tempfile.mkdtemp(prefix="tiny-model-")), **options))
+    return str(tiny_model.make(Path(tempfile.mkdtemp(dir=_models().name)), **options))
 
 
 if __name__ == "__main__":

@@ -163,11 +163,12 @@ def test_announcing_loopback_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_kv_copy_threads_reach_the_transfer_runtime(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_streams_reach_the_transfer_runtime(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, object]] = []
     monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))
-    start(config.build({"kv_copy_threads": threads}), SimpleNamespace(on_device=False), {}, 0, 0, None)
-    assert made[0]["copy_threads"] == threads
+    flags = {"kv_copy_threads": threads, "kv_tcp_streams": threads + 1}
+    start(config.build(flags), SimpleNamespace(on_device=False), {}, 0, 0, None)
+    assert (made[0]["copy_threads"], made[0]["tcp_streams"]) == (threads, threads + 1)
 
 
 def test_pages_on_a_gpu_have_one_copy_thread() -> None:

@@ -141,6 +141,13 @@ class EngineConfig:
         ge=1,
         le=32,
     )
+    kv_tcp_streams: int = opt(
+        1,
+        "tcp streams from a D rank to each P rank, which share every prompt's pages, and threads per rank that serve "
+        "tcp; more than 1 pays where a core or the network limits one stream",
+        ge=1,
+        le=8,
+    )
     kv_lease_secs: float = opt(
         30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]", gt=0, lt=1e9
     )

@@ -192,10 +192,11 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 /// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free),
 /// "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"), "cluster_key"?,
 /// "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size",
-/// "lease_ms", "heartbeat_ms", "copy_threads", "max_rooms", "park_ttl_ms", "data_idle_ms", "slabs",
-/// "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms", "fault"?
-/// (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of
-/// them. Raises ValueError for the configuration, OSError if it cannot start.
+/// "lease_ms", "heartbeat_ms", "copy_threads", "tcp_streams", "max_rooms", "park_ttl_ms",
+/// "data_idle_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms",
+/// "comm_abort_ms", "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl",
+/// when the list has one of them. Raises ValueError for the configuration, OSError if it cannot
+/// start.
 #[pyclass(frozen, name = "TransferNode", module = "baton._native")]
 pub struct PyTransferNode {
     node: TransferNode,

@@ -9,6 +9,7 @@ use crate::pool::KvPool;
 use crate::protocol::{ClusterKeys, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
 use crate::state_machine::communicator::SlabLimits;
 use crate::transport::fault_injection::Faults;
+use crate::transport::tcp::MAX_STREAMS;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -91,6 +92,9 @@ pub struct NodeConfig {
     /// closed behind their last copy.
     #[serde(default = "copy_threads")]
     pub copy_threads: usize,
+    /// Threads that serve tcp, and D's streams to each prefill rank.
+    #[serde(default = "tcp_streams")]
+    pub tcp_streams: usize,
     /// Rooms alive at once, counting those whose end was not polled yet.
     #[serde(default = "max_rooms")]
     pub max_rooms: usize,
@@ -159,6 +163,7 @@ defaults! {
     /// Longer than any step of an engine.
     stall_ms: u64 = 30_000;
     copy_threads: usize = 1;
+    tcp_streams: usize = 1;
     max_rooms: usize = 8192;
     park_ttl_ms: u64 = 30_000;
     /// Four of D's heartbeats.
@@ -205,6 +210,7 @@ impl NodeConfig {
             ("stall_ms", self.stall_ms),
             ("max_rooms", self.max_rooms as u64),
             ("copy_threads", self.copy_threads as u64),
+            ("tcp_streams", self.tcp_streams as u64),
             ("data_idle_ms", self.data_idle_ms),
             ("dp_size", self.dp_size.into()),
             ("slabs", self.slabs as u64),
@@ -214,6 +220,12 @@ impl NodeConfig {
         ];
         if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(format!("{name} is 0"));
+        }
+        if self.tcp_streams > MAX_STREAMS {
+            return Err(format!(
+                "{} tcp streams; there are at most {MAX_STREAMS}",
+                self.tcp_streams
+            ));
         }
         if self.second_cluster_key.is_some() && self.cluster_key.is_none() {
             return Err("second_cluster_key without cluster_key".into());

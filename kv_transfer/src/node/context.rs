@@ -36,7 +36,7 @@ use crate::transport::PullEnd;
 use crate::transport::communicator::CommReport;
 use crate::transport::copy_threads::{CopyReport, CopyThreads};
 use crate::transport::fault_injection::{Fault, Faults};
-use crate::transport::tcp::{DataContext, DataPlane, DataStream};
+use crate::transport::tcp::{DataContext, DataPlane, DataStreams};
 
 /// Messages read from sockets and not yet handled; more stay in the sockets.
 const INBOX_MESSAGES: usize = 1024;
@@ -55,7 +55,7 @@ pub(super) struct SharedState {
     /// least one per second.
     pub progress: AtomicU64,
     pub announced: Arc<AnnouncedPages>,
-    /// Data streams of decode ranks closed because of a bad message; counted by the data thread.
+    /// Data streams of decode ranks closed because of a bad message; counted by the data threads.
     pub bad_stream_frames: Arc<AtomicU64>,
     pub started: Instant,
 }
@@ -126,7 +126,7 @@ pub(super) enum LoopMessage {
     Comm(CommKey, CommReport),
     /// P: this rank is registered and will be removed at the end.
     Registered(Box<(BootstrapClient, RankRegistration)>),
-    /// The data thread has ended, and with it all tcp pulls.
+    /// A data thread has panicked, which ends all tcp pulls.
     DataThreadDead(String),
     /// No more peers are accepted.
     ListenerDead(String),
@@ -150,7 +150,6 @@ pub(super) enum NodeTimer {
 pub(super) struct PeerConnection {
     pub tasks: ConnectionTasks,
     pub peer: Hello,
-    pub addr: SocketAddr,
     /// Set when we opened it.
     pub key: Option<RankAddress>,
     pub rooms: BTreeSet<(RoomSide, u64)>,
@@ -159,7 +158,7 @@ pub(super) struct PeerConnection {
     pub mapped_works: bool,
     /// Kind of the peer's checksums.
     pub sums: SumKind,
-    pub data: Option<DataStream>,
+    pub data: DataStreams,
     /// D: the communicator in use with this peer, and when the next may be tried after a failure.
     pub comm: Option<CommKey>,
     pub breaker: TransportBreaker,
@@ -227,7 +226,7 @@ impl NodeContext {
             idle: Duration::from_millis(config.data_idle_ms),
             report: Arc::new(move |end| drop(pulled.send(LoopMessage::Pulled(end)))),
         };
-        let data = DataPlane::start(data, move |why| {
+        let data = DataPlane::start(&data, config.tcp_streams, move |why| {
             drop(dead.send(LoopMessage::DataThreadDead(why)));
         })?;
         let context = Self {
@@ -270,6 +269,7 @@ impl NodeContext {
         let now = self.now();
         // `establish` refused any other kind; pages of a decode node are never verified.
         let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
+        let data = DataStreams::new(addr, hello.inc.clone(), sums);
         let tasks = establish::run(
             peer,
             stream,
@@ -292,13 +292,12 @@ impl NodeContext {
         let conn = PeerConnection {
             tasks,
             peer: hello,
-            addr,
             key,
             rooms: BTreeSet::new(),
             mapped_works: remote.is_some(),
             remote,
             sums,
-            data: None,
+            data,
             comm: None,
             breaker: TransportBreaker::default(),
             last_seen: now,

@@ -215,6 +215,7 @@ impl ControlLoop {
             LoopMessage::Registered(known) => self.registered = Some(*known),
             LoopMessage::DataThreadDead(why) => {
                 ctx.shared.mark_unhealthy(format!("data thread: {why}"));
+                ctx.data.stop();
                 self.decode.on_data_thread_died(ctx);
             }
             LoopMessage::AcceptFailed => ctx.shared.stats.lock().accept_errors += 1,
@@ -248,7 +249,7 @@ impl ControlLoop {
             match stream.into_std() {
                 Ok(stream) => self.ctx.data.serve(stream, opened),
                 Err(err) => {
-                    tracing::warn!(%err, "a data stream could not be handed to the data thread")
+                    tracing::warn!(%err, "a data stream could not be handed to a data thread")
                 }
             }
             return;

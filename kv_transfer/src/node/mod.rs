@@ -14,7 +14,7 @@
 //! Threads
 //! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines
 //!    (`control_loop`). Never copies a page, never blocks.
-//! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4.
+//! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data-i`: tcp data streams. 4.
 //!    `kv-comm`: one per communicator of a staged transport.
 //!
 //! The engine's thread sends commands through a bounded channel and receives events through a queue

@@ -4,7 +4,7 @@
 //! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go)
 //! to a transport; the transport answers with exactly one `PullEnd`, after which it writes none of
 //! the pages again. `shm` and `cuda_ipc` copy on the copy threads from the peer's pool; `tcp` reads
-//! from a data stream on the data thread.
+//! from data streams on the data threads.
 
 pub mod checksum_copy;
 pub mod communicator;

@@ -154,6 +154,7 @@ def start(
         "wait_ms": int(config.kv_transfer_timeout_secs * 1000),
         "stall_ms": max(MIN_STALL_MS, int(config.kv_transfer_timeout_secs * 1000 / 2)),
         "copy_threads": config.kv_copy_threads,
+        "tcp_streams": config.kv_tcp_streams,
         "max_rooms": config.max_rooms,
         "fault": json.loads(config.test_kv_fault or "null"),
         **(DEVICE_SLABS if native_pool.on_device else {}),

@@ -132,9 +132,8 @@ impl PullJobs {
             }
             if job.via == Transport::Tcp
                 && let Some(conn) = ctx.connections.get(&job.peer)
-                && let Some(data) = &conn.data
             {
-                data.cancel(id);
+                conn.data.cancel(id);
             }
         }
         for (peer, id) in staged {
@@ -176,12 +175,12 @@ impl PullJobs {
         Some((room, after))
     }
 
-    /// Fail every tcp pull: the data thread has ended, and with it all writes to their pages.
+    /// Fail every tcp pull: the data threads have ended, and with them all writes to their pages.
     pub fn fail_tcp_pulls(&mut self) -> Vec<(u64, DecodeEvent)> {
         let lost = self.jobs.extract_if(|_, job| job.via == Transport::Tcp);
         let failed = lost.map(|(id, job)| {
             self.by_room.remove(&(job.room, id));
-            (job.room, job.failed("internal: the data thread is gone"))
+            (job.room, job.failed("internal: the data threads are gone"))
         });
         failed.collect()
     }
@@ -232,14 +231,5 @@ fn submit_to_tcp(
     if !has_tcp {
         return Err("no other transport of the pair works, and one side has no tcp");
     }
-    if let Some(data) = &conn.data
-        && data.pull(pull.clone())
-    {
-        return Ok(());
-    }
-    // No stream yet, or the last one broke.
-    let data = ctx.data.connect(conn.addr, &conn.peer.inc, conn.sums);
-    let is_accepted = data.pull(pull);
-    conn.data = Some(data);
-    is_accepted.then_some(()).ok_or("the data thread is gone")
+    conn.data.pull(&ctx.data, pull).then_some(()).ok_or("the data threads are gone")
 }

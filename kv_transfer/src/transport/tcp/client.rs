@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::Interest;
@@ -11,17 +12,17 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::{ClientCommand, DataContext, READ_BYTES, STALL, check_len, tune};
+use super::{
+    ClientCommand, DataContext, DividedPull, PullPart, STALL, check_len, pages_per_read, tune,
+};
 use crate::pool::SumKind;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection};
-use crate::protocol::{
-    Channel, FrameOpener, FrameSealer, HEADER_BYTES, MAX_READ_PAGES, Msg, frame_len,
-};
+use crate::protocol::{Channel, FrameOpener, FrameSealer, HEADER_BYTES, Msg, frame_len};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
+use crate::transport::checksum_copy;
 use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
-use crate::transport::{Pull, PullEnd, checksum_copy};
 
 /// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P
 /// never waits for the next READ.
@@ -57,8 +58,8 @@ pub(super) async fn run(
     // No further pull can be submitted; those already in the channel are ended like the others.
     inbox.close();
     while let Some(command) = inbox.recv().await {
-        if let ClientCommand::Pull(pull) = command {
-            client.jobs.insert(pull.id, Job::new(&pull));
+        if let ClientCommand::Pull(part) = command {
+            client.jobs.insert(part.id, Job::new(&part));
         }
     }
     let why = match broken {
@@ -92,15 +93,16 @@ async fn connect(
     Ok((stream, opened))
 }
 
-/// Pull in progress.
+/// Part of a pull in progress.
 struct Job {
     pages_left: usize,
     bytes: u64,
+    of: Arc<DividedPull>,
 }
 
 impl Job {
-    fn new(pull: &Pull) -> Self {
-        Self { pages_left: pull.pages.len(), bytes: 0 }
+    fn new(part: &PullPart) -> Self {
+        Self { pages_left: part.pages.len(), bytes: 0, of: part.of.clone() }
     }
 }
 
@@ -155,11 +157,11 @@ impl Client {
             self.ask_more(&mut sealer);
             let step = tokio::select! {
                 command = inbox.recv() => match command {
-                    Some(ClientCommand::Pull(pull)) => {
+                    Some(ClientCommand::Pull(part)) => {
                         if self.waiting.is_empty() {
                             stalled_at = Instant::now() + STALL;
                         }
-                        self.take(pull);
+                        self.take(&part);
                         Ok(false)
                     }
                     Some(ClientCommand::Cancel(id)) => {
@@ -187,15 +189,14 @@ impl Client {
         }
     }
 
-    fn take(&mut self, pull: Pull) {
-        self.jobs.insert(pull.id, Job::new(&pull));
-        if pull.pages.is_empty() {
-            return self.end(pull.id, Ok(()));
+    fn take(&mut self, part: &PullPart) {
+        self.jobs.insert(part.id, Job::new(part));
+        if part.pages.is_empty() {
+            return self.end(part.id, Ok(()));
         }
-        let per_read = (READ_BYTES / self.context.pool.page_bytes()).clamp(1, MAX_READ_PAGES);
-        for pages in pull.pages.chunks(per_read) {
+        for pages in part.pages.chunks(pages_per_read(self.context.pool.page_bytes())) {
             self.todo.push_back(Chunk {
-                job: pull.id,
+                job: part.id,
                 ticket: 0,
                 pages: pages.to_vec(),
                 sums: Vec::new(),
@@ -436,10 +437,12 @@ impl Client {
         }
     }
 
-    /// End a pull: none of its pages is written from now on.
+    /// End a part of a pull: none of its pages is written from now on.
     fn end(&mut self, id: u64, result: Result<(), PullError>) {
-        if let Some(job) = self.jobs.remove(&id) {
-            (self.context.report)(PullEnd { id, bytes: job.bytes, result });
+        if let Some(job) = self.jobs.remove(&id)
+            && let Some(end) = job.of.end_part(job.bytes, result)
+        {
+            (self.context.report)(end);
         }
     }
 }

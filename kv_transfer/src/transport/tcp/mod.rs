@@ -1,29 +1,32 @@
 //! The `tcp` transport: D asks for pages (READ), P answers with their bytes straight from its pool
 //! (DATA … DATA_END, or STALE), D reads them straight into the granted pages.
 //!
-//! All data streams of a node live on one data thread, apart from the control thread, so that a
-//! megabyte on its way delays no heartbeat. P answers for pages that the asking rank may read
-//! (`AnnouncedPages`), and closes streams that are silent. D keeps at most `WINDOW_BYTES` requested
-//! and unanswered per stream; nothing else is buffered here.
+//! Data streams live on the data threads, apart from the control thread, so that a megabyte on its
+//! way delays no heartbeat. D has one stream per data thread to each prefill rank, and deals every
+//! pull out to them. P answers for pages that the asking rank may read (`AnnouncedPages`), and
+//! closes streams that are silent. D keeps at most `WINDOW_BYTES` requested and unanswered per
+//! stream; nothing else is buffered here.
 //!
-//! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer:
-//! the granted pages are not touched again.
+//! A pull ends exactly once, with the last of its parts. After a cancel D reads the rest of the
+//! answer into a scratch buffer: the granted pages are not touched again.
 //!
 //! Pages on a device go through a buffer, an answer at a time, on each side that has them there.
-//! The data thread waits for the device meanwhile: tcp is the slow fallback of such a pool.
+//! A data thread waits for the device meanwhile: tcp is the slow fallback of such a pool.
 //!
-//! `server` answers on P, `client` requests on D; this file has the thread and the shared parts.
+//! `server` answers on P, `client` requests on D; this file has the threads and the shared parts.
 
 mod client;
 mod server;
 
 use std::io;
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::net::sockopt;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -32,9 +35,11 @@ use super::copy_threads::panic_text;
 use super::fault_injection::Faults;
 use super::tasks::PeerTasks;
 use super::{Pull, PullEnd};
-use crate::pool::AnnouncedPages;
-use crate::pool::{KvPool, SumKind};
+use crate::pool::{AnnouncedPages, KvPool, SumKind};
+use crate::protocol::MAX_READ_PAGES;
 use crate::protocol::handshake::{Identity, OpenedConnection};
+use crate::state_machine::PullError;
+use crate::state_machine::decode::PullPage;
 
 /// Bytes that one READ asks for, if its pages are smaller.
 const READ_BYTES: usize = 2 << 20;
@@ -42,9 +47,12 @@ const READ_BYTES: usize = 2 << 20;
 /// the answer.
 const STALL: Duration = Duration::from_secs(5);
 const KEEPALIVE: Duration = Duration::from_secs(15);
-/// Streams of one peer, of which it uses one, and streams served at once. The oldest makes space
-/// for another one.
-const STREAMS_PER_PEER: usize = 4;
+/// Data threads of a node, and so streams of a pair.
+pub const MAX_STREAMS: usize = 8;
+/// Streams that a data thread serves for one peer: those it uses, and as many that broke unnoticed.
+/// The oldest makes space for another one.
+const STREAMS_PER_PEER: usize = 2 * MAX_STREAMS;
+/// Streams served at once by all data threads.
 const MAX_SERVED: usize = 4096;
 /// Socket buffers we ask for, where the system allows them; otherwise the kernel's own tuning is
 /// better than its cap.
@@ -58,32 +66,102 @@ enum Command {
 }
 
 enum ClientCommand {
-    Pull(Pull),
+    Pull(PullPart),
     Cancel(u64),
 }
 
-/// The data thread. Joined when dropped; after that no page is written.
-pub struct DataPlane {
-    commands: Option<mpsc::UnboundedSender<Command>>,
-    thread: Option<JoinHandle<()>>,
+/// Pages of a pull that one stream fetches.
+struct PullPart {
+    id: u64,
+    pages: Vec<PullPage>,
+    of: Arc<DividedPull>,
 }
 
-/// D's side of a data stream. When it is dropped, its pulls are cancelled and the stream is closed.
-pub struct DataStream(mpsc::UnboundedSender<ClientCommand>);
+/// Pull whose parts are under way: how many, their bytes, and the first error.
+struct DividedPull(Mutex<(usize, PullEnd)>);
 
-impl DataStream {
-    /// False when the stream has ended: the pull was not accepted, and there will be no `PullEnd`
-    /// for it.
-    pub fn pull(&self, pull: Pull) -> bool {
-        self.0.send(ClientCommand::Pull(pull)).is_ok()
+impl DividedPull {
+    /// Record the end of a part; returns the end of the pull with its last one.
+    fn end_part(&self, bytes: u64, result: Result<(), PullError>) -> Option<PullEnd> {
+        let (parts, end) = &mut *self.0.lock();
+        *parts -= 1;
+        end.bytes += bytes;
+        if end.result.is_ok() {
+            end.result = result;
+        }
+        (*parts == 0).then(|| end.clone())
+    }
+}
+
+/// The data threads. Joined when stopped or dropped; after that no page is written.
+pub struct DataPlane {
+    threads: Vec<(mpsc::UnboundedSender<Command>, JoinHandle<()>)>,
+    page_bytes: usize,
+    /// Number of streams that were served.
+    served: usize,
+}
+
+/// D's data streams to a prefill rank, one per data thread, opened when first used. When they are
+/// dropped, their pulls are cancelled and they are closed.
+pub struct DataStreams {
+    addr: SocketAddr,
+    incarnation: String,
+    sums: SumKind,
+    streams: Vec<mpsc::UnboundedSender<ClientCommand>>,
+    /// Stream of the next part.
+    next: usize,
+}
+
+impl DataStreams {
+    pub fn new(addr: SocketAddr, incarnation: String, sums: SumKind) -> Self {
+        Self { addr, incarnation, sums, streams: Vec::new(), next: 0 }
+    }
+
+    /// Deal a pull out to the streams, in parts of a READ or more; a stream that has ended is
+    /// opened again. False when the data threads have stopped: there will be no `PullEnd`.
+    pub fn pull(&mut self, plane: &DataPlane, pull: Pull) -> bool {
+        let streams = plane.threads.len();
+        if streams == 0 {
+            return false;
+        }
+        let reads = pull.pages.len().div_ceil(pages_per_read(plane.page_bytes));
+        let per_part = pull.pages.len().div_ceil(reads.clamp(1, streams)).max(1);
+        let parts = pull.pages.len().div_ceil(per_part).max(1);
+        let end = PullEnd { id: pull.id, bytes: 0, result: Ok(()) };
+        let of = Arc::new(DividedPull(Mutex::new((parts, end))));
+        for i in 0..parts {
+            let pages = pull.pages.iter().skip(i * per_part).take(per_part).copied().collect();
+            let part = PullPart { id: pull.id, pages, of: of.clone() };
+            self.next = (self.next + 1) % streams;
+            self.send(plane, self.next, ClientCommand::Pull(part));
+        }
+        true
+    }
+
+    fn send(&mut self, plane: &DataPlane, at: usize, command: ClientCommand) {
+        while self.streams.len() <= at {
+            self.streams.push(self.connect(plane, self.streams.len()));
+        }
+        if let Err(mpsc::error::SendError(command)) = self.streams[at].send(command) {
+            self.streams[at] = self.connect(plane, at);
+            let _ = self.streams[at].send(command); // its thread is dead, which ends all tcp pulls
+        }
+    }
+
+    fn connect(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
+        let (commands, inbox) = mpsc::unbounded_channel();
+        plane.send(at, Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox));
+        commands
     }
 
     pub fn cancel(&self, id: u64) {
-        let _ = self.0.send(ClientCommand::Cancel(id)); // an ended stream has ended its pulls
+        for stream in &self.streams {
+            let _ = stream.send(ClientCommand::Cancel(id)); // an ended stream has ended its pulls
+        }
     }
 }
 
-/// State of the data thread.
+/// State of a data thread.
 #[derive(Clone)]
 pub struct DataContext {
     pub pool: Arc<KvPool>,
@@ -97,53 +175,66 @@ pub struct DataContext {
 }
 
 impl DataPlane {
-    /// `dead` is called when the thread panics.
+    /// Start so many data threads. `dead` is called when one panics.
     pub fn start(
-        context: DataContext,
-        dead: impl FnOnce(String) + Send + 'static,
+        context: &DataContext,
+        threads: usize,
+        dead: impl Fn(String) + Clone + Send + 'static,
     ) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (commands, inbox) = mpsc::unbounded_channel();
-        let thread = std::thread::Builder::new().name("kv-data".into()).spawn(move || {
-            let run = std::panic::AssertUnwindSafe(|| runtime.block_on(run(context, inbox)));
-            if let Err(panic) = std::panic::catch_unwind(run) {
-                dead(panic_text(panic.as_ref()));
-            }
-        })?;
-        Ok(Self { commands: Some(commands), thread: Some(thread) })
+        let page_bytes = context.pool.page_bytes();
+        let mut plane = Self { threads: Vec::new(), page_bytes, served: 0 };
+        for i in 0..threads {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            let (commands, inbox) = mpsc::unbounded_channel();
+            let (context, dead) = (context.clone(), dead.clone());
+            let served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED / threads);
+            let work = move || {
+                let run = || runtime.block_on(run(context, served, inbox));
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+                    dead(panic_text(panic.as_ref()));
+                }
+            };
+            let thread = std::thread::Builder::new().name(format!("kv-data-{i}")).spawn(work)?;
+            plane.threads.push((commands, thread));
+        }
+        Ok(plane)
     }
 
     /// Answer the READs of a peer whose HELLO asked for a data stream.
-    pub fn serve(&self, stream: std::net::TcpStream, opened: OpenedConnection) {
-        self.send(Command::Serve(stream, Box::new(opened)));
+    pub fn serve(&mut self, stream: std::net::TcpStream, opened: OpenedConnection) {
+        self.served += 1;
+        self.send(self.served, Command::Serve(stream, Box::new(opened)));
     }
 
-    /// Open a data stream to a peer; pulls may be given to it at once.
-    pub fn connect(&self, addr: SocketAddr, inc: &str, sums: SumKind) -> DataStream {
-        let (commands, inbox) = mpsc::unbounded_channel();
-        self.send(Command::Connect(addr, inc.to_owned(), sums, inbox));
-        DataStream(commands)
-    }
-
-    fn send(&self, command: Command) {
-        if let Some(commands) = &self.commands {
+    fn send(&self, at: usize, command: Command) {
+        if !self.threads.is_empty() {
+            let (commands, _) = &self.threads[at % self.threads.len()];
             let _ = commands.send(command); // after a panic of the thread: the command's channel closes, which its owner notices
+        }
+    }
+
+    /// End all streams and threads.
+    pub fn stop(&mut self) {
+        let (commands, threads): (Vec<_>, Vec<_>) = self.threads.drain(..).unzip();
+        drop(commands);
+        for thread in threads {
+            let _ = thread.join(); // a panic was reported by the thread itself
         }
     }
 }
 
 impl Drop for DataPlane {
     fn drop(&mut self) {
-        self.commands = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // a panic was reported by the thread itself
-        }
+        self.stop();
     }
 }
 
-async fn run(context: DataContext, mut inbox: mpsc::UnboundedReceiver<Command>) {
+async fn run(
+    context: DataContext,
+    mut served: PeerTasks<String>,
+    mut inbox: mpsc::UnboundedReceiver<Command>,
+) {
     let mut tasks = tokio::task::JoinSet::new();
-    let mut served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED);
     loop {
         tokio::select! {
             command = inbox.recv() => match command {
@@ -189,6 +280,27 @@ pub fn tune(stream: &TcpStream) {
     }
 }
 
+/// Pages that one READ asks for.
+fn pages_per_read(page_bytes: usize) -> usize {
+    (READ_BYTES / page_bytes).clamp(1, MAX_READ_PAGES)
+}
+
 fn check_len(n: isize) -> io::Result<usize> {
     usize::try_from(n).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divided_pull_ends_with_its_last_part_by_the_first_error() {
+        let end = PullEnd { id: 7, bytes: 0, result: Ok(()) };
+        let pull = DividedPull(Mutex::new((3, end.clone())));
+        let broken = Err(PullError::Broken("reset".into()));
+        assert_eq!(pull.end_part(10, broken.clone()), None);
+        assert_eq!(pull.end_part(20, Err(PullError::Cancelled)), None);
+        let whole = PullEnd { bytes: 35, result: broken, ..end };
+        assert_eq!(pull.end_part(5, Ok(())), Some(whole));
+    }
 }
