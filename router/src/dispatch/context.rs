@@ -23,8 +23,8 @@ use crate::request::body::{BodyIndex, ManagedField, RequestDeadlines};
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::RequestHead;
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::SelectionRequest;
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
 const TTFT_HEADERS: [HeaderName; 2] =

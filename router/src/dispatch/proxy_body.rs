@@ -404,7 +404,7 @@ impl ProxyBody {
             resume: buffer.to_json_field(),
         });
         // Who was silent once would be waited for as long again.
-        let has_other = || app.fleet.registry.has_other(role, &request.wanted(), &request.avoid);
+        let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
             app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
@@ -434,7 +434,7 @@ impl ProxyBody {
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();
-        let events = &self.app.fleet.registry.events;
+        let events = &self.app.fleet.events;
         events.add("failover", role, &url, Some(detail));
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();

@@ -12,8 +12,8 @@ use crate::error::RouteError;
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
+use crate::workers::fleet::selection::Selection;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Selection;
 
 /// No answer, of one attempt or of all.
 pub enum AttemptFailure {

@@ -199,7 +199,7 @@ impl RunningServer {
         }
         discovery::start(&app.fleet).await?;
         for role in app.fleet.serving_roles() {
-            if app.fleet.registry.count(*role).0 == 0 {
+            if app.fleet.count(*role).0 == 0 {
                 tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
             }
         }
@@ -353,7 +353,7 @@ fn evict_regularly(app: &Arc<AppState>) {
             let Some(app) = weak.upgrade() else { return };
             let since = Instant::now();
             // A walk over the tree: not on a thread that serves requests.
-            let evicting = move || app.fleet.registry.deciders.evict(now_ms());
+            let evicting = move || app.fleet.deciders.evict(now_ms());
             if let Ok(chars @ 1..) = tokio::task::spawn_blocking(evicting).await {
                 tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
             }

@@ -29,9 +29,9 @@ use crate::error::RouteError;
 use crate::response::sse::code_of;
 use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
+use crate::workers::fleet::startup_gate::PendingProbe;
 use crate::workers::kv_events;
 use crate::workers::load_report::{self, ReportStatus};
-use crate::workers::registry::startup_gate::PendingProbe;
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -81,9 +81,9 @@ impl Probe {
 
 /// Register a worker and start probing it.
 pub fn register(fleet: &Arc<WorkerFleet>, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
-    let worker = fleet.registry.add(spec)?;
+    let worker = fleet.add(spec)?;
     tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
-    let pending = Some(fleet.registry.startup_gate.one_more());
+    let pending = Some(fleet.startup_gate.one_more());
     let watching = watch(Arc::downgrade(fleet), Arc::downgrade(&worker), pending);
     worker.health_task.lock().spawn(watching);
     Ok(worker)
@@ -117,7 +117,7 @@ async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Opti
             // for, until it tells.
             let description = describe(&fleet, &worker).await;
             let is_described = description.is_some();
-            fleet.registry.set_state(&worker, WorkerState::Ready, description);
+            fleet.set_state(&worker, WorkerState::Ready, description);
             kv_events::start(&fleet, &worker);
             if is_described {
                 return;
@@ -181,7 +181,7 @@ impl Watch {
         let is_out = is_hung || matches!(probe, Probe::Draining) || !counter.is_healthy();
         match probe {
             Probe::Draining => {
-                fleet.registry.set_state(worker, WorkerState::Draining, None);
+                fleet.set_state(worker, WorkerState::Draining, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was
             // undrained.
@@ -190,7 +190,7 @@ impl Watch {
             }
             failed if change == Some(HealthChange::BecameUnhealthy) => {
                 let reason = failed.failure().unwrap_or_default().to_owned();
-                fleet.registry.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
+                fleet.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
             }
             _ => {}
         }
@@ -208,7 +208,7 @@ impl Watch {
             tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
         }
         let reason = Some(reason.to_owned());
-        fleet.registry.set_state(worker, WorkerState::Starting { reason }, None);
+        fleet.set_state(worker, WorkerState::Starting { reason }, None);
         self.longer_pause(fleet)
     }
 
@@ -339,7 +339,7 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     let known = worker.description();
     if known.served_model_names != names {
         let description = WorkerDescription { served_model_names: names, ..(*known).clone() };
-        fleet.registry.set_state(worker, WorkerState::Ready, Some(description));
+        fleet.set_state(worker, WorkerState::Ready, Some(description));
     }
 }
 
@@ -348,7 +348,7 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     let body = get_in_time(fleet, worker, "/v1/loads").await;
     let fate = match body.map(|body| load_report::of_loads(&body)) {
         None => ReportStatus::Failed,
-        Some(Ok(reports)) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
+        Some(Ok(reports)) if fleet.loads_reported(worker, &reports) => ReportStatus::Taken,
         Some(Ok(_)) => ReportStatus::Unused,
         Some(Err(err)) => {
             tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
@@ -370,8 +370,8 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     }
     let objection = objection(worker, &description);
     let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected { reason });
-    let is_news = fleet.registry.set_state(worker, state, Some(description));
-    if is_news && let Some(why) = fleet.registry.incompatibility(worker) {
+    let is_news = fleet.set_state(worker, state, Some(description));
+    if is_news && let Some(why) = fleet.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
     }
     kv_events::start(fleet, worker);

@@ -39,8 +39,8 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
+use crate::workers::fleet::selection::Selection;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Selection;
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to
 /// know whom to avoid.
@@ -91,7 +91,7 @@ async fn try_attempt(
 ) -> AttemptResult {
     let mut reader = None;
     if let Some(prefilled) = reusable_prefill.take() {
-        let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
+        let decode = app.fleet.choose(Role::Decode, &request.wanted(), &request.avoid)?;
         let fingerprint = prefilled.meeting.prefill.fingerprint;
         let is_fit = fingerprint.is_compatible(&decode.guard.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
@@ -148,8 +148,7 @@ async fn try_attempt(
             let mut tried = request.avoid.clone();
             tried.push(failure.worker);
             let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
-            let registry = &app.fleet.registry;
-            if can_reopen && registry.has_other(Role::Decode, &request.wanted(), &tried) {
+            if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
                 *reusable_prefill = Some(prefilled);
             }
             Err(failure.into())
@@ -197,11 +196,11 @@ enum Placement {
 }
 
 fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
-    let (wanted, registry) = (request.wanted(), &app.fleet.registry);
-    let (prefill, decode) = match registry.choose_pair(&wanted, &request.avoid) {
+    let (wanted, fleet) = (request.wanted(), &app.fleet);
+    let (prefill, decode) = match fleet.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
-            match registry.choose(Role::Decode, &wanted, &request.avoid) {
+            match fleet.choose(Role::Decode, &wanted, &request.avoid) {
                 Ok(decode) => (Err(err), decode),
                 Err(_) => return Err(err),
             }

@@ -23,7 +23,7 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhea
 use crate::request::body::ManagedField;
 use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
-use crate::workers::registry::selection::Selection;
+use crate::workers::fleet::selection::Selection;
 
 const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
     \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\

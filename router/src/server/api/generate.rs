@@ -85,7 +85,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
 
 /// Decide without sending.
 fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
-    let decisions = app.fleet.registry.dry_run(app.fleet.serving_roles(), &inbound.wanted());
+    let decisions = app.fleet.dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
             inbound.record.first_byte(StatusCode::OK);
@@ -125,7 +125,7 @@ async fn take_in(
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
-    let (needs_text, needs_blocks) = app.fleet.registry.deciders.needs(app.fleet.serving_roles());
+    let (needs_text, needs_blocks) = app.fleet.deciders.needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenized);
     let blocks = prompt.blocks.map(Arc::new);
@@ -167,7 +167,7 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.fleet.serving_roles()[0];
-    let Some(ahead) = app.fleet.registry.least_ttft(role, &request.wanted()) else { return Ok(()) };
+    let Some(ahead) = app.fleet.least_ttft(role, &request.wanted()) else { return Ok(()) };
     let Some(excess_ms) = ahead.excess_ms(limit_ms) else { return Ok(()) };
     app.metrics.shed.with_label_values(&[role.into_str()]).inc();
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
@@ -199,7 +199,7 @@ async fn refuse_oversized(
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
     }
-    let limit = (app.fleet.registry).prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
+    let limit = app.fleet.prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else { return Ok(()) };
     let (its, bytes) = (scan.clone(), body.clone());
     let measuring = move || oversized(&its, &bytes, limit);
@@ -223,7 +223,7 @@ async fn prompt_of(
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
-    let longest = || app.fleet.registry.context_tokens();
+    let longest = || app.fleet.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(scan.api, body, scan.prompt_len(), longest).await
     {

@@ -26,7 +26,7 @@ use crate::observability::request_timeline::RequestStage;
 use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};
-use crate::workers::registry::selection::SelectionRequest;
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::worker::Worker;
 
 /// A worker asked by an operator or a probe answers within this.
@@ -95,14 +95,14 @@ async fn proxy_to_any(
     limit: Duration,
     mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
-    app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
+    app.fleet.wait_for_first_probes(app.fleet.serving_roles()).await;
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenizing on them delays prompts.
         let roles = app.fleet.serving_roles();
-        let ready = roles.iter().rev().find(|role| app.fleet.registry.count(**role).1 > 0);
+        let ready = roles.iter().rev().find(|role| app.fleet.count(**role).1 > 0);
         let role = *ready.unwrap_or(&roles[0]);
-        let chosen = app.fleet.registry.choose(role, &SelectionRequest::default(), &avoid)?;
+        let chosen = app.fleet.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
             record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
@@ -218,7 +218,7 @@ pub async fn about_request(
 
 /// Refuse what needs a worker when none is ready.
 fn require_worker(app: &AppState) -> Result<(), RouteError> {
-    let counts = Role::ALL.map(|role| app.fleet.registry.count(role));
+    let counts = Role::ALL.map(|role| app.fleet.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
     let is_ready = counts.iter().any(|count| count.1 > 0);
@@ -248,7 +248,7 @@ pub async fn fan_out(State(app): SharedApp, request: Request) -> HandlerResult {
 pub async fn flush_cache(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
-    app.fleet.registry.forget_prompts();
+    app.fleet.forget_prompts();
     response
 }
 
@@ -329,7 +329,7 @@ impl Asked {
 
 /// Ask every ready worker the same, at once; ordered by address.
 async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
-    let workers = app.fleet.registry.workers().into_iter().filter(|worker| worker.is_ready());
+    let workers = app.fleet.workers().into_iter().filter(|worker| worker.is_ready());
     let probe_after = app.config.silent_request_probe();
     let asked = workers.map(|worker| async move {
         let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));

@@ -8,7 +8,7 @@
 //!    ([`zmq`], [`zmtp`]), in one wire format or the other ([`wire`]);
 //! 3. the [`reader`] keeps the rank's replica and reports changes to the policies; a stream that
 //!    ends is opened again, with growing pauses;
-//! 4. the candidate leaves the registry: its task is stopped, and the policy forgets it.
+//! 4. the candidate leaves the fleet: its task is stopped, and the policy forgets it.
 //!
 //! What waits to be read waits in the connection: there is no queue here that could grow.
 
@@ -53,7 +53,7 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 
 /// Say once what will not happen.
 pub fn announce(fleet: &WorkerFleet) {
-    let policy = |role| fleet.registry.deciders.policy(role);
+    let policy = |role| fleet.deciders.policy(role);
     let uses = Role::ALL.into_iter().any(|role| policy(role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
@@ -65,7 +65,7 @@ pub fn announce(fleet: &WorkerFleet) {
 
 /// Start the feeds of a worker that has described itself. Those that run go on.
 pub fn start(fleet: &WorkerFleet, worker: &Worker) {
-    for candidate in fleet.registry.candidates_at(worker) {
+    for candidate in fleet.candidates_at(worker) {
         let mut task = candidate.feed.task.lock();
         if task.is_some() {
             continue;
@@ -81,7 +81,7 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
 }
 
 fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, String> {
-    let policy = fleet.registry.deciders.policy(candidate.worker.role());
+    let policy = fleet.deciders.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
     }

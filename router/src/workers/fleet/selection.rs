@@ -9,7 +9,7 @@ use router_core::{PromptBlocks, RequestView, RoutingRequest, SelectionReason, Wo
 use crate::observability::request_timeline::RequestTimeline;
 use crate::workers::load_guard::LoadGuard;
 
-/// A request as the registry takes it.
+/// A request as the fleet takes it.
 #[derive(Clone, Default)]
 pub struct SelectionRequest<'a> {
     pub text: Cow<'a, str>,

@@ -11,10 +11,10 @@ use router_core::{
 use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::observability::explain::DryRun;
+use crate::workers::fleet::WorkerFleet;
+use crate::workers::fleet::explanation::{name_of, named};
+use crate::workers::fleet::selection::{Selection, SelectionRequest};
 use crate::workers::load_guard::{Candidate, LoadGuard};
-use crate::workers::registry::WorkerRegistry;
-use crate::workers::registry::explanation::{name_of, named};
-use crate::workers::registry::selection::{Selection, SelectionRequest};
 
 /// Candidates of a role that serve a request's model, and what its policy sees of those it may
 /// choose.
@@ -23,7 +23,7 @@ struct Side {
     views: Vec<WorkerView>,
 }
 
-impl WorkerRegistry {
+impl WorkerFleet {
     /// Let the role's policy choose among the ready candidates against which least speaks. Workers
     /// in `avoid` (they just failed this request) are taken only when there is no other. Budget:
     /// tens of microseconds; no await.
