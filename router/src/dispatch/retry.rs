@@ -184,7 +184,7 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
 
 async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let chosen = app.fleet.choose(Role::Regular, &request.wanted(), &request.avoid)?;
-    let candidate = &chosen.guard.candidate;
+    let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
     let is_vllm = candidate.worker.is_vllm();

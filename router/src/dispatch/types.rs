@@ -12,8 +12,7 @@ use crate::error::RouteError;
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
-use crate::workers::fleet::selection::Selection;
-use crate::workers::load_guard::Candidate;
+use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// No answer, of one attempt or of all.
 pub enum AttemptFailure {
@@ -57,14 +56,14 @@ pub fn ids_for<'a>(
 pub fn leg(
     app: &AppState,
     request: &RequestContext,
-    chosen: Selection,
+    chosen: LoadGuard,
     body: BodySegments,
 ) -> UpstreamAttempt {
     let mut head = request.head.clone();
-    if let Some(traceparent) = chosen.guard.timeline.traceparent() {
+    if let Some(traceparent) = chosen.timeline.traceparent() {
         head.more.insert(TRACEPARENT, traceparent);
     }
-    let candidate = &chosen.guard.candidate;
+    let candidate = &chosen.candidate;
     let is_prefill = candidate.worker.role() == Role::Prefill;
     if !is_prefill {
         observe_overhead(app, request);
@@ -74,7 +73,7 @@ pub fn leg(
         head.more.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
     UpstreamAttempt {
-        guard: chosen.guard,
+        guard: chosen,
         head,
         body,
         limit: app.config.request_timeout(),

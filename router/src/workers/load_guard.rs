@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PrefillForecast, PromptBlocks,
-    RequestOutcome, Role, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
+    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PromptBlocks, RequestOutcome, Role,
+    SelectionReason, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
     WorkerPenalty,
 };
 
@@ -103,7 +103,8 @@ pub struct LoadGuard {
     pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
     pub(super) blocks: Option<Arc<PromptBlocks>>,
-    pub(super) forecast: Option<PrefillForecast>,
+    /// Why the candidate was chosen.
+    pub why: SelectionReason,
     pub(super) sent_ms: u64,
     /// Nothing more is learned from first tokens: it was seen, or cannot be.
     pub(super) is_first_token_known: bool,
@@ -133,7 +134,7 @@ impl LoadGuard {
         self.timeline.first_token();
         let (ticket, worker, now_ms) = (self.ticket, self.candidate.id, now_ms());
         self.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
-        if let Some(forecast) = self.forecast {
+        if let Some(forecast) = self.why.forecast() {
             let took_ms = now_ms.saturating_sub(self.sent_ms);
             self.metrics.first_token(self.role().into_str(), forecast, took_ms);
         }
@@ -168,7 +169,7 @@ impl LoadGuard {
         let (ticket, worker) = (self.ticket, self.candidate.id);
         self.observe(&PolicyEvent::Usage { ticket, worker, usage });
         let role = self.role().into_str();
-        if let (Some(forecast), Some(cached)) = (self.forecast, usage.cached_tokens) {
+        if let (Some(forecast), Some(cached)) = (self.why.forecast(), usage.cached_tokens) {
             self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
         }
         if let Some(tokens) = self.blocks.as_ref().and_then(|blocks| blocks.prompt().tokens) {

@@ -39,8 +39,7 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
-use crate::workers::fleet::selection::Selection;
-use crate::workers::load_guard::Candidate;
+use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to
 /// know whom to avoid.
@@ -93,7 +92,7 @@ async fn try_attempt(
     if let Some(prefilled) = reusable_prefill.take() {
         let decode = app.fleet.choose(Role::Decode, &request.wanted(), &request.avoid)?;
         let fingerprint = prefilled.meeting.prefill.fingerprint;
-        let is_fit = fingerprint.is_compatible(&decode.guard.candidate.fingerprint);
+        let is_fit = fingerprint.is_compatible(&decode.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
     }
     let is_second_reader = reader.is_some();
@@ -109,9 +108,9 @@ async fn try_attempt(
             Placement::Local(decode, why) => return local(app, request, decode, why).await,
         },
     };
-    request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
-    let body = prefilled.meeting.body(app, request, &decode.guard.candidate);
-    let pair = (prefilled.meeting.prefill.worker.id, decode.guard.candidate.worker.id);
+    request.record.worker = Some((decode.candidate.name.clone(), decode.why));
+    let body = prefilled.meeting.body(app, request, &decode.candidate);
+    let pair = (prefilled.meeting.prefill.worker.id, decode.candidate.worker.id);
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
     // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
@@ -175,24 +174,24 @@ async fn attribute_failure(
     failure
 }
 
-fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
+fn is_vllm(app: &AppState, chosen: &LoadGuard) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
-        PdProtocol::Auto => chosen.guard.candidate.worker.is_vllm(),
+        PdProtocol::Auto => chosen.candidate.worker.is_vllm(),
     }
 }
 
 /// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
-fn can_prefill(app: &AppState, decode: &Selection) -> bool {
-    let worker = &decode.guard.candidate.worker;
+fn can_prefill(app: &AppState, decode: &LoadGuard) -> bool {
+    let worker = &decode.candidate.worker;
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
 enum Placement {
-    Pair(Selection, Selection),
+    Pair(LoadGuard, LoadGuard),
     /// The decode worker does both phases.
-    Local(Selection, LocalPrefillReason),
+    Local(LoadGuard, LocalPrefillReason),
 }
 
 fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
@@ -215,7 +214,7 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
     }
 }
 
-fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> LocalView {
+fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
     let prompt = match (request.prompt_tokens, forecast) {
@@ -234,11 +233,11 @@ fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> Loca
 async fn local(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    decode: Selection,
+    decode: LoadGuard,
     why: LocalPrefillReason,
 ) -> AttemptResult {
     app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
-    let candidate = &decode.guard.candidate;
+    let candidate = &decode.candidate;
     request.record.prefill = None;
     request.record.room = None;
     request.record.worker = Some((candidate.name.clone(), decode.why));
@@ -257,10 +256,10 @@ async fn local(
 fn start_prefill(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    prefill: Selection,
-    decode: &Selection,
+    prefill: LoadGuard,
+    decode: &LoadGuard,
 ) -> Result<PendingPrefill, RouteError> {
-    let candidate = prefill.guard.candidate.clone();
+    let candidate = prefill.candidate.clone();
     request.record.prefill = Some((candidate.name.clone(), prefill.why));
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
     request.record.room = rooms.rooms.first().copied();
@@ -268,7 +267,7 @@ fn start_prefill(
         request.record.timeline.room(room);
     }
     let is_batch = request.scan.batch.is_some();
-    let with_ranks = decode.guard.candidate.rank.is_some();
+    let with_ranks = decode.candidate.rank.is_some();
     let meeting = BootstrapParams::new(candidate.clone(), &rooms.rooms, is_batch, with_ranks);
     let body = meeting.body(app, request, &candidate);
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);

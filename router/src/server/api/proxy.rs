@@ -105,10 +105,10 @@ async fn proxy_to_any(
         let chosen = app.fleet.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
-            record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
+            record.worker = Some((chosen.candidate.name.clone(), chosen.why));
         }
         let leg = UpstreamAttempt {
-            guard: chosen.guard,
+            guard: chosen,
             head: head.clone(),
             body: BodySegments::from(body.clone()),
             limit,

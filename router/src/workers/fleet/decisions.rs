@@ -13,7 +13,7 @@ use crate::error::RouteError;
 use crate::observability::explain::DryRun;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::fleet::explanation::{name_of, named};
-use crate::workers::fleet::selection::{Selection, SelectionRequest};
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// Candidates of a role that serve a request's model, and what its policy sees of those it may
@@ -32,7 +32,7 @@ impl WorkerFleet {
         role: Role,
         wanted: &SelectionRequest<'_>,
         avoid: &[WorkerId],
-    ) -> Result<Selection, RouteError> {
+    ) -> Result<LoadGuard, RouteError> {
         let chosen = {
             let _lock = self.table(role).decision_lock.lock();
             let sending = wanted.sending(now_ms());
@@ -51,7 +51,7 @@ impl WorkerFleet {
         &self,
         wanted: &SelectionRequest<'_>,
         avoid: &[WorkerId],
-    ) -> Result<(Selection, Selection), RouteError> {
+    ) -> Result<(LoadGuard, LoadGuard), RouteError> {
         let roles = [Role::Prefill, Role::Decode];
         let (pair, ready) = {
             let _locks = roles.map(|role| self.table(role).decision_lock.lock());
@@ -180,7 +180,7 @@ impl WorkerFleet {
         ticket: SendTicket,
         wanted: &SelectionRequest<'_>,
         sending: &RoutingRequest<'_>,
-    ) -> Option<Selection> {
+    ) -> Option<LoadGuard> {
         let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
         let role = candidate.worker.role();
         let sent_ms = sending.request.now_ms;
@@ -195,19 +195,18 @@ impl WorkerFleet {
             timeline.leg(role, &candidate.name, choice.why, explanation)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
-        let guard = LoadGuard {
+        Some(LoadGuard {
             candidate,
             deciders: self.deciders.clone(),
             outcome: RequestOutcome::Unknown,
             ticket,
             blocks: wanted.blocks.clone().filter(|_| reads_blocks),
-            forecast: choice.why.forecast(),
+            why: choice.why,
             sent_ms,
             is_first_token_known: !sending.tells_first_token(role),
             timeline: timeline.unwrap_or_default(),
             metrics: self.metrics.clone(),
-        };
-        Some(Selection { guard, why: choice.why })
+        })
     }
 
     /// True if a candidate outside `avoid` could be chosen.

@@ -25,7 +25,7 @@ mod decisions;
 mod explanation;
 /// Gauges of workers.
 pub(crate) mod metrics;
-/// Inputs and results of decisions.
+/// Inputs of decisions.
 pub(crate) mod selection;
 /// First probes of new workers.
 pub(crate) mod startup_gate;

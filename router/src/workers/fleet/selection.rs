@@ -1,13 +1,12 @@
-//! Inputs and results of decisions.
+//! Inputs of decisions.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use rand::RngCore;
-use router_core::{PromptBlocks, RequestView, RoutingRequest, SelectionReason, WorkerFingerprint};
+use router_core::{PromptBlocks, RequestView, RoutingRequest, WorkerFingerprint};
 
 use crate::observability::request_timeline::RequestTimeline;
-use crate::workers::load_guard::LoadGuard;
 
 /// A request as the fleet takes it.
 #[derive(Clone, Default)]
@@ -46,10 +45,4 @@ impl SelectionRequest<'_> {
             now_ms,
         }
     }
-}
-
-/// A candidate with its place taken.
-pub struct Selection {
-    pub guard: LoadGuard,
-    pub why: SelectionReason,
 }
