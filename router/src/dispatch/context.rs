@@ -96,6 +96,7 @@ impl RequestContext {
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
+            counts: self.scan.batch.is_none(),
             timeline: Some(self.record.timeline.clone()),
             explains: self.explains,
             resumes_on: self.resume_point.as_ref().map(|point| point.fingerprint),

@@ -39,7 +39,6 @@ use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{BrokenStream, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
 use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
-use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
 use crate::workers::worker::WorkerState;
@@ -156,8 +155,6 @@ pub struct ProxyBody {
     silence: Option<Pin<Box<Sleep>>>,
     /// `None` while another worker is asked to go on.
     guard: Option<LoadGuard>,
-    /// True if the policy wants to know what the worker counted.
-    counts: bool,
     /// Last piece of a JSON answer.
     last: Option<Bytes>,
     prefill: Option<PrefillAttempt>,
@@ -190,7 +187,6 @@ impl ProxyBody {
             rest: None,
             events: EventSplitter::default(),
             guard: None,
-            counts: false,
             last: None,
             prefill: None,
             app,
@@ -206,7 +202,6 @@ impl ProxyBody {
         self.rest = opened.answer.rest;
         self.events = opened.answer.events;
         self.guard = Some(opened.guard);
-        self.counts = opened.counts;
         self.prefill = prefill;
         for piece in opened.answer.pieces {
             if let Err(broken) = self.pass(piece) {
@@ -229,7 +224,7 @@ impl ProxyBody {
     /// A piece of a JSON answer, or whole events.
     fn pass(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
         let Some(tail) = &mut self.tail else {
-            if self.counts {
+            if self.guard.as_ref().is_some_and(|guard| guard.counts) {
                 self.last = Some(piece.clone());
             }
             self.out.push_back(piece);
@@ -276,14 +271,10 @@ impl ProxyBody {
     fn finish(&mut self) {
         let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
         let outcome = if has_error { "error_event" } else { "ok" };
-        if std::mem::take(&mut self.counts) {
-            let usage = match &self.tail {
-                Some(tail) => tail.usage(),
-                None => usage_in(self.last.iter()),
-            };
-            if let (Some(usage), Some(guard)) = (usage, &mut self.guard) {
-                guard.usage(usage);
-            }
+        match (&mut self.guard, &self.tail) {
+            (Some(guard), Some(tail)) => guard.read_usage(tail.recent.iter()),
+            (Some(guard), None) => guard.read_usage(self.last.iter()),
+            (None, _) => {}
         }
         self.end(outcome);
         if let Some(prefill) = self.prefill.take() {

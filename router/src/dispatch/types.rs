@@ -77,8 +77,6 @@ pub fn leg(
         head,
         body,
         limit: app.config.request_timeout(),
-        probe_after: app.config.silent_request_probe(),
-        counts: request.scan.batch.is_none(),
         has_token_ids,
     }
 }

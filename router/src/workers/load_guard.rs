@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use bytes::Bytes;
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
     BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PromptBlocks, RequestOutcome, Role,
-    SelectionReason, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
-    WorkerPenalty,
+    SelectionReason, SendTicket, WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty,
 };
 
 use super::activity::WorkerActivity;
@@ -17,6 +17,7 @@ use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
 use crate::response::failover;
+use crate::response::usage::usage_in;
 use crate::workers::kv_events::status::EventSubscription;
 use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
@@ -105,6 +106,9 @@ pub struct LoadGuard {
     pub(super) blocks: Option<Arc<PromptBlocks>>,
     /// Why the candidate was chosen.
     pub why: SelectionReason,
+    /// True while the policy wants to know what the worker counts: looking for it costs
+    /// microseconds.
+    pub counts: bool,
     pub(super) sent_ms: u64,
     /// Nothing more is learned from first tokens: it was seen, or cannot be.
     pub(super) is_first_token_known: bool,
@@ -158,13 +162,13 @@ impl LoadGuard {
         self.metrics.load_reports.with_label_values(&labels).inc();
     }
 
-    /// True if anybody wants to know what the worker counts: looking for it costs microseconds.
-    pub fn wants_usage(&self) -> bool {
-        self.blocks.is_some()
-    }
-
-    /// Tokens that the worker counted.
-    pub fn usage(&mut self, usage: TokenUsage) {
+    /// Take the tokens that the worker counted from the last `pieces` of its answer, once, if they
+    /// are wanted.
+    pub fn read_usage<'a>(&mut self, pieces: impl DoubleEndedIterator<Item = &'a Bytes>) {
+        if !std::mem::take(&mut self.counts) {
+            return;
+        }
+        let Some(usage) = usage_in(pieces) else { return };
         self.timeline.usage(usage);
         let (ticket, worker) = (self.ticket, self.candidate.id);
         self.observe(&PolicyEvent::Usage { ticket, worker, usage });

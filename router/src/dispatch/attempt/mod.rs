@@ -17,7 +17,6 @@ use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
 use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, from_error, is_sse};
-use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::{Candidate, LoadGuard};
@@ -34,10 +33,6 @@ pub struct UpstreamAttempt {
     pub body: BodySegments,
     /// Longest silence of the worker.
     pub limit: Duration,
-    /// Time without an answer after which the worker is probed; `None`: never.
-    pub probe_after: Option<Duration>,
-    /// True for one answer to one prompt: what the worker counts is about them.
-    pub counts: bool,
     /// True if its stream has comments with the tokens (failover.rs).
     pub has_token_ids: bool,
 }
@@ -59,8 +54,6 @@ pub struct UpstreamResponse {
     pub guard: LoadGuard,
     pub answer: PartialAnswer,
     pub is_sse: bool,
-    /// See [`UpstreamAttempt::counts`].
-    pub counts: bool,
     /// See [`UpstreamAttempt::has_token_ids`].
     pub has_token_ids: bool,
     /// The engine's report of the way to its first token.
@@ -260,7 +253,6 @@ impl UpstreamAttempt {
             self.guard.first_token();
         }
         Ok(UpstreamResponse {
-            counts: self.counts && self.guard.wants_usage(),
             has_token_ids: self.has_token_ids && is_sse,
             guard: self.guard,
             answer,
@@ -276,12 +268,7 @@ impl UpstreamAttempt {
             let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
                 self.open_unless_hung().await?;
             self.take_stages(&mut headers);
-            if self.counts
-                && self.guard.wants_usage()
-                && let Some(usage) = usage_in(pieces.iter())
-            {
-                self.guard.usage(usage);
-            }
+            self.guard.read_usage(pieces.iter());
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let is_stream = is_sse(&headers);
@@ -343,7 +330,7 @@ impl UpstreamAttempt {
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        match worker.unless_hung(self.try_open(), self.probe_after).await {
+        match worker.unless_hung(self.try_open()).await {
             Ok(opened) => opened,
             Err(cause) => {
                 let cause = format!("no answer, and it fails its health checks: {cause}");

@@ -21,7 +21,6 @@ use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhead};
 use crate::request::body::ManagedField;
-use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
 
@@ -70,11 +69,7 @@ async fn ask_prefill(
     observe_overhead(app, request);
     let mut opened = ranked(app, request, prefill, body).open().await?;
     opened.guard.first_token();
-    if opened.counts
-        && let Some(usage) = usage_in(opened.answer.pieces.iter())
-    {
-        opened.guard.usage(usage);
-    }
+    opened.guard.read_usage(opened.answer.pieces.iter());
     let answer = opened.answer.pieces.concat();
     let params = serde_json::from_slice::<Answer<'_>>(&answer)
         .ok()

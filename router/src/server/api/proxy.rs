@@ -112,8 +112,6 @@ async fn proxy_to_any(
             head: head.clone(),
             body: BodySegments::from(body.clone()),
             limit,
-            probe_after: app.config.silent_request_probe(),
-            counts: false,
             has_token_ids: false,
         };
         let failure = match leg.open().await {
@@ -330,11 +328,10 @@ impl Asked {
 /// Ask every ready worker the same, at once; ordered by address.
 async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
     let workers = app.fleet.workers().into_iter().filter(|worker| worker.is_ready());
-    let probe_after = app.config.silent_request_probe();
     let asked = workers.map(|worker| async move {
         let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
         let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
-        let answer = worker.unless_hung(asking, probe_after).await;
+        let answer = worker.unless_hung(asking).await;
         let (status, headers, text) = match answer.and_then(|answer| answer.unwrap_or_else(late)) {
             Ok((status, headers, text)) => (Some(status), headers, text),
             Err(cause) => (None, HeaderMap::new(), cause),

@@ -195,12 +195,14 @@ impl WorkerFleet {
             timeline.leg(role, &candidate.name, choice.why, explanation)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
+        let blocks = wanted.blocks.clone().filter(|_| reads_blocks);
         Some(LoadGuard {
             candidate,
             deciders: self.deciders.clone(),
             outcome: RequestOutcome::Unknown,
             ticket,
-            blocks: wanted.blocks.clone().filter(|_| reads_blocks),
+            counts: wanted.counts && blocks.is_some(),
+            blocks,
             why: choice.why,
             sent_ms,
             is_first_token_known: !sending.tells_first_token(role),

@@ -185,6 +185,7 @@ impl WorkerFleet {
             spec,
             suspect: Notify::new(),
             silent: Notify::new(),
+            probe_after: self.config.silent_request_probe(),
             state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),

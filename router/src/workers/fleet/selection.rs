@@ -18,6 +18,8 @@ pub struct SelectionRequest<'a> {
     pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
+    /// True for one answer to one prompt: what the worker counts is about them.
+    pub counts: bool,
     /// Timeline that records the decision.
     pub timeline: Option<Arc<RequestTimeline>>,
     /// With all that is weighed.
