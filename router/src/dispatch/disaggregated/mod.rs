@@ -91,7 +91,7 @@ async fn try_attempt(
     let mut reader = None;
     if let Some(prefilled) = reusable_prefill.take() {
         let decode = app.fleet.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-        let fingerprint = prefilled.meeting.prefill.fingerprint;
+        let fingerprint = prefilled.leg.prefill.fingerprint;
         let is_fit = fingerprint.is_compatible(&decode.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
     }
@@ -110,7 +110,7 @@ async fn try_attempt(
     };
     request.record.worker = Some((decode.candidate.name.clone(), decode.why));
     let body = prefilled.meeting.body(app, request, &decode.candidate);
-    let pair = (prefilled.meeting.prefill.worker.id, decode.candidate.worker.id);
+    let pair = (prefilled.leg.prefill.worker.id, decode.candidate.worker.id);
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
     // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
@@ -146,7 +146,7 @@ async fn try_attempt(
         Err(failure) => {
             let mut tried = request.avoid.clone();
             tried.push(failure.worker);
-            let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
+            let can_reopen = prefilled.leg.prefill.worker.has_feature("reopen");
             if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
                 *reusable_prefill = Some(prefilled);
             }
@@ -169,7 +169,7 @@ async fn attribute_failure(
         _ if is_second_reader => failure.is_stale = true,
         // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill
         // worker.
-        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.meeting.prefill.id),
+        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.leg.prefill.id),
     }
     failure
 }
@@ -268,7 +268,7 @@ fn start_prefill(
     }
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.candidate.rank.is_some();
-    let meeting = BootstrapParams::new(candidate.clone(), &rooms.rooms, is_batch, with_ranks);
+    let meeting = BootstrapParams::new(&candidate, &rooms.rooms, is_batch, with_ranks);
     let body = meeting.body(app, request, &candidate);
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
     let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
@@ -285,7 +285,6 @@ fn start_prefill(
 
 /// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
 struct BootstrapParams {
-    prefill: Arc<Candidate>,
     /// JSON members for both legs.
     shared: String,
     /// P's rank, if both workers have one.
@@ -293,7 +292,7 @@ struct BootstrapParams {
 }
 
 impl BootstrapParams {
-    fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
+    fn new(prefill: &Candidate, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
         let port = worker.bootstrap_port();
@@ -308,7 +307,7 @@ impl BootstrapParams {
             "\"bootstrap_host\":{hosts},\"bootstrap_port\":{ports},\"bootstrap_room\":{rooms}"
         );
         let prefill_rank = prefill.rank.filter(|_| with_ranks);
-        Self { prefill, shared, prefill_rank }
+        Self { shared, prefill_rank }
     }
 
     /// Body for one of the two.
