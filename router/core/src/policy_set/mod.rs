@@ -21,8 +21,7 @@ use crate::policy::{
     decide_pair,
 };
 use crate::types::{
-    PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
-    WorkerId, WorkerView,
+    PolicyEvent, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// See the module.
@@ -77,12 +76,9 @@ impl PolicySet {
         ready: &[WorkerView],
         ticket: SendTicket,
     ) -> Option<ExplainedChoice> {
-        let policy = self.policy(role);
         let asked = self.asked(role, sending, [(ready, ticket)]);
         let decide = || {
-            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-            let explains = sending.explains;
-            let decided = policy.decide(&mut PolicyInput { request, ready, rng, explains })?;
+            let decided = self.dry_run(role, sending, ready)?;
             self.sent(role, sending, decided.0, ticket);
             Some(decided)
         };
@@ -100,17 +96,13 @@ impl PolicySet {
         fingerprints: Option<Fingerprints<'_>>,
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
-        let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
             fingerprints: fingerprints.map(|sides| sides.map(<[WorkerFingerprint]>::to_vec)),
             ..asked
         });
-        let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
         let decide = || {
-            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-            let is_compatible = is_compatible.as_deref();
-            let pair = decide_pair(p, d, request, ready, is_compatible, rng, sending.explains)?;
+            let pair = self.dry_run_pair(sending, ready, fingerprints)?;
             self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
             self.sent(Role::Decode, sending, pair[1].0, tickets[1]);
             Some(pair)
@@ -124,31 +116,29 @@ impl PolicySet {
         })
     }
 
-    /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written
-    /// down.
+    /// Decide without effect: nothing is sent, learned or written down.
     pub fn dry_run(
         &self,
         role: Role,
-        request: &RequestView<'_>,
+        sending: &RoutingRequest<'_>,
         ready: &[WorkerView],
-        seed: u64,
     ) -> Option<ExplainedChoice> {
-        let rng = &mut SplitMix64(seed);
-        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains: true })
+        let RoutingRequest { request, seed, explains, .. } = sending;
+        let (explains, rng) = (*explains, &mut SplitMix64(*seed));
+        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains })
     }
 
     /// The same for a pair.
     pub fn dry_run_pair(
         &self,
-        request: &RequestView<'_>,
+        sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
         fingerprints: Option<Fingerprints<'_>>,
-        seed: u64,
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
-        let rng = &mut SplitMix64(seed);
-        decide_pair(p, d, request, ready, is_compatible.as_deref(), rng, true)
+        let (rng, is_compatible) = (&mut SplitMix64(sending.seed), is_compatible.as_deref());
+        decide_pair(p, d, &sending.request, ready, is_compatible, rng, sending.explains)
     }
 
     /// A candidate is there; `name` is for readers of the log.

@@ -149,16 +149,16 @@ impl DecisionReplay {
         let sending = RoutingRequest { request, seed, explains: true, streams };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
         let fingerprints = asked.fingerprints.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
-        let dry_run = |policies: &PolicySet, seed: u64| match views.as_slice() {
-            [ready] => vec![policies.dry_run(asked.role, &request, ready, seed)],
-            [p, d] => match policies.dry_run_pair(&request, [p, d], fingerprints, seed) {
+        let dry_run = |policies: &PolicySet, sending: &RoutingRequest<'_>| match views.as_slice() {
+            [ready] => vec![policies.dry_run(asked.role, sending, ready)],
+            [p, d] => match policies.dry_run_pair(sending, [p, d], fingerprints) {
                 Some(pair) => pair.map(Some).into(),
                 None => vec![None, None],
             },
             _ => Vec::new(), // no decision has no or three sides
         };
-        let again = dry_run(&self.policies, seed).into_iter();
-        let evaluated = dry_run(&self.evaluators, 0);
+        let again = dry_run(&self.policies, &sending).into_iter();
+        let evaluated = dry_run(&self.evaluators, &RoutingRequest { seed: 0, ..sending });
         for (at, (again, evaluated)) in again.zip(evaluated).enumerate() {
             let role = if at == 0 { asked.role } else { Role::Decode };
             let again = again.map(|(choice, _)| choice);

@@ -119,13 +119,8 @@ pub struct DiscoveryFeed {
     kept: BTreeSet<WorkerUrl>,
     /// Those of `kept` that were named in the answer before: they are being probed.
     fresh: BTreeSet<WorkerUrl>,
-    /// The failure in force, to log each only once.
-    failure: Option<Failure>,
-}
-
-struct Failure {
-    why: String,
-    at: Instant,
+    /// The failure in force, to log each only once, and when it was seen last.
+    failure: Option<(String, Instant)>,
 }
 
 impl DiscoveryFeed {
@@ -184,7 +179,7 @@ impl DiscoveryFeed {
         if let Some(fleet) = self.fleet.upgrade() {
             fleet.metrics.discovery_updates.with_label_values(&[self.source, "failed"]).inc();
             fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(1.0);
-            if self.failure.as_ref().is_none_or(|known| known.why != why) {
+            if self.failure.as_ref().is_none_or(|(known, _)| *known != why) {
                 tracing::error!(
                     source = self.source,
                     why,
@@ -192,7 +187,7 @@ impl DiscoveryFeed {
                     "discovery failed, the workers found before stay"
                 );
             }
-            self.failure = Some(Failure { why, at: Instant::now() });
+            self.failure = Some((why, Instant::now()));
         }
     }
 
@@ -206,7 +201,7 @@ impl DiscoveryFeed {
                  /readyz) and whether a proxy or network policy holds its answers back",
                 silent.as_secs()
             ));
-        } else if self.failure.as_ref().is_some_and(|failure| last_answer > failure.at)
+        } else if self.failure.as_ref().is_some_and(|(_, at)| last_answer > *at)
             && let Some(fleet) = self.fleet.upgrade()
         {
             self.clear_failure(&fleet);
@@ -468,7 +463,7 @@ mod tests {
         assert!(!is_stale());
         let later = heard + limit + Duration::from_secs(1);
         world.feed.check_silence(heard, later, limit);
-        let why = &world.feed.failure.as_ref().unwrap().why;
+        let (why, _) = world.feed.failure.as_ref().unwrap();
         assert!(is_stale() && why.contains("no data for 76 s") && why.contains("kubectl"));
         assert_eq!(world.urls(), ["p a:1"]);
         world.feed.check_silence(later, later, limit);

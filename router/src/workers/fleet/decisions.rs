@@ -87,20 +87,20 @@ impl WorkerFleet {
     ) -> Result<Vec<DryRun>, RouteError> {
         let locks: Vec<_> =
             roles.iter().map(|role| self.table(*role).decision_lock.lock()).collect();
-        let sending = wanted.sending(now_ms());
-        let (request, seed) = (&sending.request, sending.seed);
-        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], request.now_ms));
+        let sending = RoutingRequest { explains: true, ..wanted.sending(now_ms()) };
+        let now_ms = sending.request.now_ms;
+        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], now_ms));
         let sides: Vec<Side> = sides.collect();
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
                 let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
-                self.deciders.dry_run_pair(request, ready, fingerprints, seed).map(Vec::from)
+                self.deciders.dry_run_pair(&sending, ready, fingerprints).map(Vec::from)
             }
             _ => roles
                 .iter()
                 .zip(&sides)
-                .map(|(role, side)| self.deciders.dry_run(*role, request, &side.views, seed))
+                .map(|(role, side)| self.deciders.dry_run(*role, &sending, &side.views))
                 .collect(),
         };
         drop(locks);
