@@ -15,23 +15,13 @@ use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// No answer, of one attempt or of all.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 pub enum AttemptFailure {
     /// No worker could be chosen, or the request's time is over.
-    Refused(RouteError),
+    Refused(#[from] RouteError),
     /// The attempt, or the last one, failed at a worker.
-    Failed(AttemptError),
-}
-
-impl From<RouteError> for AttemptFailure {
-    fn from(err: RouteError) -> Self {
-        AttemptFailure::Refused(err)
-    }
-}
-
-impl From<AttemptError> for AttemptFailure {
-    fn from(failure: AttemptError) -> Self {
-        AttemptFailure::Failed(failure)
-    }
+    Failed(#[from] AttemptError),
 }
 
 /// An answer that is committed to, with the prefill leg of a pair.

@@ -63,19 +63,14 @@ pub fn run(argv: Vec<String>) -> i32 {
     if argv.get(1).is_some_and(|word| word == "replay") {
         return match replay::run(&argv[2..]) {
             Ok((text, code)) => print(&text, code),
-            Err(text) => {
-                eprintln!("baton replay: {text}");
-                2
-            }
+            Err(text) => fail("baton replay", &text, 2),
         };
     }
     let config = match RouterConfig::parse(&argv) {
         Ok(config) => config,
         Err(ParseStop::Help(text)) => return print(&text, 0),
         Err(ParseStop::Bad(text)) => {
-            let name = argv.first().map_or("baton-router", String::as_str);
-            eprintln!("{name}: {text}");
-            return 2;
+            return fail(argv.first().map_or("baton-router", String::as_str), &text, 2);
         }
     };
     if config.observe.print_flags {
@@ -85,7 +80,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         return print(&metrics_markdown(), 0);
     }
     if let Err(text) = init_logs(&config) {
-        return fail(&text, 2);
+        return fail("baton-router", &text, 2);
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -93,7 +88,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         .build()
     {
         Ok(runtime) => runtime,
-        Err(err) => return fail(&format!("cannot start threads: {err}"), 1),
+        Err(err) => return fail("baton-router", &format!("cannot start threads: {err}"), 1),
     };
     let code = runtime.block_on(until_signal(config));
     runtime.shutdown_timeout(Duration::from_millis(100));
@@ -107,8 +102,8 @@ fn print(text: &str, code: i32) -> i32 {
 }
 
 /// Text for standard error.
-fn fail(text: &str, code: i32) -> i32 {
-    eprintln!("baton-router: {text}");
+fn fail(program: &str, text: &str, code: i32) -> i32 {
+    eprintln!("{program}: {text}");
     code
 }
 
@@ -130,11 +125,11 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 async fn until_signal(config: RouterConfig) -> i32 {
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     let (Ok(mut term), Ok(mut int)) = signals else {
-        return fail("cannot listen for signals", 1);
+        return fail("baton-router", "cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => return fail(&text, 2),
+        Err(text) => return fail("baton-router", &text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}

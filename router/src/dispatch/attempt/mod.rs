@@ -73,7 +73,8 @@ pub enum ErrorReply {
 /// to blame.
 pub const SILENT: &str = "silent";
 
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
 pub struct AttemptError {
     pub role: Role,
     pub worker: WorkerId,

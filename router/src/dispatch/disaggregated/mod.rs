@@ -217,11 +217,8 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
 fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
-    let prompt = match (request.prompt_tokens, forecast) {
-        (Some(counted), _) => counted,
-        (None, Some(forecast)) => forecast.prompt_tokens,
-        (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
-    };
+    let counted = request.prompt_tokens.or(forecast.map(|forecast| forecast.prompt_tokens));
+    let prompt = counted.unwrap_or_else(|| u32::try_from(estimate).unwrap_or(u32::MAX));
     let resumed_tokens = request.resume_point.as_ref().map_or(0, |point| point.tokens);
     LocalView {
         prompt_tokens: prompt.saturating_add(u32::try_from(resumed_tokens).unwrap_or(u32::MAX)),
