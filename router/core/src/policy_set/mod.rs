@@ -97,10 +97,9 @@ impl PolicySet {
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
-        let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
-            fingerprints: fingerprints.map(|sides| sides.map(<[WorkerFingerprint]>::to_vec)),
-            ..asked
-        });
+        let asked = self
+            .asked(Role::Prefill, sending, sides)
+            .map(|asked| DecisionInput { fingerprints: fingerprints.cloned(), ..asked });
         let decide = || {
             let pair = self.dry_run_pair(sending, ready, fingerprints)?;
             self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
@@ -230,7 +229,7 @@ impl PolicySet {
 }
 
 /// Given where not all fit: the make of each candidate of both sides.
-pub type Fingerprints<'a> = [&'a [WorkerFingerprint]; 2];
+pub type Fingerprints<'a> = &'a [Vec<WorkerFingerprint>; 2];
 
 /// Test of who can be paired, by the makes of the candidates.
 pub fn compatibility_by<'a>(

@@ -249,12 +249,8 @@ where
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
         let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
-            let Some(child) = self.node(id).child_for(rest) else { return false };
-            let label = &self.node(child).label;
-            if label.common(rest) < label.len() {
-                return false;
-            }
-            (id, rest) = (child, rest.split_at(label.len()).1);
+            let Some(next) = self.descend(id, rest) else { return false };
+            (id, rest) = next;
         }
         if id != ROOT && position(&self.node(id).holders, worker).is_err() {
             return false;
@@ -306,13 +302,10 @@ where
     /// unless something sent since passes through it.
     pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
         let (mut id, mut rest, mut units) = (ROOT, path, 0);
-        while let Some(child) = self.node(id).child_for(rest) {
-            let node = self.node(child);
-            let is_whole = node.label.common(rest) == node.label.len();
-            if !is_whole || position(&node.holders, worker).is_err() {
-                break;
-            }
-            (id, rest, units) = (child, rest.split_at(node.label.len()).1, units + node.units);
+        while let Some((child, behind)) = self.descend(id, rest)
+            && position(&self.node(child).holders, worker).is_ok()
+        {
+            (id, rest, units) = (child, behind, units + self.node(child).units);
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
@@ -626,6 +619,13 @@ where
 
     fn node(&self, id: NodeId) -> &Node<S> {
         &self.nodes[id as usize]
+    }
+
+    /// The child whose whole label `path` begins with, and the rest of the path.
+    fn descend<'p>(&self, id: NodeId, path: &'p S) -> Option<(NodeId, &'p S)> {
+        let child = self.node(id).child_for(path)?;
+        let label = &self.node(child).label;
+        (label.common(path) == label.len()).then(|| (child, path.split_at(label.len()).1))
     }
 
     fn holder_mut(&mut self, id: NodeId, worker: WorkerId) -> &mut Holder {

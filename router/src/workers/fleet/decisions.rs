@@ -60,8 +60,9 @@ impl WorkerFleet {
             let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
             let tickets = [self.ticket(), self.ticket()];
             let fingerprints = self.fingerprints([p, d]);
-            let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
-            let decided = self.deciders.decide_pair(&sending, ready, fingerprints, tickets);
+            let ready = [&*p.views, &d.views];
+            let decided =
+                self.deciders.decide_pair(&sending, ready, fingerprints.as_ref(), tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
                 Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
@@ -94,8 +95,8 @@ impl WorkerFleet {
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
-                let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
-                self.deciders.dry_run_pair(&sending, ready, fingerprints).map(Vec::from)
+                let ready = [&*p.views, &d.views];
+                self.deciders.dry_run_pair(&sending, ready, fingerprints.as_ref()).map(Vec::from)
             }
             _ => roles
                 .iter()
@@ -219,8 +220,4 @@ impl WorkerFleet {
             c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
-}
-
-fn slices<T>(pair: &Option<[Vec<T>; 2]>) -> Option<[&[T]; 2]> {
-    pair.as_ref().map(|pair| pair.each_ref().map(Vec::as_slice))
 }
