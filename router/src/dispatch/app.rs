@@ -87,7 +87,7 @@ impl AppState {
             metrics,
             admission: AdmissionController::new(&config.limits),
             retry: config.retry(),
-            retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
+            retry_budget: Mutex::new(config.retry_budget()),
             resume_pacer: Mutex::default(),
             poison: Mutex::default(),
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),

@@ -34,17 +34,23 @@ const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remainin
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
 const MIN_QUEUE_DELAY: Duration = Duration::from_millis(10);
 
+/// Facts of a prompt before anybody is chosen.
+#[derive(Default)]
+pub struct KnownPrompt {
+    /// The prompt's hashes, if a policy reads them.
+    pub blocks: Option<Arc<PromptBlocks>>,
+    /// If they were counted.
+    pub tokens: Option<u32>,
+    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    pub input_ids: Option<Bytes>,
+}
+
 pub struct RequestContext {
     pub head: RequestHead,
     pub body: Bytes,
     pub scan: Arc<BodyIndex>,
     pub routing_key: Option<String>,
-    /// The prompt's hashes, if a policy reads them.
-    pub blocks: Option<Arc<PromptBlocks>>,
-    /// If they were counted.
-    pub prompt_tokens: Option<u32>,
-    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
-    pub input_ids: Option<Bytes>,
+    pub prompt: KnownPrompt,
     /// True if a policy reads the prompt's text.
     pub needs_text: bool,
     /// True if the client wants to know what is weighed.
@@ -92,7 +98,7 @@ impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
             text: if self.needs_text { self.scan.routing_text(&self.body) } else { Cow::default() },
-            blocks: self.blocks.clone(),
+            blocks: self.prompt.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
@@ -178,7 +184,7 @@ impl RequestContext {
 
     /// Bytes that are held to ask again.
     pub fn held_bytes(&self) -> usize {
-        self.body.len() + self.input_ids.as_ref().map_or(0, Bytes::len)
+        self.body.len() + self.prompt.input_ids.as_ref().map_or(0, Bytes::len)
     }
 
     /// The least of the times the client gives for the first token or for all of the answer.

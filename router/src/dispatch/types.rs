@@ -33,7 +33,7 @@ pub fn ids_for<'a>(
     request: &'a RequestContext,
     candidate: &Candidate,
 ) -> Option<&'a Bytes> {
-    let ids = request.input_ids.as_ref()?;
+    let ids = request.prompt.input_ids.as_ref()?;
     let worker = &candidate.worker;
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
         return None;

@@ -162,8 +162,10 @@ impl Watch {
         {
             return self.starting(fleet, worker, reason);
         }
-        let counter =
-            self.counter.get_or_insert_with(|| HealthCounter::new(fleet.config.health(), true));
+        let config = &fleet.config.health;
+        let (failures, successes) =
+            (config.health_failure_threshold, config.health_success_threshold);
+        let counter = self.counter.get_or_insert_with(|| HealthCounter::new(failures, successes));
         let change = match &probe {
             Probe::Unsent(reason) => {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
@@ -173,8 +175,7 @@ impl Watch {
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
             Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => {
                 // A certain failure counts as all that the verdict takes.
-                let needed = fleet.config.health.health_failure_threshold;
-                (0..needed).find_map(|_| counter.record(false))
+                (0..failures).find_map(|_| counter.record(false))
             }
         };
         let is_hung = matches!(probe, Probe::Silent { .. });
@@ -194,7 +195,7 @@ impl Watch {
             }
             _ => {}
         }
-        let interval = Duration::from_secs(fleet.config.health.health_check_interval_secs);
+        let interval = Duration::from_secs(config.health_check_interval_secs);
         // A worker that is out may return.
         if is_out { interval.min(RECOVERY_PAUSE) } else { interval }
     }

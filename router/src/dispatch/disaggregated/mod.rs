@@ -217,7 +217,7 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
 fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
-    let counted = request.prompt_tokens.or(forecast.map(|forecast| forecast.prompt_tokens));
+    let counted = request.prompt.tokens.or(forecast.map(|forecast| forecast.prompt_tokens));
     let prompt = counted.unwrap_or_else(|| u32::try_from(estimate).unwrap_or(u32::MAX));
     let resumed_tokens = request.resume_point.as_ref().map_or(0, |point| point.tokens);
     LocalView {

@@ -142,7 +142,26 @@ impl PromptTokenizer {
     ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
         let context = if prompt_bytes > UNCHECKED_BYTES { context_tokens() } else { None };
-        let made = self.on_a_thread(api, body, prompt_bytes, context).await;
+        let made = async {
+            if prompt_bytes > MAX_BYTES {
+                return Err(TokenizeFallback::TooLong);
+            }
+            let place = {
+                let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
+                let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
+                place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
+            };
+            let (tokens, body) = (self.clone(), body.clone());
+            let work = tokio::task::spawn_blocking(move || {
+                let made = tokens.ids_of(api, &body, context);
+                drop(place);
+                made
+            });
+            // A panic of the tokenizer or the template engine costs this request its token count,
+            // nothing more.
+            work.await.unwrap_or(Err(TokenizeFallback::Failed))
+        }
+        .await;
         match &made {
             Ok(_) => {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
@@ -151,32 +170,6 @@ impl PromptTokenizer {
             Err(why) => self.metrics.tokenize_fallbacks.with_label_values(&[why.into_str()]).inc(),
         }
         made
-    }
-
-    async fn on_a_thread(
-        self: &Arc<Self>,
-        api: ApiKind,
-        body: &Bytes,
-        prompt_bytes: usize,
-        context_tokens: Option<u64>,
-    ) -> Result<PromptIds, TokenizeFallback> {
-        if prompt_bytes > MAX_BYTES {
-            return Err(TokenizeFallback::TooLong);
-        }
-        let place = {
-            let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
-            let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
-            place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
-        };
-        let (tokens, body) = (self.clone(), body.clone());
-        let work = tokio::task::spawn_blocking(move || {
-            let made = tokens.ids_of(api, &body, context_tokens);
-            drop(place);
-            made
-        });
-        // A panic of the tokenizer or the template engine costs this request its token count,
-        // nothing more.
-        work.await.unwrap_or(Err(TokenizeFallback::Failed))
     }
 
     fn ids_of(

@@ -14,7 +14,7 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
+use router_core::{FailedAttempts, RequestBreaks};
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
@@ -22,7 +22,7 @@ use super::auth;
 use super::http_util::{REQUEST_ID, answer};
 use crate::dispatch;
 use crate::dispatch::app::AppState;
-use crate::dispatch::context::{RequestContext, header_deadlines};
+use crate::dispatch::context::{KnownPrompt, RequestContext, header_deadlines};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
@@ -128,8 +128,7 @@ async fn take_in(
     let (needs_text, needs_blocks) = app.fleet.deciders.needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenized);
-    let blocks = prompt.blocks.map(Arc::new);
-    if let Some(blocks) = &blocks {
+    if let Some(blocks) = &prompt.blocks {
         timeline.prompt(blocks);
     }
     Ok(move |record| {
@@ -145,9 +144,7 @@ async fn take_in(
             breaks: RequestBreaks::default(),
             place: None,
             head,
-            blocks,
-            prompt_tokens: prompt.tokens,
-            input_ids: prompt.input_ids,
+            prompt,
             explains,
             needs_text,
             body,
@@ -171,16 +168,6 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let Some(excess_ms) = ahead.excess_ms(limit_ms) else { return Ok(()) };
     app.metrics.shed.with_label_values(&[role.into_str()]).inc();
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
-}
-
-/// Facts of a prompt before anybody is chosen.
-#[derive(Default)]
-struct Known {
-    /// Block hashes for policies, if one of them reads them.
-    blocks: Option<PromptBlocks>,
-    tokens: Option<u32>,
-    /// Token ids for workers that take them.
-    input_ids: Option<Bytes>,
 }
 
 async fn scanned(app: &AppState, body: &Bytes, api: ApiKind) -> Result<Arc<BodyIndex>, RouteError> {
@@ -213,7 +200,7 @@ async fn prompt_of(
     scan: &Arc<BodyIndex>,
     body: &Bytes,
     needs_blocks: bool,
-) -> Result<Known, RouteError> {
+) -> Result<KnownPrompt, RouteError> {
     let config = &app.config.tokens;
     let block_size = config.block_size;
     let (its, bytes) = (scan.clone(), body.clone());
@@ -227,25 +214,30 @@ async fn prompt_of(
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(scan.api, body, scan.prompt_len(), longest).await
     {
-        return Ok(Known {
+        return Ok(KnownPrompt {
             input_ids: forwards.then(|| made.member()),
             ..known_of_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }
     if !needs_blocks {
-        return Ok(Known::default());
+        return Ok(KnownPrompt::default());
     }
     let (its, bytes) = (scan.clone(), body.clone());
     let hashing = move || its.text_blocks(&bytes);
-    Ok(Known {
-        blocks: Some(app.body_threads.run(scan.prompt_len(), hashing).await?),
-        ..Known::default()
+    Ok(KnownPrompt {
+        blocks: Some(Arc::new(app.body_threads.run(scan.prompt_len(), hashing).await?)),
+        ..KnownPrompt::default()
     })
 }
 
-fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
-    Known {
-        blocks: needs_blocks.then(|| scan.token_blocks(ids, block_size)),
+fn known_of_ids(
+    scan: &BodyIndex,
+    ids: &[u32],
+    block_size: usize,
+    needs_blocks: bool,
+) -> KnownPrompt {
+    KnownPrompt {
+        blocks: needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size))),
         tokens: u32::try_from(ids.len()).ok(),
         input_ids: None,
     }

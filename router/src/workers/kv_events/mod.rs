@@ -27,10 +27,8 @@ mod zmq;
 /// ZeroMQ's wire protocol.
 mod zmtp;
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use ::http::HeaderMap;
 use router_core::Role;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
@@ -39,7 +37,6 @@ use self::source::EventSource;
 use self::status::SyncState;
 use self::subscriber::{EventReader, SubscriptionEnd};
 use crate::config::KvEventsMode;
-use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
@@ -99,43 +96,39 @@ fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> Ab
     (status.state, status.reason) = (SyncState::Connecting, None);
     status.source = Some(source.to_string());
     drop(status);
-    let reader = EventReader::new(fleet, candidate);
+    let mut reader = EventReader::new(fleet, candidate);
     let (pool, headers) = (candidate.worker.pool.clone(), fleet.worker_headers());
-    tokio::spawn(run(reader, source, pool, headers)).abort_handle()
-}
-
-/// Holds neither the router nor the worker: the candidate stops it when it leaves.
-async fn run(
-    mut reader: EventReader,
-    source: EventSource,
-    pool: Arc<ConnectionPool>,
-    headers: HeaderMap,
-) {
-    let (mut pause, mut last) = (FIRST_PAUSE, None);
-    let mut last_reported = String::new();
-    loop {
-        let begun = Instant::now();
-        let Err(end) = match &source {
-            EventSource::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
-            EventSource::Zmq { events, replay } => {
-                zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
+    // Holds neither the router nor the worker: the candidate stops it when it leaves.
+    let following = async move {
+        let (mut pause, mut last) = (FIRST_PAUSE, None);
+        let mut last_reported = String::new();
+        loop {
+            let begun = Instant::now();
+            let Err(end) = match &source {
+                EventSource::Http { rank } => {
+                    http::follow(&mut reader, &pool, &headers, *rank).await
+                }
+                EventSource::Zmq { events, replay } => {
+                    zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
+                }
+            };
+            reader.ended(&end);
+            if matches!(end, SubscriptionEnd::Replica(_)) {
+                last = None;
             }
-        };
-        reader.ended(&end);
-        if matches!(end, SubscriptionEnd::Replica(_)) {
-            last = None;
+            if begun.elapsed() >= GOOD_STREAM {
+                pause = FIRST_PAUSE;
+            }
+            let why = end.to_string();
+            if why == last_reported {
+                tracing::debug!(worker = %reader.name, %source, why, "no events again");
+            } else {
+                tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
+                last_reported = why;
+            }
+            sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
-        if begun.elapsed() >= GOOD_STREAM {
-            pause = FIRST_PAUSE;
-        }
-        let why = end.to_string();
-        if why == last_reported {
-            tracing::debug!(worker = %reader.name, %source, why, "no events again");
-        } else {
-            tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
-            last_reported = why;
-        }
-        sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
-    }
+    };
+    tokio::spawn(following).abort_handle()
 }
