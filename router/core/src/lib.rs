@@ -45,7 +45,7 @@ pub use prompt::{
     token_blocks,
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
-pub use resilience::health::{HealthChange, HealthCounter};
+pub use resilience::health::HealthCounter;
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
 pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};

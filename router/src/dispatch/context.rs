@@ -246,8 +246,6 @@ fn body_hash(body: &Bytes) -> u64 {
 /// Deadlines in the headers of a request.
 pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
     let ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
-    RequestDeadlines {
-        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
-        whole: ms(DEADLINE_HEADER),
-    }
+    let ttft = TTFT_HEADERS.into_iter().filter_map(ms).min();
+    RequestDeadlines { ttft, whole: ms(DEADLINE_HEADER) }
 }

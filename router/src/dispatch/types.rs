@@ -62,13 +62,8 @@ pub fn leg(
     if has_token_ids {
         head.more.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
-    UpstreamAttempt {
-        guard: chosen,
-        head,
-        body,
-        limit: app.config.request_timeout(),
-        has_token_ids,
-    }
+    let (guard, limit) = (chosen, app.config.request_timeout());
+    UpstreamAttempt { guard, head, body, limit, has_token_ids }
 }
 
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {

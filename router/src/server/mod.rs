@@ -329,12 +329,8 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
 }
 
 fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
-    ConnectionConfig {
-        routes,
-        tls,
-        limits: app.config.limits.clone(),
-        metrics: app.metrics.clone(),
-    }
+    let (limits, metrics) = (app.config.limits.clone(), app.metrics.clone());
+    ConnectionConfig { routes, tls, limits, metrics }
 }
 
 fn evict_regularly(app: &Arc<AppState>) {

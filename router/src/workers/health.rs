@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use http::{Method, Uri};
-use router_core::{HealthChange, HealthCounter, Role};
+use router_core::{HealthCounter, Role};
 use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -189,7 +189,7 @@ impl Watch {
             Probe::Good if change.is_some() || worker.state().awaits_admission() => {
                 admit(fleet, worker).await;
             }
-            failed if change == Some(HealthChange::BecameUnhealthy) => {
+            failed if change == Some(false) => {
                 let reason = failed.failure().unwrap_or_default().to_owned();
                 fleet.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
             }

@@ -70,10 +70,8 @@ impl Candidate {
 
     /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
-        of.is_none_or(|fingerprint| {
-            fingerprint.is_compatible(&self.fingerprint)
-                && self.worker.has_feature(failover::FEATURE)
-        })
+        let fits = |of: WorkerFingerprint| of.is_compatible(&self.fingerprint);
+        of.is_none_or(|of| fits(of) && self.worker.has_feature(failover::FEATURE))
     }
 
     /// True if this rank of the worker is all that the candidate stands for.

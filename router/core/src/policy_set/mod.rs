@@ -42,10 +42,8 @@ struct Journal {
 
 impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
-        Self {
-            policies: Role::ALL.map(|role| Arc::from(build(kind(role), role, params))),
-            journal: None,
-        }
+        let policies = Role::ALL.map(|role| Arc::from(build(kind(role), role, params)));
+        Self { policies, journal: None }
     }
 
     /// Write down everything from here on: call it before anything happens.
@@ -62,10 +60,8 @@ impl PolicySet {
     /// roles. A journal holds hashes.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         let policies = || roles.iter().map(|role| self.policy(*role));
-        (
-            policies().any(Policy::needs_text),
-            self.journal.is_some() || policies().any(Policy::needs_blocks),
-        )
+        let needs_blocks = self.journal.is_some() || policies().any(Policy::needs_blocks);
+        (policies().any(Policy::needs_text), needs_blocks)
     }
 
     /// Choose among `ready` and tell the policy that the request is sent there.

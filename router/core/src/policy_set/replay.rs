@@ -269,12 +269,8 @@ impl DecisionCounts {
                 Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
                 None => "no worker".to_owned(),
             };
-            writeln!(
-                f,
-                "  first difference: line {n}: {} recorded, {} again",
-                show(recorded),
-                show(again)
-            )?;
+            let (recorded, again) = (show(recorded), show(again));
+            writeln!(f, "  first difference: line {n}: {recorded} recorded, {again} again")?;
         }
         Ok(())
     }

@@ -1,13 +1,6 @@
 //! Health of one worker from its probes: a few failures in a row make it unhealthy, a few successes
 //! healthy again.
 
-/// A verdict that just changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HealthChange {
-    BecameHealthy,
-    BecameUnhealthy,
-}
-
 /// Counts probes that contradict the present verdict.
 #[derive(Debug, Clone)]
 pub struct HealthCounter {
@@ -28,8 +21,8 @@ impl HealthCounter {
         self.is_healthy
     }
 
-    /// A probe ended. Returns the change if it turned the verdict.
-    pub fn record(&mut self, probe_ok: bool) -> Option<HealthChange> {
+    /// A probe ended. Returns the verdict if it turned: true, it is healthy now.
+    pub fn record(&mut self, probe_ok: bool) -> Option<bool> {
         if probe_ok == self.is_healthy {
             self.against = 0;
             return None;
@@ -41,7 +34,7 @@ impl HealthCounter {
         }
         self.against = 0;
         self.is_healthy = probe_ok;
-        Some(if probe_ok { HealthChange::BecameHealthy } else { HealthChange::BecameUnhealthy })
+        Some(probe_ok)
     }
 }
 
@@ -53,8 +46,8 @@ mod tests {
     fn run(is_healthy: bool, probes: &str) -> String {
         let mut counter = HealthCounter { is_healthy, ..HealthCounter::new(3, 2) };
         let verdict = |probe: char| match counter.record(probe == '+') {
-            Some(HealthChange::BecameHealthy) => 'H',
-            Some(HealthChange::BecameUnhealthy) => 'U',
+            Some(true) => 'H',
+            Some(false) => 'U',
             None => '.',
         };
         probes.chars().map(verdict).collect()
@@ -80,9 +73,9 @@ mod tests {
     fn threshold_of_one_or_zero_turns_at_once() {
         for threshold in [0, 1] {
             let mut counter = HealthCounter::new(threshold, threshold);
-            assert_eq!(counter.record(false), Some(HealthChange::BecameUnhealthy));
+            assert_eq!(counter.record(false), Some(false));
             assert!(!counter.is_healthy());
-            assert_eq!(counter.record(true), Some(HealthChange::BecameHealthy));
+            assert_eq!(counter.record(true), Some(true));
         }
     }
 }

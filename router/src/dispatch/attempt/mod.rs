@@ -220,11 +220,8 @@ pub fn status_label(status: StatusCode) -> &'static str {
 
 /// The leg's worker failed in a way that `cause` describes.
 pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
-    RouteError::Upstream {
-        role: leg.candidate.worker.role(),
-        worker: leg.candidate.name.clone(),
-        cause,
-    }
+    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
+    RouteError::Upstream { role, worker, cause }
 }
 
 /// In the place of an error answer that is too long to be passed on: the class is its status's.
@@ -234,11 +231,9 @@ fn error_too_long(status: StatusCode) -> Bytes {
 }
 
 pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
-    RouteError::UpstreamSilent {
-        role: leg.candidate.worker.role(),
-        worker: leg.candidate.name.clone(),
-        waited_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
-    }
+    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
+    let waited_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    RouteError::UpstreamSilent { role, worker, waited_ms }
 }
 
 impl UpstreamAttempt {
@@ -253,13 +248,8 @@ impl UpstreamAttempt {
         if is_sse {
             self.guard.first_token();
         }
-        Ok(UpstreamResponse {
-            has_token_ids: self.has_token_ids && is_sse,
-            guard: self.guard,
-            answer,
-            is_sse,
-            stages,
-        })
+        let (guard, has_token_ids) = (self.guard, self.has_token_ids && is_sse);
+        Ok(UpstreamResponse { guard, answer, is_sse, has_token_ids, stages })
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.

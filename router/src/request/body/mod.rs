@@ -316,10 +316,8 @@ impl<'a> TopLevelFields<'a> {
         let prompts = prompt.filter(|_| api != ApiKind::Chat).and_then(batch_len);
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
-            return Err(RouteError::InvalidValue {
-                param: "n",
-                problem: format!("asks for {items} answers, at most {MAX_ITEMS} are possible"),
-            });
+            let problem = format!("asks for {items} answers, at most {MAX_ITEMS} are possible");
+            return Err(RouteError::InvalidValue { param: "n", problem });
         }
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
         let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));

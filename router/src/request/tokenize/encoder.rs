@@ -76,13 +76,8 @@ impl PromptEncoder {
             true => Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?,
             false => None,
         };
-        Ok(Self {
-            hf,
-            max_chars_per_token: longest.unwrap_or(1) * shrinks,
-            whole,
-            segments,
-            lookups,
-        })
+        let max_chars_per_token = longest.unwrap_or(1) * shrinks;
+        Ok(Self { hf, max_chars_per_token, whole, segments, lookups })
     }
 
     pub fn vocab_size(&self) -> usize {

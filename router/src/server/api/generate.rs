@@ -296,10 +296,8 @@ pub async fn read_at_most(
                 let waited_ms = BODY_SILENCE.as_millis() as u64;
                 return Err(RouteError::BodySilent { waited_ms });
             }
-            return Err(RouteError::BodySlow {
-                limit_secs: limits.body_read_timeout_secs,
-                got_bytes: first.len() + all.len(),
-            });
+            let (limit_secs, got_bytes) = (limits.body_read_timeout_secs, first.len() + all.len());
+            return Err(RouteError::BodySlow { limit_secs, got_bytes });
         };
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|err| RouteError::BodyBroken { detail: err.to_string() })?;

@@ -107,13 +107,8 @@ async fn proxy_to_any(
             record.attempts += 1;
             record.worker = Some((chosen.candidate.name.clone(), chosen.why));
         }
-        let leg = UpstreamAttempt {
-            guard: chosen,
-            head: head.clone(),
-            body: BodySegments::from(body.clone()),
-            limit,
-            has_token_ids: false,
-        };
+        let (guard, head, body) = (chosen, head.clone(), BodySegments::from(body.clone()));
+        let leg = UpstreamAttempt { guard, head, body, limit, has_token_ids: false };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
@@ -332,26 +327,21 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
         let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
         let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
         let answer = worker.unless_hung(asking).await;
-        let (status, headers, text) = match answer.and_then(|answer| answer.unwrap_or_else(late)) {
-            Ok((status, headers, text)) => (Some(status), headers, text),
-            Err(cause) => (None, HeaderMap::new(), cause),
-        };
-        Asked { url: worker.url().to_string(), status, headers, text }
+        answer.and_then(|answer| answer.unwrap_or_else(late)).unwrap_or_else(|text| {
+            let (url, headers) = (worker.url().to_string(), HeaderMap::new());
+            Asked { url, status: None, headers, text }
+        })
     });
     let mut answers = join_all(asked).await;
     answers.sort_by(|a, b| a.url.cmp(&b.url));
     answers
 }
 
-async fn ask(
-    worker: &Worker,
-    head: &RequestHead,
-    body: BodySegments,
-) -> Result<(StatusCode, HeaderMap, String), String> {
+async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<Asked, String> {
     let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
-    let status = response.status();
-    let headers = end_to_end(response.headers());
+    let (status, headers) = (Some(response.status()), end_to_end(response.headers()));
     let body = response.into_body().read_at_most(MAX_ASKED).await.map_err(|err| err.to_string())?;
     let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
-    Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
+    let (url, text) = (worker.url().to_string(), String::from_utf8_lossy(&text).into_owned());
+    Ok(Asked { url, status, headers, text })
 }

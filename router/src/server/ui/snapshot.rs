@@ -140,11 +140,7 @@ impl RankView {
 
 impl PairView {
     fn of(((prefill, decode), record): ((u64, u64), PairRecord)) -> Self {
-        Self {
-            prefill: prefill.to_string(),
-            decode: decode.to_string(),
-            bytes_per_s: record.bytes_per_s(),
-            record,
-        }
+        let (prefill, decode) = (prefill.to_string(), decode.to_string());
+        Self { prefill, decode, bytes_per_s: record.bytes_per_s(), record }
     }
 }
