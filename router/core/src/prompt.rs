@@ -82,13 +82,8 @@ impl PromptBlocks {
             state = hash_block(state, block);
             state
         });
-        Self {
-            hashes: hashes.collect(),
-            block_units: BLOCK_BYTES,
-            units: text.len(),
-            tokens,
-            ..Self::default()
-        }
+        let (hashes, units) = (hashes.collect(), text.len());
+        Self { hashes, block_units: BLOCK_BYTES, units, tokens, ..Self::default() }
     }
 
     /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those
@@ -99,14 +94,9 @@ impl PromptBlocks {
             state = mix(state, *id);
             state
         });
-        Self {
-            hashes: named.collect(),
-            unit: SizeUnit::Tokens,
-            block_units: block_tokens,
-            units: tokens as usize,
-            tokens: Some(tokens),
-            has_media: false,
-        }
+        let (hashes, block_units, units) = (named.collect(), block_tokens, tokens as usize);
+        let (unit, tokens) = (SizeUnit::Tokens, Some(tokens));
+        Self { hashes, unit, block_units, units, tokens, has_media: false }
     }
 
     pub fn prompt(&self) -> PromptView<'_> {

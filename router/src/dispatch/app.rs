@@ -69,6 +69,7 @@ impl AppState {
         let config = Arc::new(config);
         let fleet = WorkerFleet::new(config.clone(), metrics.clone(), deciders, tls, cut.clone());
         let feed = FeedHub::new(metrics.feed_clients.clone(), metrics.feed_snapshots.clone());
+        let requests = Arc::new(RequestHistory::new(config.observe.request_history));
         let body_bytes = metrics.body_bytes.clone();
         Self {
             fleet: Arc::new(fleet),
@@ -77,11 +78,7 @@ impl AppState {
             pair_traffic: PairTraffic::default(),
             feed: Arc::new(feed),
             cut,
-            sinks: EntrySinks {
-                metrics: metrics.clone(),
-                requests: Arc::new(RequestHistory::new(config.observe.request_history)),
-                tracer: None,
-            },
+            sinks: EntrySinks { metrics: metrics.clone(), requests, tracer: None },
             body_memory: MemoryBudget::new(config.limits.max_total_body_bytes, Some(body_bytes)),
             body_threads: BodyThreads::default(),
             metrics,

@@ -276,12 +276,10 @@ pub fn deciders(
     metrics: &RouterMetrics,
 ) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
     let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
-    let Some(path) = config.observe.decision_log.clone() else { return Ok((deciders, None)) };
-    let place = decision_log::LogLocation {
-        path,
-        max_bytes: config.observe.decision_log_max_bytes,
-        max_files: config.observe.decision_log_files,
-    };
+    let observe = &config.observe;
+    let Some(path) = observe.decision_log.clone() else { return Ok((deciders, None)) };
+    let (max_bytes, max_files) = (observe.decision_log_max_bytes, observe.decision_log_files);
+    let place = decision_log::LogLocation { path, max_bytes, max_files };
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;

@@ -102,13 +102,8 @@ struct Watch {
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
 async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Option<PendingProbe>) {
-    let mut seen = Watch {
-        counter: None,
-        registered: Instant::now(),
-        is_reported_late: false,
-        pause: FIRST_PAUSE,
-        slowest: Duration::ZERO,
-    };
+    let (registered, pause, slowest) = (Instant::now(), FIRST_PAUSE, Duration::ZERO);
+    let mut seen = Watch { counter: None, registered, is_reported_late: false, pause, slowest };
     let mut is_silent = false;
     loop {
         let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else { return };

@@ -269,14 +269,8 @@ fn start_prefill(
     let body = meeting.body(app, request, &candidate);
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
     let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
-    let leg = PrefillAttempt {
-        task: Some(tokio::spawn(draining)),
-        response: None,
-        app: app.clone(),
-        prefill: candidate,
-        rooms,
-        pages_claimed: false,
-    };
+    let (task, app, prefill) = (Some(tokio::spawn(draining)), app.clone(), candidate);
+    let leg = PrefillAttempt { task, response: None, app, prefill, rooms, pages_claimed: false };
     Ok(PendingPrefill { leg, meeting })
 }
 

@@ -228,10 +228,8 @@ fn register(
 ) -> Result<Arc<Worker>, RouteError> {
     if !app.fleet.serving_roles().contains(&role) {
         let mode = if app.fleet.is_pd() { "with" } else { "without" };
-        return Err(RouteError::InvalidValue {
-            param: "worker_type",
-            problem: format!("{role} has no use here: the router runs {mode} --pd-disaggregation"),
-        });
+        let problem = format!("{role} has no use here: the router runs {mode} --pd-disaggregation");
+        return Err(RouteError::InvalidValue { param: "worker_type", problem });
     }
     let spec = WorkerSpec::new(url, role, port)
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;

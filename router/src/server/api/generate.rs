@@ -224,10 +224,8 @@ async fn prompt_of(
     }
     let (its, bytes) = (scan.clone(), body.clone());
     let hashing = move || its.text_blocks(&bytes);
-    Ok(KnownPrompt {
-        blocks: Some(Arc::new(app.body_threads.run(scan.prompt_len(), hashing).await?)),
-        ..KnownPrompt::default()
-    })
+    let blocks = app.body_threads.run(scan.prompt_len(), hashing).await?;
+    Ok(KnownPrompt { blocks: Some(Arc::new(blocks)), ..KnownPrompt::default() })
 }
 
 fn known_of_ids(
@@ -236,11 +234,8 @@ fn known_of_ids(
     block_size: usize,
     needs_blocks: bool,
 ) -> KnownPrompt {
-    KnownPrompt {
-        blocks: needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size))),
-        tokens: u32::try_from(ids.len()).ok(),
-        input_ids: None,
-    }
+    let blocks = needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size)));
+    KnownPrompt { blocks, tokens: u32::try_from(ids.len()).ok(), input_ids: None }
 }
 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on:
