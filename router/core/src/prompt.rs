@@ -71,7 +71,7 @@ impl PromptView<'_> {
 impl PromptBlocks {
     /// Blocks of text; `tokens` if they were counted.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {
-        Self::of_text_in(TextScope::default(), text, tokens)
+        Self::of_text_in(TextScope::NONE, text, tokens)
     }
 
     /// Blocks of text that share no hash with blocks in another scope.
@@ -114,20 +114,17 @@ impl PromptBlocks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextScope(u64);
 
-impl Default for TextScope {
-    fn default() -> Self {
-        Self(SEED)
-    }
-}
-
 impl TextScope {
+    /// Without parts.
+    pub const NONE: Self = Self(SEED);
+
     /// A character in front of a text that keeps texts of different scopes apart in a tree of
     /// texts: a private-use one, which prompts do not begin with. `None`: the scope has no parts.
     pub fn marker(self) -> Option<char> {
         const FIRST: u32 = 0xF_0000;
         const COUNT: u64 = 0xFFFE;
         let code = FIRST + (self.0 % COUNT) as u32;
-        (self != Self::default()).then(|| char::from_u32(code))?
+        (self != Self::NONE).then(|| char::from_u32(code))?
     }
 
     /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over

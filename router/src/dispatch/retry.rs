@@ -22,12 +22,6 @@ const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
 pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let committed = try_until_committed(app, request).await;
-    request.place = None;
-    committed
-}
-
-async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
@@ -38,6 +32,7 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
                 if let Some((role, worker)) = suspect {
                     app.fleet.count_failure(role, worker);
                 }
+                request.place = None;
                 return Ok(committed);
             }
             Err(AttemptFailure::Refused(err)) => {

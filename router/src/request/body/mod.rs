@@ -160,7 +160,7 @@ impl BodyIndex {
 
     fn scope_of(&self, body: &[u8]) -> TextScope {
         let parts = SCOPE.iter().zip(&self.scope);
-        parts.fold(TextScope::default(), |scope, (name, span)| match span {
+        parts.fold(TextScope::NONE, |scope, (name, span)| match span {
             Some(span) => scope.with(name, &body[span.clone()]),
             None => scope,
         })

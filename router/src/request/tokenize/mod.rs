@@ -120,14 +120,9 @@ impl PromptTokenizer {
             "prompts are counted in tokens"
         );
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        Ok(Some(Self {
-            encoder,
-            template,
-            fingerprint,
-            places: Arc::new(Semaphore::new(threads.min(MAX_THREADS))),
-            waiting: Semaphore::new(MAX_WAITING),
-            metrics,
-        }))
+        let places = Arc::new(Semaphore::new(threads.min(MAX_THREADS)));
+        let waiting = Semaphore::new(MAX_WAITING);
+        Ok(Some(Self { encoder, template, fingerprint, places, waiting, metrics }))
     }
 
     /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the

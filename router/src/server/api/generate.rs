@@ -204,7 +204,7 @@ async fn prompt_of(
     let config = &app.config.tokens;
     let block_size = config.block_size;
     let (its, bytes) = (scan.clone(), body.clone());
-    let reading = move || Some(known_of_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
+    let reading = move || Some(known_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
     if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
         return Ok(known);
     }
@@ -216,7 +216,7 @@ async fn prompt_of(
     {
         return Ok(KnownPrompt {
             input_ids: forwards.then(|| made.member()),
-            ..known_of_ids(scan, &made.joined(), block_size, needs_blocks)
+            ..known_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }
     if !needs_blocks {
@@ -228,12 +228,8 @@ async fn prompt_of(
     Ok(KnownPrompt { blocks: Some(Arc::new(blocks)), ..KnownPrompt::default() })
 }
 
-fn known_of_ids(
-    scan: &BodyIndex,
-    ids: &[u32],
-    block_size: usize,
-    needs_blocks: bool,
-) -> KnownPrompt {
+/// Facts of a prompt in token ids.
+fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> KnownPrompt {
     let blocks = needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size)));
     KnownPrompt { blocks, tokens: u32::try_from(ids.len()).ok(), input_ids: None }
 }
