@@ -82,6 +82,11 @@ struct Holder {
 }
 
 impl Holder {
+    /// Not queued.
+    fn new(worker: WorkerId, stamp: u64, below: u32) -> Self {
+        Self { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below }
+    }
+
     fn stamp(&self) -> u64 {
         self.stamp.load(Ordering::Relaxed)
     }
@@ -531,12 +536,7 @@ where
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);
         let (head, tail) = (Box::from(head), Box::from(tail));
-        let above = |holder: &Holder| Holder {
-            worker: holder.worker,
-            stamp: AtomicU64::new(holder.stamp()),
-            queued: NOT_QUEUED,
-            below: 1,
-        };
+        let above = |holder: &Holder| Holder::new(holder.worker, holder.stamp(), 1);
         let mut upper = Node::new(head, lower.parent);
         upper.holders = lower.holders.iter().map(above).collect();
         lower.label = tail;
@@ -562,9 +562,7 @@ where
                     node.holders.reserve_exact((before / 2).max(1)); // most nodes have one holder
                 }
                 self.holder_slots += node.holders.capacity() - before;
-                let holder =
-                    Holder { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below: 0 };
-                node.holders.insert(at, holder);
+                node.holders.insert(at, Holder::new(worker, stamp, 0));
                 self.tenant_mut(worker).units += units;
                 if parent != ROOT {
                     self.dequeue(parent, worker);

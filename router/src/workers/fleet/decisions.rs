@@ -92,17 +92,15 @@ impl WorkerFleet {
         let now_ms = sending.request.now_ms;
         let sides = roles.iter().map(|role| self.side(*role, wanted, &[], now_ms));
         let sides: Vec<Side> = sides.collect();
+        let decide =
+            |(role, side): (&Role, &Side)| self.deciders.dry_run(*role, &sending, &side.views);
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
                 let ready = [&*p.views, &d.views];
                 self.deciders.dry_run_pair(&sending, ready, fingerprints.as_ref()).map(Vec::from)
             }
-            _ => roles
-                .iter()
-                .zip(&sides)
-                .map(|(role, side)| self.deciders.dry_run(*role, &sending, &side.views))
-                .collect(),
+            _ => roles.iter().zip(&sides).map(decide).collect(),
         };
         drop(locks);
         let decided = decided.ok_or_else(|| match sides.as_slice() {
