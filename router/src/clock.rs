@@ -9,8 +9,7 @@ use tokio::time::Instant;
 /// Milliseconds for the pure core's `now_ms`. Tokio's clock, so that tests can pause it.
 pub fn now_ms() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
-    let start = *START.get_or_init(Instant::now);
-    u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX)
+    ms_since(*START.get_or_init(Instant::now))
 }
 
 /// Time since 1970 by the wall clock; zero on a host whose clock is not set.

@@ -45,10 +45,10 @@ pub use prompt::{
     token_blocks,
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
-pub use resilience::health::{HealthChange, HealthConfig, HealthCounter};
+pub use resilience::health::HealthCounter;
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
-pub use resilience::retry::{BudgetConfig, FailedAttempts, RetryBudget, RetryClass, RetryConfig};
+pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};
 pub use resilience::worker_penalty::{
     DenialShare, WorkerObjection, WorkerPenalty, least_objection,
 };

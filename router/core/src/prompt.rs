@@ -71,7 +71,7 @@ impl PromptView<'_> {
 impl PromptBlocks {
     /// Blocks of text; `tokens` if they were counted.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {
-        Self::of_text_in(TextScope::default(), text, tokens)
+        Self::of_text_in(TextScope::NONE, text, tokens)
     }
 
     /// Blocks of text that share no hash with blocks in another scope.
@@ -82,13 +82,8 @@ impl PromptBlocks {
             state = hash_block(state, block);
             state
         });
-        Self {
-            hashes: hashes.collect(),
-            block_units: BLOCK_BYTES,
-            units: text.len(),
-            tokens,
-            ..Self::default()
-        }
+        let (hashes, units) = (hashes.collect(), text.len());
+        Self { hashes, block_units: BLOCK_BYTES, units, tokens, ..Self::default() }
     }
 
     /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those
@@ -99,14 +94,9 @@ impl PromptBlocks {
             state = mix(state, *id);
             state
         });
-        Self {
-            hashes: named.collect(),
-            unit: SizeUnit::Tokens,
-            block_units: block_tokens,
-            units: tokens as usize,
-            tokens: Some(tokens),
-            has_media: false,
-        }
+        let (hashes, block_units, units) = (named.collect(), block_tokens, tokens as usize);
+        let (unit, tokens) = (SizeUnit::Tokens, Some(tokens));
+        Self { hashes, unit, block_units, units, tokens, has_media: false }
     }
 
     pub fn prompt(&self) -> PromptView<'_> {
@@ -124,20 +114,17 @@ impl PromptBlocks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextScope(u64);
 
-impl Default for TextScope {
-    fn default() -> Self {
-        Self(SEED)
-    }
-}
-
 impl TextScope {
+    /// Without parts.
+    pub const NONE: Self = Self(SEED);
+
     /// A character in front of a text that keeps texts of different scopes apart in a tree of
     /// texts: a private-use one, which prompts do not begin with. `None`: the scope has no parts.
     pub fn marker(self) -> Option<char> {
         const FIRST: u32 = 0xF_0000;
         const COUNT: u64 = 0xFFFE;
         let code = FIRST + (self.0 % COUNT) as u32;
-        (self != Self::default()).then(|| char::from_u32(code))?
+        (self != Self::NONE).then(|| char::from_u32(code))?
     }
 
     /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over

@@ -26,8 +26,8 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
 use http::HeaderName;
 use router_core::{
-    AssignmentMode, BreakerConfig, BudgetConfig, CacheAwareParams, CostParams, HealthConfig,
-    ManualParams, MissPolicy, PolicyKind, PolicyParams, RetryConfig, Role,
+    AssignmentMode, BreakerConfig, CacheAwareParams, CostParams, ManualParams, MissPolicy,
+    PolicyKind, PolicyParams, RetryBudget, RetryConfig, Role,
 };
 
 pub use docs::flags_markdown;
@@ -289,6 +289,8 @@ const MIN_INDEX_BYTES: f64 = 1_048_576.0;
 /// Smallest file: a line with the candidates of a large fleet has tens of kilobytes.
 const MIN_LOG_BYTES: f64 = 1_048_576.0;
 
+/// Window of --retry-budget-ratio and --retry-budget-floor.
+const RETRY_WINDOW_MS: u64 = 30_000;
 /// Headers searched for a request id when --request-id-headers is absent.
 const REQUEST_ID_HEADERS: [HeaderName; 4] = [
     HeaderName::from_static("x-request-id"),
@@ -546,9 +548,9 @@ impl RouterConfig {
         }
     }
 
-    pub fn retry_budget(&self) -> BudgetConfig {
+    pub fn retry_budget(&self) -> RetryBudget {
         let (ratio, floor) = (self.retry.retry_budget_ratio, self.retry.retry_budget_floor);
-        BudgetConfig { ratio, floor, ..BudgetConfig::default() }
+        RetryBudget::new(ratio, floor, RETRY_WINDOW_MS)
     }
 
     /// `None` when breakers are off.
@@ -559,13 +561,6 @@ impl RouterConfig {
             timeout_ms: self.breaker.cb_timeout_duration_secs * 1000,
             window_ms: self.breaker.cb_window_duration_secs * 1000,
         })
-    }
-
-    pub fn health(&self) -> HealthConfig {
-        HealthConfig {
-            failure_threshold: self.health.health_failure_threshold,
-            success_threshold: self.health.health_success_threshold,
-        }
     }
 
     /// `None`: requests without an answer ask for no probe.

@@ -254,9 +254,10 @@ fn defaults_are_the_fields() {
     assert_eq!(config.listen.port, 8000);
     assert_eq!(config.routing.policy, PolicyKind::Cost);
     assert_eq!(config.retry(), RetryConfig::default());
-    assert_eq!(config.retry_budget(), BudgetConfig::default());
+    assert_eq!((config.retry.retry_budget_ratio, config.retry.retry_budget_floor), (0.1, 64));
     assert_eq!(config.breaker(), Some(BreakerConfig::default()));
-    assert_eq!(config.health(), HealthConfig::default());
+    let health = &config.health;
+    assert_eq!((health.health_failure_threshold, health.health_success_threshold), (3, 2));
     assert_eq!(config.policy_params(), PolicyParams::default());
 }
 

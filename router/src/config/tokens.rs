@@ -25,15 +25,8 @@ pub struct TokenizerFlags {
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]
     pub block_size: usize,
     /// Remember whole texts with their ids: pays where the very same prompts come again
-    #[arg(
-        long,
-        default_value_t = false,
-        default_missing_value = "true",
-        num_args = 0..=1,
-        require_equals = true,
-        action = ArgAction::Set,
-        value_name = "BOOL"
-    )]
+    #[arg(long, default_value_t = false, default_missing_value = "true", num_args = 0..=1)]
+    #[arg(require_equals = true, action = ArgAction::Set, value_name = "BOOL")]
     pub tokenizer_cache_enable_l0: bool,
     /// Most texts in that cache
     #[arg(long, default_value_t = 10_000, value_name = "N")]
@@ -43,15 +36,8 @@ pub struct TokenizerFlags {
     pub tokenizer_cache_l0_max_memory: usize,
     /// Remember the ids of text between special tokens (system prompts, earlier turns); =false: do
     /// not (SGLang's router: off)
-    #[arg(
-        long,
-        default_value_t = true,
-        default_missing_value = "true",
-        num_args = 0..=1,
-        require_equals = true,
-        action = ArgAction::Set,
-        value_name = "BOOL"
-    )]
+    #[arg(long, default_value_t = true, default_missing_value = "true", num_args = 0..=1)]
+    #[arg(require_equals = true, action = ArgAction::Set, value_name = "BOOL")]
     pub tokenizer_cache_enable_l1: bool,
     /// Most memory of that cache [bytes]
     #[arg(long, default_value_t = 52_428_800, value_name = "BYTES")]

@@ -69,6 +69,7 @@ impl AppState {
         let config = Arc::new(config);
         let fleet = WorkerFleet::new(config.clone(), metrics.clone(), deciders, tls, cut.clone());
         let feed = FeedHub::new(metrics.feed_clients.clone(), metrics.feed_snapshots.clone());
+        let requests = Arc::new(RequestHistory::new(config.observe.request_history));
         let body_bytes = metrics.body_bytes.clone();
         Self {
             fleet: Arc::new(fleet),
@@ -77,17 +78,13 @@ impl AppState {
             pair_traffic: PairTraffic::default(),
             feed: Arc::new(feed),
             cut,
-            sinks: EntrySinks {
-                metrics: metrics.clone(),
-                requests: Arc::new(RequestHistory::new(config.observe.request_history)),
-                tracer: None,
-            },
+            sinks: EntrySinks { metrics: metrics.clone(), requests, tracer: None },
             body_memory: MemoryBudget::new(config.limits.max_total_body_bytes, Some(body_bytes)),
             body_threads: BodyThreads::default(),
             metrics,
             admission: AdmissionController::new(&config.limits),
             retry: config.retry(),
-            retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
+            retry_budget: Mutex::new(config.retry_budget()),
             resume_pacer: Mutex::default(),
             poison: Mutex::default(),
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),

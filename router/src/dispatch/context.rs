@@ -23,8 +23,8 @@ use crate::request::body::{BodyIndex, ManagedField, RequestDeadlines};
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::RequestHead;
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::SelectionRequest;
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
 const TTFT_HEADERS: [HeaderName; 2] =
@@ -34,17 +34,23 @@ const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remainin
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
 const MIN_QUEUE_DELAY: Duration = Duration::from_millis(10);
 
+/// Facts of a prompt before anybody is chosen.
+#[derive(Default)]
+pub struct KnownPrompt {
+    /// The prompt's hashes, if a policy reads them.
+    pub blocks: Option<Arc<PromptBlocks>>,
+    /// If they were counted.
+    pub tokens: Option<u32>,
+    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    pub input_ids: Option<Bytes>,
+}
+
 pub struct RequestContext {
     pub head: RequestHead,
     pub body: Bytes,
     pub scan: Arc<BodyIndex>,
     pub routing_key: Option<String>,
-    /// The prompt's hashes, if a policy reads them.
-    pub blocks: Option<Arc<PromptBlocks>>,
-    /// If they were counted.
-    pub prompt_tokens: Option<u32>,
-    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
-    pub input_ids: Option<Bytes>,
+    pub prompt: KnownPrompt,
     /// True if a policy reads the prompt's text.
     pub needs_text: bool,
     /// True if the client wants to know what is weighed.
@@ -92,10 +98,11 @@ impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
             text: if self.needs_text { self.scan.routing_text(&self.body) } else { Cow::default() },
-            blocks: self.blocks.clone(),
+            blocks: self.prompt.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
+            counts: self.scan.batch.is_none(),
             timeline: Some(self.record.timeline.clone()),
             explains: self.explains,
             resumes_on: self.resume_point.as_ref().map(|point| point.fingerprint),
@@ -177,7 +184,7 @@ impl RequestContext {
 
     /// Bytes that are held to ask again.
     pub fn held_bytes(&self) -> usize {
-        self.body.len() + self.input_ids.as_ref().map_or(0, Bytes::len)
+        self.body.len() + self.prompt.input_ids.as_ref().map_or(0, Bytes::len)
     }
 
     /// The least of the times the client gives for the first token or for all of the answer.
@@ -239,8 +246,6 @@ fn body_hash(body: &Bytes) -> u64 {
 /// Deadlines in the headers of a request.
 pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
     let ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
-    RequestDeadlines {
-        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
-        whole: ms(DEADLINE_HEADER),
-    }
+    let ttft = TTFT_HEADERS.into_iter().filter_map(ms).min();
+    RequestDeadlines { ttft, whole: ms(DEADLINE_HEADER) }
 }

@@ -65,7 +65,7 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
         return refuse(request.record, err);
     }
     app.retry_budget.lock().on_request(now_ms());
-    app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
+    app.fleet.wait_for_first_probes(app.fleet.serving_roles()).await;
     match send_with_retries(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.

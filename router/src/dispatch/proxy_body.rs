@@ -39,7 +39,6 @@ use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{BrokenStream, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
 use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
-use crate::response::usage::usage_in;
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
 use crate::workers::worker::WorkerState;
@@ -156,8 +155,6 @@ pub struct ProxyBody {
     silence: Option<Pin<Box<Sleep>>>,
     /// `None` while another worker is asked to go on.
     guard: Option<LoadGuard>,
-    /// True if the policy wants to know what the worker counted.
-    counts: bool,
     /// Last piece of a JSON answer.
     last: Option<Bytes>,
     prefill: Option<PrefillAttempt>,
@@ -190,7 +187,6 @@ impl ProxyBody {
             rest: None,
             events: EventSplitter::default(),
             guard: None,
-            counts: false,
             last: None,
             prefill: None,
             app,
@@ -206,11 +202,10 @@ impl ProxyBody {
         self.rest = opened.answer.rest;
         self.events = opened.answer.events;
         self.guard = Some(opened.guard);
-        self.counts = opened.counts;
         self.prefill = prefill;
         for piece in opened.answer.pieces {
-            if let Err(broken) = self.pass(piece) {
-                return self.on_worker_error(broken);
+            if !self.pass(piece) {
+                return;
             }
         }
         if self.rest.is_none() {
@@ -218,26 +213,19 @@ impl ProxyBody {
         }
     }
 
-    fn take(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
-        let whole = match &self.tail {
-            Some(_) => self.events.push(piece),
-            None => Some(piece),
-        };
-        whole.map_or(Ok(()), |whole| self.pass(whole))
-    }
-
-    /// A piece of a JSON answer, or whole events.
-    fn pass(&mut self, piece: Bytes) -> Result<(), BrokenStream> {
+    /// A piece of a JSON answer, or whole events. False: the worker ended its stream there with an
+    /// error that another could mend, and that is handled.
+    fn pass(&mut self, piece: Bytes) -> bool {
         let Some(tail) = &mut self.tail else {
-            if self.counts {
+            if self.guard.as_ref().is_some_and(|guard| guard.counts) {
                 self.last = Some(piece.clone());
             }
             self.out.push_back(piece);
-            return Ok(());
+            return true;
         };
         let Some(buffer) = &mut self.resume_buffer else {
             tail.pass([piece], &mut self.out);
-            return Ok(());
+            return true;
         };
         let result = buffer.pass(piece, &mut self.passed);
         tail.pass(self.passed.drain(..), &mut self.out);
@@ -245,7 +233,12 @@ impl ProxyBody {
             self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
             self.state.drop_resume_state();
         }
-        result
+        if let Err(broken) = result {
+            let code = broken.code;
+            self.fail(StreamFailure::Worker(broken), code);
+            return false;
+        }
+        true
     }
 
     fn ending(&self) -> Option<StreamEnd> {
@@ -256,9 +249,9 @@ impl ProxyBody {
     fn ended(&mut self) {
         self.rest = None;
         if let Some(last) = self.events.finish()
-            && let Err(broken) = self.pass(last)
+            && !self.pass(last)
         {
-            return self.on_worker_error(broken);
+            return;
         }
         match self.ending() {
             Some(StreamEnd::Open) => {
@@ -276,14 +269,10 @@ impl ProxyBody {
     fn finish(&mut self) {
         let has_error = self.tail.as_ref().is_some_and(StreamTail::has_error);
         let outcome = if has_error { "error_event" } else { "ok" };
-        if std::mem::take(&mut self.counts) {
-            let usage = match &self.tail {
-                Some(tail) => tail.usage(),
-                None => usage_in(self.last.iter()),
-            };
-            if let (Some(usage), Some(guard)) = (usage, &mut self.guard) {
-                guard.usage(usage);
-            }
+        match (&mut self.guard, &self.tail) {
+            (Some(guard), Some(tail)) => guard.read_usage(tail.recent.iter()),
+            (Some(guard), None) => guard.read_usage(self.last.iter()),
+            (None, _) => {}
         }
         self.end(outcome);
         if let Some(prefill) = self.prefill.take() {
@@ -303,12 +292,6 @@ impl ProxyBody {
         self.fail(StreamFailure::Router(err), "reset")
     }
 
-    /// The worker ended its stream with an error that another could mend.
-    fn on_worker_error(&mut self, broken: BrokenStream) {
-        let code = broken.code;
-        self.fail(StreamFailure::Worker(broken), code);
-    }
-
     /// Handle the end of this worker's answer before its last event. Returns the error if the
     /// client can learn of it only by a cut connection.
     fn fail(
@@ -319,13 +302,9 @@ impl ProxyBody {
         self.rest = None;
         let mut ending = self.ending().unwrap_or(StreamEnd::Open);
         if ending == StreamEnd::Open {
-            if self.app.is_cut() {
-                failure = StreamFailure::Router(RouteError::Draining);
-            } else {
-                failure = match self.fail_over(failure, reason) {
-                    Ok(()) => return None,
-                    Err(failure) => failure,
-                };
+            match self.fail_over(failure, reason) {
+                Ok(()) => return None,
+                Err(why) => failure = why,
             }
         }
         if let (Some(buffer), Some(tail)) = (&mut self.resume_buffer, &mut self.tail) {
@@ -404,7 +383,7 @@ impl ProxyBody {
             resume: buffer.to_json_field(),
         });
         // Who was silent once would be waited for as long again.
-        let has_other = || app.fleet.registry.has_other(role, &request.wanted(), &request.avoid);
+        let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
             app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
@@ -412,12 +391,15 @@ impl ProxyBody {
         may
     }
 
-    /// Have another worker resume the answer. `Err`: no worker is asked.
+    /// Have another worker resume the answer. `Err`: no worker is asked, and the stream ends so.
     fn fail_over(
         &mut self,
         failure: StreamFailure,
         reason: &'static str,
     ) -> Result<(), StreamFailure> {
+        if self.app.is_cut() {
+            return Err(StreamFailure::Router(RouteError::Draining));
+        }
         if !self.may_fail_over(reason) {
             return Err(failure);
         }
@@ -434,7 +416,7 @@ impl ProxyBody {
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();
-        let events = &self.app.fleet.registry.events;
+        let events = &self.app.fleet.events;
         events.add("failover", role, &url, Some(detail));
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
@@ -502,8 +484,8 @@ impl ProxyBody {
         }
     }
 
-    /// Why the worker is not waited for any longer, if so.
-    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<StreamFailure> {
+    /// Why the worker is not waited for any longer, if so, and the reason's label.
+    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<(RouteError, &'static str)> {
         let guard = self.guard.as_ref()?;
         let can_resume = self.resume_buffer.as_ref().is_some_and(ResumeBuffer::can_resume);
         let pause = if can_resume { self.limit.min(LOOK_UP) } else { self.limit };
@@ -512,14 +494,14 @@ impl ProxyBody {
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {
-                return Some(StreamFailure::Router(silent_error(guard, self.limit)));
+                return Some((silent_error(guard, self.limit), SILENT));
             }
             let worker = &guard.candidate.worker;
             if now >= next
                 && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
                 let cause = format!("fell silent and fails its health checks: {reason}");
-                return Some(StreamFailure::Router(upstream_error(guard, cause)));
+                return Some((upstream_error(guard, cause), "hung"));
             }
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();
@@ -554,36 +536,32 @@ impl Body for ProxyBody {
                             this.resumed(resuming, resumed);
                         }
                     }
-                    Poll::Pending => {
-                        this.out.push_back(ready!(resuming.keepalive.poll(cx)));
-                    }
+                    Poll::Pending => this.out.push_back(ready!(resuming.keepalive.poll(cx))),
                 }
                 continue;
             }
             let Some(rest) = &mut this.rest else { return Poll::Ready(None) };
-            let cut = match rest.poll_piece(cx) {
+            let mut cut = None;
+            match rest.poll_piece(cx) {
                 Poll::Ready(Some(Ok(piece))) => {
                     this.last_piece = Instant::now();
-                    if let Err(broken) = this.take(piece) {
-                        this.on_worker_error(broken);
+                    let whole = match &this.tail {
+                        Some(_) => this.events.push(piece),
+                        None => Some(piece),
+                    };
+                    if let Some(whole) = whole {
+                        this.pass(whole);
                     }
-                    None
                 }
-                Poll::Ready(None) => {
-                    this.ended();
-                    None
-                }
+                Poll::Ready(None) => this.ended(),
                 Poll::Ready(Some(Err(err))) => {
-                    this.broke(format!("answer broke off: {}", with_source(&err)))
+                    cut = this.broke(format!("answer broke off: {}", with_source(&err)));
                 }
                 Poll::Pending => match this.too_silent(cx) {
                     None => return Poll::Pending,
-                    Some(failure @ StreamFailure::Router(RouteError::UpstreamSilent { .. })) => {
-                        this.fail(failure, SILENT)
-                    }
-                    Some(failure) => this.fail(failure, "hung"),
+                    Some((err, reason)) => cut = this.fail(StreamFailure::Router(err), reason),
                 },
-            };
+            }
             if let Some(cut) = cut {
                 return Poll::Ready(Some(Err(cut)));
             }

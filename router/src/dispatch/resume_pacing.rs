@@ -47,7 +47,7 @@ impl Drop for ResumeTurn<'_> {
 
 /// --failover-concurrency for each ready worker of the role that has the fewest.
 fn limit(app: &AppState) -> usize {
-    let ready = |role: &Role| app.fleet.registry.count(*role).1;
+    let ready = |role: &Role| app.fleet.count(*role).1;
     let workers = app.fleet.serving_roles().iter().map(ready).min().unwrap_or(0);
     workers.saturating_mul(app.config.retry.failover_concurrency)
 }
@@ -81,7 +81,7 @@ impl WorkerWait {
         let since = Instant::now();
         let Some(wait) = wait else {
             // The change may have come before this subscription: the caller looks once more.
-            *wait = Some(Self { until: since + limit, changes: app.fleet.registry.changes() });
+            *wait = Some(Self { until: since + limit, changes: app.fleet.changed.subscribe() });
             return true;
         };
         let mut cut = app.cut.clone();
@@ -99,9 +99,7 @@ impl WorkerWait {
 /// True if a worker may come for a request that was refused with `err`.
 pub fn may_come(app: &AppState, request: &RequestContext, err: &RouteError) -> bool {
     match err {
-        RouteError::NoWorker { role, .. } => {
-            request.is_accepted || app.fleet.registry.may_return(*role)
-        }
+        RouteError::NoWorker { role, .. } => request.is_accepted || app.fleet.may_return(*role),
         RouteError::NoPair { .. } | RouteError::NoResumeWorker { .. } => request.is_accepted,
         _ => false,
     }

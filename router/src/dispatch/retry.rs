@@ -22,12 +22,6 @@ const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempts until an answer opens.
 pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let committed = try_until_committed(app, request).await;
-    request.place = None;
-    committed
-}
-
-async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
     let mut had_second_opinion = false;
     // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
@@ -36,8 +30,9 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
         let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(committed) => {
                 if let Some((role, worker)) = suspect {
-                    app.fleet.registry.count_failure(role, worker);
+                    app.fleet.count_failure(role, worker);
                 }
+                request.place = None;
                 return Ok(committed);
             }
             Err(AttemptFailure::Refused(err)) => {
@@ -58,7 +53,7 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
         request.record.upstream_error(failure.role, failure.reason);
         let mut avoid = request.avoid.clone();
         avoid.push(failure.worker);
-        let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
+        let has_other = app.fleet.has_other(failure.role, &request.wanted(), &avoid);
         let is_second = had_second_opinion;
         let may_retry = may_retry(app, &failure, has_other, &mut had_second_opinion);
         request.count_failure(failure.reason);
@@ -71,7 +66,7 @@ async fn try_until_committed(app: &Arc<AppState>, request: &mut RequestContext) 
             match is_tried_again {
                 true => suspect = Some((failure.role, failure.worker)),
                 // There will be no second opinion.
-                false => app.fleet.registry.count_failure(failure.role, failure.worker),
+                false => app.fleet.count_failure(failure.role, failure.worker),
             }
         }
         if !is_tried_again {
@@ -127,7 +122,7 @@ fn model_not_found(
 ) -> Option<RouteError> {
     let RouteError::NoWorker { role, .. } = *err else { return None };
     let model = request.scan.model.clone()?;
-    let is_missing = app.fleet.registry.lacks_model(role, &model);
+    let is_missing = app.fleet.lacks_model(role, &model);
     is_missing.then_some(RouteError::ModelNotFound { model, role })
 }
 
@@ -141,8 +136,8 @@ fn may_retry(
 ) -> bool {
     match failure.class {
         RetryClass::Refused => {
-            let is_own = failure.is_denial()
-                && app.fleet.registry.judge_denial(failure.role, failure.worker);
+            let is_own =
+                failure.is_denial() && app.fleet.judge_denial(failure.role, failure.worker);
             is_own && has_other && !std::mem::replace(had_second_opinion, true)
         }
         RetryClass::Unexplained => !std::mem::replace(had_second_opinion, true),
@@ -183,9 +178,8 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
 }
 
 async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let registry = &app.fleet.registry;
-    let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
-    let candidate = &chosen.guard.candidate;
+    let chosen = app.fleet.choose(Role::Regular, &request.wanted(), &request.avoid)?;
+    let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
     let is_vllm = candidate.worker.is_vllm();

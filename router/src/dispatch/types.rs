@@ -12,27 +12,16 @@ use crate::error::RouteError;
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
-use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Selection;
+use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// No answer, of one attempt or of all.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 pub enum AttemptFailure {
     /// No worker could be chosen, or the request's time is over.
-    Refused(RouteError),
+    Refused(#[from] RouteError),
     /// The attempt, or the last one, failed at a worker.
-    Failed(AttemptError),
-}
-
-impl From<RouteError> for AttemptFailure {
-    fn from(err: RouteError) -> Self {
-        AttemptFailure::Refused(err)
-    }
-}
-
-impl From<AttemptError> for AttemptFailure {
-    fn from(failure: AttemptError) -> Self {
-        AttemptFailure::Failed(failure)
-    }
+    Failed(#[from] AttemptError),
 }
 
 /// An answer that is committed to, with the prefill leg of a pair.
@@ -44,7 +33,7 @@ pub fn ids_for<'a>(
     request: &'a RequestContext,
     candidate: &Candidate,
 ) -> Option<&'a Bytes> {
-    let ids = request.input_ids.as_ref()?;
+    let ids = request.prompt.input_ids.as_ref()?;
     let worker = &candidate.worker;
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
         return None;
@@ -57,14 +46,14 @@ pub fn ids_for<'a>(
 pub fn leg(
     app: &AppState,
     request: &RequestContext,
-    chosen: Selection,
+    chosen: LoadGuard,
     body: BodySegments,
 ) -> UpstreamAttempt {
     let mut head = request.head.clone();
-    if let Some(traceparent) = chosen.guard.timeline.traceparent() {
+    if let Some(traceparent) = chosen.timeline.traceparent() {
         head.more.insert(TRACEPARENT, traceparent);
     }
-    let candidate = &chosen.guard.candidate;
+    let candidate = &chosen.candidate;
     let is_prefill = candidate.worker.role() == Role::Prefill;
     if !is_prefill {
         observe_overhead(app, request);
@@ -73,15 +62,8 @@ pub fn leg(
     if has_token_ids {
         head.more.insert(failover::HEADER, HeaderValue::from_static("1"));
     }
-    UpstreamAttempt {
-        guard: chosen.guard,
-        head,
-        body,
-        limit: app.config.request_timeout(),
-        probe_after: app.config.silent_request_probe(),
-        counts: request.scan.batch.is_none(),
-        has_token_ids,
-    }
+    let (guard, limit) = (chosen, app.config.request_timeout());
+    UpstreamAttempt { guard, head, body, limit, has_token_ids }
 }
 
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {

@@ -63,13 +63,8 @@ pub fn start(
     flags: Vec<String>,
     counts: IntCounterVec,
 ) -> Result<(LogQueue, LogWriter), String> {
-    let header = LogHeader {
-        decision_log: FORMAT,
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        run: unix_time().as_millis() as u64,
-        file: 0,
-        flags,
-    };
+    let (version, run) = (env!("CARGO_PKG_VERSION").to_owned(), unix_time().as_millis() as u64);
+    let header = LogHeader { decision_log: FORMAT, version, run, file: 0, flags };
     let shown = place.path.display().to_string();
     let files = Files::open(place, header).map_err(|err| {
         format!("--decision-log {shown}: {err}; give a file in a folder this user may write to")

@@ -51,12 +51,9 @@ fn read(value: &HeaderValue) -> EngineStages {
         (1..=MAX_TRANSPORT).contains(&name.len()) && name.bytes().all(is_plain)
     };
     let pull = || {
-        Some(PagePull {
-            transport: part("transport").filter(is_name)?.to_owned(),
-            pages: number("pages")?,
-            bytes: number("bytes")?,
-            pull_ms: ms("pull_us")?,
-        })
+        let transport = part("transport").filter(is_name)?.to_owned();
+        let (pages, bytes, pull_ms) = (number("pages")?, number("bytes")?, ms("pull_us")?);
+        Some(PagePull { transport, pages, bytes, pull_ms })
     };
     EngineStages { queue_ms: ms("queue_us"), pull: pull() }
 }

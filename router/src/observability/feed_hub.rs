@@ -50,13 +50,8 @@ pub struct FeedHub {
 
 impl FeedHub {
     pub fn new(clients: Gauge, snapshots: IntCounter) -> Self {
-        Self {
-            period: PERIOD,
-            is_ticking: Mutex::default(),
-            latest: watch::Sender::default(),
-            clients,
-            snapshots,
-        }
+        let (is_ticking, latest) = (Mutex::default(), watch::Sender::default());
+        Self { period: PERIOD, is_ticking, latest, clients, snapshots }
     }
 
     /// Take a place, which is free again when the receiver is dropped, and start the ticker if it

@@ -1,7 +1,7 @@
 //! Every metric: one table with name, kind, labels and help; docs/metrics.md is printed from it.
 //!
 //! Counters and histograms are written where things happen; gauges about workers are read from the
-//! registry when /metrics is scraped, so they cannot drift.
+//! fleet when /metrics is scraped, so they cannot drift.
 
 use prometheus::proto::MetricType;
 use prometheus::{

@@ -48,11 +48,9 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
     }
     let recorded = configured(&first.flags, &[])?;
     let now = configured(&first.flags, flags)?;
-    let mut replay = DecisionReplay::new(
-        |role| recorded.policy_for(role),
-        |role| now.policy_for(role),
-        &now.policy_params(),
-    );
+    let params = now.policy_params();
+    let mut replay =
+        DecisionReplay::new(|role| recorded.policy_for(role), |role| now.policy_for(role), &params);
     for file in &mut opened {
         read(file, &mut replay)?;
     }

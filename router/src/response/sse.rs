@@ -13,11 +13,9 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use http::{HeaderMap, header};
 use memchr::{memchr, memmem, memrchr_iter};
-use router_core::TokenUsage;
 use serde::Deserialize;
 
 use crate::error::RouteError;
-use crate::response::usage::usage_in;
 
 /// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
 const REMEMBERED: usize = 4;
@@ -121,7 +119,8 @@ pub enum StreamEnd {
 
 #[derive(Debug, Default)]
 pub struct StreamTail {
-    recent: VecDeque<Bytes>,
+    /// Last pieces that went out.
+    pub recent: VecDeque<Bytes>,
     /// Several answers in one stream: one finish_reason says nothing about the others.
     many: bool,
 }
@@ -153,11 +152,6 @@ impl StreamTail {
             return StreamEnd::Finished;
         }
         StreamEnd::Open
-    }
-
-    /// Tokens that the worker counted, if it said so at the end.
-    pub fn usage(&self) -> Option<TokenUsage> {
-        usage_in(self.recent.iter())
     }
 
     /// True if the worker itself ended the stream with an error event.

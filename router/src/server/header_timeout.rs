@@ -40,11 +40,8 @@ impl HeaderReadTimeout {
 impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.head_started.store(false, Ordering::Relaxed);
-        Box::pin(Wait {
-            limits: self.clone(),
-            is_head: false,
-            sleep: Box::pin(tokio::time::sleep(self.idle)),
-        })
+        let sleep = Box::pin(tokio::time::sleep(self.idle));
+        Box::pin(Wait { limits: self.clone(), is_head: false, sleep })
     }
 
     fn sleep_until(&self, _deadline: std::time::Instant) -> Pin<Box<dyn Sleep>> {

@@ -63,19 +63,14 @@ pub fn run(argv: Vec<String>) -> i32 {
     if argv.get(1).is_some_and(|word| word == "replay") {
         return match replay::run(&argv[2..]) {
             Ok((text, code)) => print(&text, code),
-            Err(text) => {
-                eprintln!("baton replay: {text}");
-                2
-            }
+            Err(text) => fail("baton replay", &text, 2),
         };
     }
     let config = match RouterConfig::parse(&argv) {
         Ok(config) => config,
         Err(ParseStop::Help(text)) => return print(&text, 0),
         Err(ParseStop::Bad(text)) => {
-            let name = argv.first().map_or("baton-router", String::as_str);
-            eprintln!("{name}: {text}");
-            return 2;
+            return fail(argv.first().map_or("baton-router", String::as_str), &text, 2);
         }
     };
     if config.observe.print_flags {
@@ -85,7 +80,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         return print(&metrics_markdown(), 0);
     }
     if let Err(text) = init_logs(&config) {
-        return fail(&text, 2);
+        return fail("baton-router", &text, 2);
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -93,7 +88,7 @@ pub fn run(argv: Vec<String>) -> i32 {
         .build()
     {
         Ok(runtime) => runtime,
-        Err(err) => return fail(&format!("cannot start threads: {err}"), 1),
+        Err(err) => return fail("baton-router", &format!("cannot start threads: {err}"), 1),
     };
     let code = runtime.block_on(until_signal(config));
     runtime.shutdown_timeout(Duration::from_millis(100));
@@ -107,8 +102,8 @@ fn print(text: &str, code: i32) -> i32 {
 }
 
 /// Text for standard error.
-fn fail(text: &str, code: i32) -> i32 {
-    eprintln!("baton-router: {text}");
+fn fail(program: &str, text: &str, code: i32) -> i32 {
+    eprintln!("{program}: {text}");
     code
 }
 
@@ -130,11 +125,11 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 async fn until_signal(config: RouterConfig) -> i32 {
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     let (Ok(mut term), Ok(mut int)) = signals else {
-        return fail("cannot listen for signals", 1);
+        return fail("baton-router", "cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => return fail(&text, 2),
+        Err(text) => return fail("baton-router", &text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}
@@ -199,7 +194,7 @@ impl RunningServer {
         }
         discovery::start(&app.fleet).await?;
         for role in app.fleet.serving_roles() {
-            if app.fleet.registry.count(*role).0 == 0 {
+            if app.fleet.count(*role).0 == 0 {
                 tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
             }
         }
@@ -281,12 +276,10 @@ pub fn deciders(
     metrics: &RouterMetrics,
 ) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
     let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
-    let Some(path) = config.observe.decision_log.clone() else { return Ok((deciders, None)) };
-    let place = decision_log::LogLocation {
-        path,
-        max_bytes: config.observe.decision_log_max_bytes,
-        max_files: config.observe.decision_log_files,
-    };
+    let observe = &config.observe;
+    let Some(path) = observe.decision_log.clone() else { return Ok((deciders, None)) };
+    let (max_bytes, max_files) = (observe.decision_log_max_bytes, observe.decision_log_files);
+    let place = decision_log::LogLocation { path, max_bytes, max_files };
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;
@@ -334,12 +327,8 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
 }
 
 fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
-    ConnectionConfig {
-        routes,
-        tls,
-        limits: app.config.limits.clone(),
-        metrics: app.metrics.clone(),
-    }
+    let (limits, metrics) = (app.config.limits.clone(), app.metrics.clone());
+    ConnectionConfig { routes, tls, limits, metrics }
 }
 
 fn evict_regularly(app: &Arc<AppState>) {
@@ -353,7 +342,7 @@ fn evict_regularly(app: &Arc<AppState>) {
             let Some(app) = weak.upgrade() else { return };
             let since = Instant::now();
             // A walk over the tree: not on a thread that serves requests.
-            let evicting = move || app.fleet.registry.deciders.evict(now_ms());
+            let evicting = move || app.fleet.deciders.evict(now_ms());
             if let Ok(chars @ 1..) = tokio::task::spawn_blocking(evicting).await {
                 tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
             }

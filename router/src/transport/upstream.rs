@@ -5,7 +5,7 @@
 //!
 //! 1. `ConnectionPool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://)
 //!    and spawns the task that drives it;
-//! 2. the request goes out; a [`Lease`] ties the connection to the answer;
+//! 2. the request goes out; the connection belongs to the answer ([`ResponseBody`]);
 //! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task,
 //!    which closes the socket.
 //!
@@ -114,19 +114,14 @@ struct Connection {
     task: AbortHandle,
     /// When it was opened, or its last answer was read.
     used_at: Instant,
+    /// True if it may be used again after its answer.
+    is_kept: bool,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
         self.task.abort();
     }
-}
-
-/// Answer to: may a connection be used again after its answer?
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Keep {
-    Yes,
-    No,
 }
 
 impl ConnectionPool {
@@ -154,7 +149,7 @@ impl ConnectionPool {
     ) -> Result<Response<ResponseBody>, SendError> {
         if let Some(connection) = self.take_idle().await {
             on_sent();
-            match self.exchange(connection, Keep::Yes, head, body.clone()).await {
+            match self.exchange(connection, head, body.clone()).await {
                 Ok(answer) => return Ok(answer),
                 Err(err) => {
                     tracing::debug!(worker = %self.url, %err, "reused connection broke, sending again");
@@ -164,7 +159,7 @@ impl ConnectionPool {
         // Boxed: with TLS it takes 5 KB, which every future around it would hold and copy.
         let connection = Box::pin(self.connect()).await?;
         on_sent();
-        self.exchange(connection, Keep::Yes, head, body).await
+        self.exchange(connection, head, body).await
     }
 
     /// Like `send`, on a new connection that is not kept: a health probe must see whether the
@@ -173,7 +168,9 @@ impl ConnectionPool {
         self: &Arc<Self>,
         head: &RequestHead,
     ) -> Result<Response<ResponseBody>, SendError> {
-        self.exchange(self.connect().await?, Keep::No, head, BodySegments::default()).await
+        let mut connection = self.connect().await?;
+        connection.is_kept = false;
+        self.exchange(connection, head, BodySegments::default()).await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
@@ -209,17 +206,16 @@ impl ConnectionPool {
                 _ = cut.wait_for(|is_cut| *is_cut) => {}
             }
         });
-        Ok(Connection { sender, task: task.abort_handle(), used_at: Instant::now() })
+        let (task, used_at) = (task.abort_handle(), Instant::now());
+        Ok(Connection { sender, task, used_at, is_kept: true })
     }
 
     async fn exchange(
         self: &Arc<Self>,
-        connection: Connection,
-        keep: Keep,
+        mut connection: Connection,
         head: &RequestHead,
         body: BodySegments,
     ) -> Result<Response<ResponseBody>, SendError> {
-        let mut lease = Lease { connection, keep, pool: self.clone() };
         let mut request = Request::new(body);
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
@@ -227,10 +223,17 @@ impl ConnectionPool {
         *headers = (*head.headers).clone();
         headers.extend(head.more.clone());
         headers.insert(header::HOST, self.host.clone());
-        let response = lease.connection.sender.send_request(request).await;
+        let response = connection.sender.send_request(request).await;
         let response = response.map_err(|err| SendError::Broken(with_source(&err)))?;
         self.heard.fetch_add(1, Ordering::Relaxed);
-        Ok(response.map(|incoming| ResponseBody::new(incoming, lease)))
+        Ok(response.map(|incoming| {
+            let connection = Some(connection);
+            let mut answer = ResponseBody { incoming, connection, pool: self.clone() };
+            if answer.incoming.is_end_stream() {
+                answer.release();
+            }
+            answer
+        }))
     }
 
     async fn take_idle(&self) -> Option<Connection> {
@@ -274,39 +277,24 @@ pub fn with_source(err: &dyn std::error::Error) -> String {
     }
 }
 
-/// Holds the connection while an answer is read.
-struct Lease {
-    connection: Connection,
-    keep: Keep,
-    pool: Arc<ConnectionPool>,
-}
-
 /// Body of a worker's answer. Dropping it before its end closes the connection.
 pub struct ResponseBody {
     incoming: Incoming,
-    lease: Option<Lease>,
+    /// Held while the answer is read.
+    connection: Option<Connection>,
+    pool: Arc<ConnectionPool>,
 }
 
 impl ResponseBody {
-    fn new(incoming: Incoming, lease: Lease) -> Self {
-        let mut answer = Self { incoming, lease: Some(lease) };
-        if answer.incoming.is_end_stream() {
-            answer.release();
-        }
-        answer
-    }
-
     /// Put the connection back, if it is to be kept.
     fn release(&mut self) {
-        if let Some(lease) = self.lease.take()
-            && lease.keep == Keep::Yes
-        {
-            lease.pool.put_idle(lease.connection);
+        if let Some(connection) = self.connection.take().filter(|connection| connection.is_kept) {
+            self.pool.put_idle(connection);
         }
     }
 
     pub fn is_end(&self) -> bool {
-        self.lease.is_none()
+        self.connection.is_none()
     }
 
     /// The next piece; `None` at the end. Trailers are dropped.
@@ -314,9 +302,7 @@ impl ResponseBody {
         loop {
             match std::task::ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
                 Some(Ok(frame)) => {
-                    if let Some(lease) = &self.lease {
-                        lease.pool.heard.fetch_add(1, Ordering::Relaxed);
-                    }
+                    self.pool.heard.fetch_add(1, Ordering::Relaxed);
                     if self.incoming.is_end_stream() {
                         self.release();
                     }
@@ -325,7 +311,7 @@ impl ResponseBody {
                     }
                 }
                 Some(Err(err)) => {
-                    self.lease = None;
+                    self.connection = None;
                     return Poll::Ready(Some(Err(err)));
                 }
                 None => {

@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use http::{Method, Uri};
-use router_core::{HealthChange, HealthCounter, Role};
+use router_core::{HealthCounter, Role};
 use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -29,9 +29,9 @@ use crate::error::RouteError;
 use crate::response::sse::code_of;
 use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
+use crate::workers::fleet::startup_gate::PendingProbe;
 use crate::workers::kv_events;
 use crate::workers::load_report::{self, ReportStatus};
-use crate::workers::registry::startup_gate::PendingProbe;
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -81,9 +81,9 @@ impl Probe {
 
 /// Register a worker and start probing it.
 pub fn register(fleet: &Arc<WorkerFleet>, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
-    let worker = fleet.registry.add(spec)?;
+    let worker = fleet.add(spec)?;
     tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
-    let pending = Some(fleet.registry.startup_gate.one_more());
+    let pending = Some(fleet.startup_gate.one_more());
     let watching = watch(Arc::downgrade(fleet), Arc::downgrade(&worker), pending);
     worker.health_task.lock().spawn(watching);
     Ok(worker)
@@ -102,13 +102,8 @@ struct Watch {
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
 async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Option<PendingProbe>) {
-    let mut seen = Watch {
-        counter: None,
-        registered: Instant::now(),
-        is_reported_late: false,
-        pause: FIRST_PAUSE,
-        slowest: Duration::ZERO,
-    };
+    let (registered, pause, slowest) = (Instant::now(), FIRST_PAUSE, Duration::ZERO);
+    let mut seen = Watch { counter: None, registered, is_reported_late: false, pause, slowest };
     let mut is_silent = false;
     loop {
         let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else { return };
@@ -117,7 +112,7 @@ async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Opti
             // for, until it tells.
             let description = describe(&fleet, &worker).await;
             let is_described = description.is_some();
-            fleet.registry.set_state(&worker, WorkerState::Ready, description);
+            fleet.set_state(&worker, WorkerState::Ready, description);
             kv_events::start(&fleet, &worker);
             if is_described {
                 return;
@@ -162,8 +157,10 @@ impl Watch {
         {
             return self.starting(fleet, worker, reason);
         }
-        let counter =
-            self.counter.get_or_insert_with(|| HealthCounter::new(fleet.config.health(), true));
+        let config = &fleet.config.health;
+        let (failures, successes) =
+            (config.health_failure_threshold, config.health_success_threshold);
+        let counter = self.counter.get_or_insert_with(|| HealthCounter::new(failures, successes));
         let change = match &probe {
             Probe::Unsent(reason) => {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
@@ -173,28 +170,27 @@ impl Watch {
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
             Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => {
                 // A certain failure counts as all that the verdict takes.
-                let needed = fleet.config.health.health_failure_threshold;
-                (0..needed).find_map(|_| counter.record(false))
+                (0..failures).find_map(|_| counter.record(false))
             }
         };
         let is_hung = matches!(probe, Probe::Silent { .. });
         let is_out = is_hung || matches!(probe, Probe::Draining) || !counter.is_healthy();
         match probe {
             Probe::Draining => {
-                fleet.registry.set_state(worker, WorkerState::Draining, None);
+                fleet.set_state(worker, WorkerState::Draining, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was
             // undrained.
             Probe::Good if change.is_some() || worker.state().awaits_admission() => {
                 admit(fleet, worker).await;
             }
-            failed if change == Some(HealthChange::BecameUnhealthy) => {
+            failed if change == Some(false) => {
                 let reason = failed.failure().unwrap_or_default().to_owned();
-                fleet.registry.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
+                fleet.set_state(worker, WorkerState::Unhealthy { reason, is_hung }, None);
             }
             _ => {}
         }
-        let interval = Duration::from_secs(fleet.config.health.health_check_interval_secs);
+        let interval = Duration::from_secs(config.health_check_interval_secs);
         // A worker that is out may return.
         if is_out { interval.min(RECOVERY_PAUSE) } else { interval }
     }
@@ -208,7 +204,7 @@ impl Watch {
             tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
         }
         let reason = Some(reason.to_owned());
-        fleet.registry.set_state(worker, WorkerState::Starting { reason }, None);
+        fleet.set_state(worker, WorkerState::Starting { reason }, None);
         self.longer_pause(fleet)
     }
 
@@ -339,7 +335,7 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     let known = worker.description();
     if known.served_model_names != names {
         let description = WorkerDescription { served_model_names: names, ..(*known).clone() };
-        fleet.registry.set_state(worker, WorkerState::Ready, Some(description));
+        fleet.set_state(worker, WorkerState::Ready, Some(description));
     }
 }
 
@@ -348,7 +344,7 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     let body = get_in_time(fleet, worker, "/v1/loads").await;
     let fate = match body.map(|body| load_report::of_loads(&body)) {
         None => ReportStatus::Failed,
-        Some(Ok(reports)) if fleet.registry.loads_reported(worker, &reports) => ReportStatus::Taken,
+        Some(Ok(reports)) if fleet.loads_reported(worker, &reports) => ReportStatus::Taken,
         Some(Ok(_)) => ReportStatus::Unused,
         Some(Err(err)) => {
             tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
@@ -370,8 +366,8 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     }
     let objection = objection(worker, &description);
     let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected { reason });
-    let is_news = fleet.registry.set_state(worker, state, Some(description));
-    if is_news && let Some(why) = fleet.registry.incompatibility(worker) {
+    let is_news = fleet.set_state(worker, state, Some(description));
+    if is_news && let Some(why) = fleet.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
     }
     kv_events::start(fleet, worker);

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use bytes::Bytes;
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PrefillForecast, PromptBlocks,
-    RequestOutcome, Role, SendTicket, TokenUsage, WorkerFingerprint, WorkerId, WorkerObjection,
-    WorkerPenalty,
+    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PromptBlocks, RequestOutcome, Role,
+    SelectionReason, SendTicket, WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty,
 };
 
 use super::activity::WorkerActivity;
@@ -17,6 +17,7 @@ use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
 use crate::response::failover;
+use crate::response::usage::usage_in;
 use crate::workers::kv_events::status::EventSubscription;
 use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
@@ -69,10 +70,8 @@ impl Candidate {
 
     /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
-        of.is_none_or(|fingerprint| {
-            fingerprint.is_compatible(&self.fingerprint)
-                && self.worker.has_feature(failover::FEATURE)
-        })
+        let fits = |of: WorkerFingerprint| of.is_compatible(&self.fingerprint);
+        of.is_none_or(|of| fits(of) && self.worker.has_feature(failover::FEATURE))
     }
 
     /// True if this rank of the worker is all that the candidate stands for.
@@ -103,7 +102,11 @@ pub struct LoadGuard {
     pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
     pub(super) blocks: Option<Arc<PromptBlocks>>,
-    pub(super) forecast: Option<PrefillForecast>,
+    /// Why the candidate was chosen.
+    pub why: SelectionReason,
+    /// True while the policy wants to know what the worker counts: looking for it costs
+    /// microseconds.
+    pub counts: bool,
     pub(super) sent_ms: u64,
     /// Nothing more is learned from first tokens: it was seen, or cannot be.
     pub(super) is_first_token_known: bool,
@@ -133,7 +136,7 @@ impl LoadGuard {
         self.timeline.first_token();
         let (ticket, worker, now_ms) = (self.ticket, self.candidate.id, now_ms());
         self.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
-        if let Some(forecast) = self.forecast {
+        if let Some(forecast) = self.why.forecast() {
             let took_ms = now_ms.saturating_sub(self.sent_ms);
             self.metrics.first_token(self.role().into_str(), forecast, took_ms);
         }
@@ -157,18 +160,18 @@ impl LoadGuard {
         self.metrics.load_reports.with_label_values(&labels).inc();
     }
 
-    /// True if anybody wants to know what the worker counts: looking for it costs microseconds.
-    pub fn wants_usage(&self) -> bool {
-        self.blocks.is_some()
-    }
-
-    /// Tokens that the worker counted.
-    pub fn usage(&mut self, usage: TokenUsage) {
+    /// Take the tokens that the worker counted from the last `pieces` of its answer, once, if they
+    /// are wanted.
+    pub fn read_usage<'a>(&mut self, pieces: impl DoubleEndedIterator<Item = &'a Bytes>) {
+        if !std::mem::take(&mut self.counts) {
+            return;
+        }
+        let Some(usage) = usage_in(pieces) else { return };
         self.timeline.usage(usage);
         let (ticket, worker) = (self.ticket, self.candidate.id);
         self.observe(&PolicyEvent::Usage { ticket, worker, usage });
         let role = self.role().into_str();
-        if let (Some(forecast), Some(cached)) = (self.forecast, usage.cached_tokens) {
+        if let (Some(forecast), Some(cached)) = (self.why.forecast(), usage.cached_tokens) {
             self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
         }
         if let Some(tokens) = self.blocks.as_ref().and_then(|blocks| blocks.prompt().tokens) {

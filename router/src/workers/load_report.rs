@@ -157,29 +157,23 @@ fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
     RunningLoad { requests, pages_used: pages.saturating_sub(pages_free), pages }
 }
 
-fn add_running((a, b): (RunningLoad, RunningLoad)) -> RunningLoad {
-    RunningLoad {
-        requests: a.requests.saturating_add(b.requests),
-        pages_used: a.pages_used.saturating_add(b.pages_used),
-        pages: a.pages.saturating_add(b.pages),
-    }
-}
-
-fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
-    TokenTotals {
-        prefilled: a.prefilled.saturating_add(b.prefilled),
-        generated: a.generated.saturating_add(b.generated),
-    }
-}
-
 /// Load of a candidate that stands for all these ranks.
 pub fn sum(reports: &[LoadReport]) -> Option<LoadReport> {
-    let plus = |(a, b): (u64, u64)| a.saturating_add(b);
+    let plus = u64::saturating_add;
+    let add_running = |(a, b): (RunningLoad, RunningLoad)| RunningLoad {
+        requests: plus(a.requests, b.requests),
+        pages_used: plus(a.pages_used, b.pages_used),
+        pages: plus(a.pages, b.pages),
+    };
+    let add_totals = |(a, b): (TokenTotals, TokenTotals)| TokenTotals {
+        prefilled: plus(a.prefilled, b.prefilled),
+        generated: plus(a.generated, b.generated),
+    };
     reports.iter().copied().reduce(|sum, report| LoadReport {
         rank: sum.rank,
-        queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
+        queued_tokens: plus(sum.queued_tokens, report.queued_tokens),
         running: sum.running.zip(report.running).map(add_running),
-        queued_requests: sum.queued_requests.zip(report.queued_requests).map(plus),
+        queued_requests: sum.queued_requests.zip(report.queued_requests).map(|(a, b)| plus(a, b)),
         totals: sum.totals.zip(report.totals).map(add_totals),
         age_ms: sum.age_ms.max(report.age_ms),
     })

@@ -1,14 +1,13 @@
 //! Workers: who they are, what they report, and which of them a request goes to.
 //!
-//! `registry` holds them and decides; `fleet` is the registry with what its tasks need: `discovery`
-//! finds workers, `health` registers and probes them, `kv_events` follows their caches.
-//! `load_guard` counts requests in flight.
+//! `fleet` holds them and decides: `discovery` finds workers, `health` registers and probes them,
+//! `kv_events` follows their caches. `load_guard` counts requests in flight.
 
 /// Token rates of a worker.
 pub(crate) mod activity;
 /// Workers from files and Kubernetes.
 pub(crate) mod discovery;
-/// State that the tasks of workers share.
+/// The workers, and decisions between them.
 pub(crate) mod fleet;
 /// Probes of workers.
 pub(crate) mod health;
@@ -18,7 +17,5 @@ pub(crate) mod kv_events;
 pub(crate) mod load_guard;
 /// Load reported by workers.
 pub(crate) mod load_report;
-/// The workers, and decisions between them.
-pub(crate) mod registry;
 /// State of one worker.
 pub(crate) mod worker;

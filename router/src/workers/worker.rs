@@ -151,6 +151,8 @@ pub struct Worker {
     /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a
     /// stream that could be resumed has paused (`dispatch::proxy_body`): probe soon.
     pub silent: Notify,
+    /// Time without an answer after which it is probed; `None`: never.
+    pub(super) probe_after: Option<Duration>,
     pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when
     /// it returns.
@@ -198,13 +200,9 @@ impl Worker {
     /// `answering`, or the finding of the health checks if they find the worker hung before. While
     /// it takes long, a probe is asked for once in `probe_after`: a worker that is only slow
     /// answers it.
-    pub async fn unless_hung<T>(
-        &self,
-        answering: impl Future<Output = T>,
-        probe_after: Option<Duration>,
-    ) -> Result<T, String> {
+    pub async fn unless_hung<T>(&self, answering: impl Future<Output = T>) -> Result<T, String> {
         let asking_for_probes = async {
-            let Some(pause) = probe_after else { return std::future::pending().await };
+            let Some(pause) = self.probe_after else { return std::future::pending().await };
             loop {
                 sleep(pause).await;
                 self.silent.notify_one();

@@ -161,15 +161,12 @@ impl EngineBlockTree {
     }
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), BrokenTree> {
-        let width = stored.block_tokens as usize;
-        if width == 0 || stored.tokens.len() != width * stored.hashes.len() {
-            return Err(BrokenTree::WrongLength {
-                hashes: stored.hashes.len(),
-                block_tokens: stored.block_tokens,
-                tokens: stored.tokens.len(),
-            });
+        let (hashes, tokens) = (stored.hashes.len(), stored.tokens.len());
+        let (block_tokens, width) = (stored.block_tokens, stored.block_tokens as usize);
+        if width == 0 || tokens != width * hashes {
+            return Err(BrokenTree::WrongLength { hashes, block_tokens, tokens });
         }
-        self.page_tokens = stored.block_tokens;
+        self.page_tokens = block_tokens;
         let mut parent = NONE;
         let mut chain = TokenChain::new(&stored.namespace);
         let mut tail = Vec::new();

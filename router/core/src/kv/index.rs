@@ -194,13 +194,8 @@ impl KvIndex {
 
     /// The rank's entry that answers, if there is one.
     pub fn rank(&self, worker: WorkerId) -> Option<KvRank> {
-        let rank = self.ranks.get(&worker)?;
-        let set = rank.in_use?;
-        Some(KvRank {
-            is_exact: rank.is_exact,
-            blocks: self.blocks_of(set),
-            page_tokens: rank.page_tokens,
-        })
+        let &Rank { in_use, is_exact, page_tokens, .. } = self.ranks.get(&worker)?;
+        Some(KvRank { is_exact, blocks: self.blocks_of(in_use?), page_tokens })
     }
 
     /// True if no rank has an entry: there is nothing to look for.

@@ -210,12 +210,9 @@ impl Policy for CacheAware {
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         let tree = self.read();
-        PolicyStats {
-            chars: tree.units_by_worker(),
-            index_bytes: tree.bytes(),
-            evicted_total: tree.evicted_units_total(),
-            ..PolicyStats::default()
-        }
+        let (chars, index_bytes) = (tree.units_by_worker(), tree.bytes());
+        let evicted_total = tree.evicted_units_total();
+        PolicyStats { chars, index_bytes, evicted_total, ..PolicyStats::default() }
     }
 }
 

@@ -236,11 +236,8 @@ impl Policy for ManualPolicy {
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         let state = self.lock();
-        PolicyStats {
-            keys: state.keys.len(),
-            evicted_total: state.evicted_total,
-            ..PolicyStats::default()
-        }
+        let (keys, evicted_total) = (state.keys.len(), state.evicted_total);
+        PolicyStats { keys, evicted_total, ..PolicyStats::default() }
     }
 }
 

@@ -21,8 +21,7 @@ use crate::policy::{
     decide_pair,
 };
 use crate::types::{
-    PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts,
-    WorkerId, WorkerView,
+    PolicyEvent, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// See the module.
@@ -43,10 +42,8 @@ struct Journal {
 
 impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
-        Self {
-            policies: Role::ALL.map(|role| Arc::from(build(kind(role), role, params))),
-            journal: None,
-        }
+        let policies = Role::ALL.map(|role| Arc::from(build(kind(role), role, params)));
+        Self { policies, journal: None }
     }
 
     /// Write down everything from here on: call it before anything happens.
@@ -63,10 +60,8 @@ impl PolicySet {
     /// roles. A journal holds hashes.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         let policies = || roles.iter().map(|role| self.policy(*role));
-        (
-            policies().any(Policy::needs_text),
-            self.journal.is_some() || policies().any(Policy::needs_blocks),
-        )
+        let needs_blocks = self.journal.is_some() || policies().any(Policy::needs_blocks);
+        (policies().any(Policy::needs_text), needs_blocks)
     }
 
     /// Choose among `ready` and tell the policy that the request is sent there.
@@ -77,12 +72,9 @@ impl PolicySet {
         ready: &[WorkerView],
         ticket: SendTicket,
     ) -> Option<ExplainedChoice> {
-        let policy = self.policy(role);
         let asked = self.asked(role, sending, [(ready, ticket)]);
         let decide = || {
-            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-            let explains = sending.explains;
-            let decided = policy.decide(&mut PolicyInput { request, ready, rng, explains })?;
+            let decided = self.dry_run(role, sending, ready)?;
             self.sent(role, sending, decided.0, ticket);
             Some(decided)
         };
@@ -100,17 +92,12 @@ impl PolicySet {
         fingerprints: Option<Fingerprints<'_>>,
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
-        let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
-        let asked = self.asked(Role::Prefill, sending, sides).map(|asked| DecisionInput {
-            fingerprints: fingerprints.map(|sides| sides.map(<[WorkerFingerprint]>::to_vec)),
-            ..asked
-        });
-        let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
+        let asked = self
+            .asked(Role::Prefill, sending, sides)
+            .map(|asked| DecisionInput { fingerprints: fingerprints.cloned(), ..asked });
         let decide = || {
-            let (request, rng) = (&sending.request, &mut SplitMix64(sending.seed));
-            let is_compatible = is_compatible.as_deref();
-            let pair = decide_pair(p, d, request, ready, is_compatible, rng, sending.explains)?;
+            let pair = self.dry_run_pair(sending, ready, fingerprints)?;
             self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
             self.sent(Role::Decode, sending, pair[1].0, tickets[1]);
             Some(pair)
@@ -124,31 +111,29 @@ impl PolicySet {
         })
     }
 
-    /// Decide without effect, and tell all that is weighed. Nothing is sent, learned or written
-    /// down.
+    /// Decide without effect: nothing is sent, learned or written down.
     pub fn dry_run(
         &self,
         role: Role,
-        request: &RequestView<'_>,
+        sending: &RoutingRequest<'_>,
         ready: &[WorkerView],
-        seed: u64,
     ) -> Option<ExplainedChoice> {
-        let rng = &mut SplitMix64(seed);
-        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains: true })
+        let RoutingRequest { request, seed, explains, .. } = sending;
+        let (explains, rng) = (*explains, &mut SplitMix64(*seed));
+        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains })
     }
 
     /// The same for a pair.
     pub fn dry_run_pair(
         &self,
-        request: &RequestView<'_>,
+        sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
         fingerprints: Option<Fingerprints<'_>>,
-        seed: u64,
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
-        let rng = &mut SplitMix64(seed);
-        decide_pair(p, d, request, ready, is_compatible.as_deref(), rng, true)
+        let (rng, is_compatible) = (&mut SplitMix64(sending.seed), is_compatible.as_deref());
+        decide_pair(p, d, &sending.request, ready, is_compatible, rng, sending.explains)
     }
 
     /// A candidate is there; `name` is for readers of the log.
@@ -240,7 +225,7 @@ impl PolicySet {
 }
 
 /// Given where not all fit: the make of each candidate of both sides.
-pub type Fingerprints<'a> = [&'a [WorkerFingerprint]; 2];
+pub type Fingerprints<'a> = &'a [Vec<WorkerFingerprint>; 2];
 
 /// Test of who can be paired, by the makes of the candidates.
 pub fn compatibility_by<'a>(

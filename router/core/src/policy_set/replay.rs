@@ -148,17 +148,17 @@ impl DecisionReplay {
         let (seed, streams) = (asked.seed, asked.streams);
         let sending = RoutingRequest { request, seed, explains: true, streams };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
-        let fingerprints = asked.fingerprints.as_ref().map(|[p, d]| [p.as_slice(), d.as_slice()]);
-        let dry_run = |policies: &PolicySet, seed: u64| match views.as_slice() {
-            [ready] => vec![policies.dry_run(asked.role, &request, ready, seed)],
-            [p, d] => match policies.dry_run_pair(&request, [p, d], fingerprints, seed) {
+        let fingerprints = asked.fingerprints.as_ref();
+        let dry_run = |policies: &PolicySet, sending: &RoutingRequest<'_>| match views.as_slice() {
+            [ready] => vec![policies.dry_run(asked.role, sending, ready)],
+            [p, d] => match policies.dry_run_pair(sending, [p, d], fingerprints) {
                 Some(pair) => pair.map(Some).into(),
                 None => vec![None, None],
             },
             _ => Vec::new(), // no decision has no or three sides
         };
-        let again = dry_run(&self.policies, seed).into_iter();
-        let evaluated = dry_run(&self.evaluators, 0);
+        let again = dry_run(&self.policies, &sending).into_iter();
+        let evaluated = dry_run(&self.evaluators, &RoutingRequest { seed: 0, ..sending });
         for (at, (again, evaluated)) in again.zip(evaluated).enumerate() {
             let role = if at == 0 { asked.role } else { Role::Decode };
             let again = again.map(|(choice, _)| choice);
@@ -236,6 +236,44 @@ impl DecisionCounts {
     fn total(&self) -> u64 {
         self.same + self.other_worker + self.other_reason
     }
+
+    fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
+        let total = self.total();
+        let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
+        let (recorded, again) = (self.recorded_policy, self.policy);
+        writeln!(f, "\n{role}: {recorded} recorded, {again} again")?;
+        for (what, count) in [
+            ("same decision", self.same),
+            ("other worker", self.other_worker),
+            ("same worker, other reason", self.other_reason),
+        ] {
+            writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
+        }
+        writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
+        let sides = [&self.recorded, &self.again, &self.observed];
+        let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
+            let shown = |value: f64| format!("{value:.1}");
+            let [a, b, c] = values.map(|value| value.map_or("-".to_owned(), shown));
+            writeln!(f, "  {what:<26} {a:>9} {b:>9} {c:>9}")
+        };
+        if role != Role::Decode.into_str() {
+            row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
+        }
+        let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));
+        row(f, "cached prompt tokens [%]", hits)?;
+        for (why, (recorded, again)) in &self.whys {
+            writeln!(f, "  {why:<26} {recorded:>9} {again:>9}")?;
+        }
+        if let Some(DecisionDifference { n, recorded, again }) = self.first_difference {
+            let show = |choice: Option<WorkerChoice>| match choice {
+                Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
+                None => "no worker".to_owned(),
+            };
+            let (recorded, again) = (show(recorded), show(again));
+            writeln!(f, "  first difference: line {n}: {recorded} recorded, {again} again")?;
+        }
+        Ok(())
+    }
 }
 
 impl PolicyEvaluation {
@@ -295,50 +333,6 @@ impl fmt::Display for ReplayReport {
         }
         for (role, decisions) in &self.roles {
             decisions.write(f, role)?;
-        }
-        Ok(())
-    }
-}
-
-impl DecisionCounts {
-    fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
-        let total = self.total();
-        let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
-        let (recorded, again) = (self.recorded_policy, self.policy);
-        writeln!(f, "\n{role}: {recorded} recorded, {again} again")?;
-        for (what, count) in [
-            ("same decision", self.same),
-            ("other worker", self.other_worker),
-            ("same worker, other reason", self.other_reason),
-        ] {
-            writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
-        }
-        writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
-        let sides = [&self.recorded, &self.again, &self.observed];
-        let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
-            let shown = |value: f64| format!("{value:.1}");
-            let [a, b, c] = values.map(|value| value.map_or("-".to_owned(), shown));
-            writeln!(f, "  {what:<26} {a:>9} {b:>9} {c:>9}")
-        };
-        if role != Role::Decode.into_str() {
-            row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
-        }
-        let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));
-        row(f, "cached prompt tokens [%]", hits)?;
-        for (why, (recorded, again)) in &self.whys {
-            writeln!(f, "  {why:<26} {recorded:>9} {again:>9}")?;
-        }
-        if let Some(DecisionDifference { n, recorded, again }) = self.first_difference {
-            let show = |choice: Option<WorkerChoice>| match choice {
-                Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
-                None => "no worker".to_owned(),
-            };
-            writeln!(
-                f,
-                "  first difference: line {n}: {} recorded, {} again",
-                show(recorded),
-                show(again)
-            )?;
         }
         Ok(())
     }
@@ -429,8 +423,8 @@ mod tests {
                     })
                 };
                 let fingerprints = [16, 32, 16, 32].map(fingerprint);
-                let fingerprints =
-                    seed.is_multiple_of(5).then_some([&fingerprints[..], &fingerprints[1..]]);
+                let fingerprints = [fingerprints.to_vec(), fingerprints[1..].to_vec()];
+                let fingerprints = seed.is_multiple_of(5).then_some(&fingerprints);
                 let pair = self.deciders.decide_pair(
                     &sending,
                     [&ready, &ready[1..]],

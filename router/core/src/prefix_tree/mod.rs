@@ -82,6 +82,11 @@ struct Holder {
 }
 
 impl Holder {
+    /// Not queued.
+    fn new(worker: WorkerId, stamp: u64, below: u32) -> Self {
+        Self { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below }
+    }
+
     fn stamp(&self) -> u64 {
         self.stamp.load(Ordering::Relaxed)
     }
@@ -249,12 +254,8 @@ where
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
         let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
-            let Some(child) = self.node(id).child_for(rest) else { return false };
-            let label = &self.node(child).label;
-            if label.common(rest) < label.len() {
-                return false;
-            }
-            (id, rest) = (child, rest.split_at(label.len()).1);
+            let Some(next) = self.descend(id, rest) else { return false };
+            (id, rest) = next;
         }
         if id != ROOT && position(&self.node(id).holders, worker).is_err() {
             return false;
@@ -306,13 +307,10 @@ where
     /// unless something sent since passes through it.
     pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
         let (mut id, mut rest, mut units) = (ROOT, path, 0);
-        while let Some(child) = self.node(id).child_for(rest) {
-            let node = self.node(child);
-            let is_whole = node.label.common(rest) == node.label.len();
-            if !is_whole || position(&node.holders, worker).is_err() {
-                break;
-            }
-            (id, rest, units) = (child, rest.split_at(node.label.len()).1, units + node.units);
+        while let Some((child, behind)) = self.descend(id, rest)
+            && position(&self.node(child).holders, worker).is_ok()
+        {
+            (id, rest, units) = (child, behind, units + self.node(child).units);
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
@@ -538,12 +536,7 @@ where
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);
         let (head, tail) = (Box::from(head), Box::from(tail));
-        let above = |holder: &Holder| Holder {
-            worker: holder.worker,
-            stamp: AtomicU64::new(holder.stamp()),
-            queued: NOT_QUEUED,
-            below: 1,
-        };
+        let above = |holder: &Holder| Holder::new(holder.worker, holder.stamp(), 1);
         let mut upper = Node::new(head, lower.parent);
         upper.holders = lower.holders.iter().map(above).collect();
         lower.label = tail;
@@ -569,9 +562,7 @@ where
                     node.holders.reserve_exact((before / 2).max(1)); // most nodes have one holder
                 }
                 self.holder_slots += node.holders.capacity() - before;
-                let holder =
-                    Holder { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below: 0 };
-                node.holders.insert(at, holder);
+                node.holders.insert(at, Holder::new(worker, stamp, 0));
                 self.tenant_mut(worker).units += units;
                 if parent != ROOT {
                     self.dequeue(parent, worker);
@@ -626,6 +617,13 @@ where
 
     fn node(&self, id: NodeId) -> &Node<S> {
         &self.nodes[id as usize]
+    }
+
+    /// The child whose whole label `path` begins with, and the rest of the path.
+    fn descend<'p>(&self, id: NodeId, path: &'p S) -> Option<(NodeId, &'p S)> {
+        let child = self.node(id).child_for(path)?;
+        let label = &self.node(child).label;
+        (label.common(path) == label.len()).then(|| (child, path.split_at(label.len()).1))
     }
 
     fn holder_mut(&mut self, id: NodeId, worker: WorkerId) -> &mut Holder {

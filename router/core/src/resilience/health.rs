@@ -1,59 +1,40 @@
 //! Health of one worker from its probes: a few failures in a row make it unhealthy, a few successes
 //! healthy again.
 
-/// How many probes in a row change the verdict. Defaults are SGLang's router's.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HealthConfig {
-    pub failure_threshold: u32,
-    pub success_threshold: u32,
-}
-
-impl Default for HealthConfig {
-    fn default() -> Self {
-        Self { failure_threshold: 3, success_threshold: 2 }
-    }
-}
-
-/// A verdict that just changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HealthChange {
-    BecameHealthy,
-    BecameUnhealthy,
-}
-
 /// Counts probes that contradict the present verdict.
 #[derive(Debug, Clone)]
 pub struct HealthCounter {
-    config: HealthConfig,
+    failure_threshold: u32,
+    success_threshold: u32,
     is_healthy: bool,
     /// Probes in a row that contradict `is_healthy`.
     against: u32,
 }
 
 impl HealthCounter {
-    pub fn new(config: HealthConfig, is_healthy: bool) -> Self {
-        Self { config, is_healthy, against: 0 }
+    /// Healthy. The thresholds say how many probes in a row change the verdict.
+    pub fn new(failure_threshold: u32, success_threshold: u32) -> Self {
+        Self { failure_threshold, success_threshold, is_healthy: true, against: 0 }
     }
 
     pub fn is_healthy(&self) -> bool {
         self.is_healthy
     }
 
-    /// A probe ended. Returns the change if it turned the verdict.
-    pub fn record(&mut self, probe_ok: bool) -> Option<HealthChange> {
+    /// A probe ended. Returns the verdict if it turned: true, it is healthy now.
+    pub fn record(&mut self, probe_ok: bool) -> Option<bool> {
         if probe_ok == self.is_healthy {
             self.against = 0;
             return None;
         }
         self.against += 1;
-        let needed =
-            if probe_ok { self.config.success_threshold } else { self.config.failure_threshold };
+        let needed = if probe_ok { self.success_threshold } else { self.failure_threshold };
         if self.against < needed {
             return None;
         }
         self.against = 0;
         self.is_healthy = probe_ok;
-        Some(if probe_ok { HealthChange::BecameHealthy } else { HealthChange::BecameUnhealthy })
+        Some(probe_ok)
     }
 }
 
@@ -63,10 +44,10 @@ mod tests {
 
     /// Probes as a string, + good and - bad; the answer has H or U where the verdict turned.
     fn run(is_healthy: bool, probes: &str) -> String {
-        let mut counter = HealthCounter::new(HealthConfig::default(), is_healthy);
+        let mut counter = HealthCounter { is_healthy, ..HealthCounter::new(3, 2) };
         let verdict = |probe: char| match counter.record(probe == '+') {
-            Some(HealthChange::BecameHealthy) => 'H',
-            Some(HealthChange::BecameUnhealthy) => 'U',
+            Some(true) => 'H',
+            Some(false) => 'U',
             None => '.',
         };
         probes.chars().map(verdict).collect()
@@ -91,12 +72,10 @@ mod tests {
     #[test]
     fn threshold_of_one_or_zero_turns_at_once() {
         for threshold in [0, 1] {
-            let config =
-                HealthConfig { failure_threshold: threshold, success_threshold: threshold };
-            let mut counter = HealthCounter::new(config, true);
-            assert_eq!(counter.record(false), Some(HealthChange::BecameUnhealthy));
+            let mut counter = HealthCounter::new(threshold, threshold);
+            assert_eq!(counter.record(false), Some(false));
             assert!(!counter.is_healthy());
-            assert_eq!(counter.record(true), Some(HealthChange::BecameHealthy));
+            assert_eq!(counter.record(true), Some(true));
         }
     }
 }

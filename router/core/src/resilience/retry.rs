@@ -144,31 +144,19 @@ impl RetryClass {
 /// How many slices of time a budget's window has.
 const SLICES: usize = 16;
 
-/// How much of the recent load retries may be: a dying worker must not bring the others its whole
-/// load several times over.
-#[derive(Debug, Clone, PartialEq)]
-pub struct BudgetConfig {
-    /// Retries per request of the window.
-    pub ratio: f64,
-    /// Retries in the window that are always allowed: what one worker had in flight when it died.
-    pub floor: u32,
-    pub window_ms: u64,
-}
-
-impl Default for BudgetConfig {
-    fn default() -> Self {
-        Self { ratio: 0.1, floor: 64, window_ms: 30_000 }
-    }
-}
-
-/// Requests and retries of the fleet in a sliding window.
+/// Requests and retries of the fleet in a sliding window: a dying worker must not bring the others
+/// its whole load several times over.
 ///
 /// Invariant: the retries granted in the window are at most `floor + ratio * requests` of it. The
 /// window is kept in slices, so that it is between 15/16 and 16/16 of `window_ms` long. O(1)
 /// memory; time that goes back counts as standing still.
 #[derive(Debug)]
 pub struct RetryBudget {
-    config: BudgetConfig,
+    /// Retries per request of the window.
+    ratio: f64,
+    /// Retries in the window that are always allowed: what one worker had in flight when it died.
+    floor: u32,
+    window_ms: u64,
     /// (requests, retries)
     slices: [(u64, u64); SLICES],
     /// Number of the newest slice since the epoch of `now_ms`.
@@ -176,8 +164,8 @@ pub struct RetryBudget {
 }
 
 impl RetryBudget {
-    pub fn new(config: BudgetConfig) -> Self {
-        Self { config, slices: [(0, 0); SLICES], newest: 0 }
+    pub fn new(ratio: f64, floor: u32, window_ms: u64) -> Self {
+        Self { ratio, floor, window_ms, slices: [(0, 0); SLICES], newest: 0 }
     }
 
     /// A request came in.
@@ -190,7 +178,7 @@ impl RetryBudget {
         self.advance(now_ms);
         let add = |sum: (u64, u64), slice: &(u64, u64)| (sum.0 + slice.0, sum.1 + slice.1);
         let (requests, retries) = self.slices.iter().fold((0, 0), add);
-        let allowed = f64::from(self.config.floor) + self.config.ratio * requests as f64;
+        let allowed = f64::from(self.floor) + self.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
         if is_granted {
             self.advance(now_ms).1 += 1;
@@ -200,7 +188,7 @@ impl RetryBudget {
 
     /// Forget what has left the window; returns the present slice.
     fn advance(&mut self, now_ms: u64) -> &mut (u64, u64) {
-        let slice_ms = (self.config.window_ms / SLICES as u64).max(1);
+        let slice_ms = (self.window_ms / SLICES as u64).max(1);
         let now = now_ms / slice_ms;
         let gone = now.saturating_sub(self.newest).min(SLICES as u64);
         self.newest = self.newest.max(now);
@@ -298,8 +286,7 @@ mod tests {
             ratio in 0.0f64..1.0, floor in 0u32..5, window_ms in 1u64..5_000,
             steps in proptest::collection::vec((0u64..700, any::<bool>()), 0..400),
         ) {
-            let config = BudgetConfig { ratio, floor, window_ms };
-            let mut budget = RetryBudget::new(config);
+            let mut budget = RetryBudget::new(ratio, floor, window_ms);
             let slice_ms = (window_ms / SLICES as u64).max(1);
             let (mut now_ms, mut requests, mut granted) = (0, Vec::new(), Vec::new());
             for (wait_ms, is_retry) in steps {
@@ -323,7 +310,7 @@ mod tests {
 
     #[test]
     fn a_budget_used_up_comes_back_when_the_window_has_passed() {
-        let mut budget = RetryBudget::new(BudgetConfig { ratio: 0.1, floor: 2, window_ms: 1_600 });
+        let mut budget = RetryBudget::new(0.1, 2, 1_600);
         (0..10).for_each(|_| budget.on_request(1_000));
         let granted =
             |budget: &mut RetryBudget, now_ms| (0..10).filter(|_| budget.try_retry(now_ms)).count();

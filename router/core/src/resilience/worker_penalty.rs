@@ -100,10 +100,8 @@ impl WorkerPenalty {
     fn count(&mut self, denied: f64, now_ms: u64) {
         let keep = 1.0 - 1.0 / MEMORY;
         let known = self.share(now_ms);
-        self.share = DenialShare {
-            denied: known.denied * keep + denied,
-            answered: known.answered * keep + 1.0,
-        };
+        let (denied, answered) = (known.denied * keep + denied, known.answered * keep + 1.0);
+        self.share = DenialShare { denied, answered };
         self.share_at_ms = now_ms;
     }
 

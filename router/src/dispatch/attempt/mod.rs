@@ -17,7 +17,6 @@ use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
 use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, from_error, is_sse};
-use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::{Candidate, LoadGuard};
@@ -34,10 +33,6 @@ pub struct UpstreamAttempt {
     pub body: BodySegments,
     /// Longest silence of the worker.
     pub limit: Duration,
-    /// Time without an answer after which the worker is probed; `None`: never.
-    pub probe_after: Option<Duration>,
-    /// True for one answer to one prompt: what the worker counts is about them.
-    pub counts: bool,
     /// True if its stream has comments with the tokens (failover.rs).
     pub has_token_ids: bool,
 }
@@ -59,8 +54,6 @@ pub struct UpstreamResponse {
     pub guard: LoadGuard,
     pub answer: PartialAnswer,
     pub is_sse: bool,
-    /// See [`UpstreamAttempt::counts`].
-    pub counts: bool,
     /// See [`UpstreamAttempt::has_token_ids`].
     pub has_token_ids: bool,
     /// The engine's report of the way to its first token.
@@ -80,7 +73,8 @@ pub enum ErrorReply {
 /// to blame.
 pub const SILENT: &str = "silent";
 
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
 pub struct AttemptError {
     pub role: Role,
     pub worker: WorkerId,
@@ -226,11 +220,8 @@ pub fn status_label(status: StatusCode) -> &'static str {
 
 /// The leg's worker failed in a way that `cause` describes.
 pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
-    RouteError::Upstream {
-        role: leg.candidate.worker.role(),
-        worker: leg.candidate.name.clone(),
-        cause,
-    }
+    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
+    RouteError::Upstream { role, worker, cause }
 }
 
 /// In the place of an error answer that is too long to be passed on: the class is its status's.
@@ -240,11 +231,9 @@ fn error_too_long(status: StatusCode) -> Bytes {
 }
 
 pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
-    RouteError::UpstreamSilent {
-        role: leg.candidate.worker.role(),
-        worker: leg.candidate.name.clone(),
-        waited_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
-    }
+    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
+    let waited_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    RouteError::UpstreamSilent { role, worker, waited_ms }
 }
 
 impl UpstreamAttempt {
@@ -259,14 +248,8 @@ impl UpstreamAttempt {
         if is_sse {
             self.guard.first_token();
         }
-        Ok(UpstreamResponse {
-            counts: self.counts && self.guard.wants_usage(),
-            has_token_ids: self.has_token_ids && is_sse,
-            guard: self.guard,
-            answer,
-            is_sse,
-            stages,
-        })
+        let (guard, has_token_ids) = (self.guard, self.has_token_ids && is_sse);
+        Ok(UpstreamResponse { guard, answer, is_sse, has_token_ids, stages })
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
@@ -276,12 +259,7 @@ impl UpstreamAttempt {
             let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
                 self.open_unless_hung().await?;
             self.take_stages(&mut headers);
-            if self.counts
-                && self.guard.wants_usage()
-                && let Some(usage) = usage_in(pieces.iter())
-            {
-                self.guard.usage(usage);
-            }
+            self.guard.read_usage(pieces.iter());
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let is_stream = is_sse(&headers);
@@ -343,7 +321,7 @@ impl UpstreamAttempt {
 
     async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        match worker.unless_hung(self.try_open(), self.probe_after).await {
+        match worker.unless_hung(self.try_open()).await {
             Ok(opened) => opened,
             Err(cause) => {
                 let cause = format!("no answer, and it fails its health checks: {cause}");

@@ -39,8 +39,7 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
-use crate::workers::load_guard::Candidate;
-use crate::workers::registry::selection::Selection;
+use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to
 /// know whom to avoid.
@@ -91,9 +90,9 @@ async fn try_attempt(
 ) -> AttemptResult {
     let mut reader = None;
     if let Some(prefilled) = reusable_prefill.take() {
-        let decode = app.fleet.registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-        let fingerprint = prefilled.meeting.prefill.fingerprint;
-        let is_fit = fingerprint.is_compatible(&decode.guard.candidate.fingerprint);
+        let decode = app.fleet.choose(Role::Decode, &request.wanted(), &request.avoid)?;
+        let fingerprint = prefilled.leg.prefill.fingerprint;
+        let is_fit = fingerprint.is_compatible(&decode.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
     }
     let is_second_reader = reader.is_some();
@@ -109,9 +108,9 @@ async fn try_attempt(
             Placement::Local(decode, why) => return local(app, request, decode, why).await,
         },
     };
-    request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
-    let body = prefilled.meeting.body(app, request, &decode.guard.candidate);
-    let pair = (prefilled.meeting.prefill.worker.id, decode.guard.candidate.worker.id);
+    request.record.worker = Some((decode.candidate.name.clone(), decode.why));
+    let body = prefilled.meeting.body(app, request, &decode.candidate);
+    let pair = (prefilled.leg.prefill.worker.id, decode.candidate.worker.id);
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
     // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
@@ -147,9 +146,8 @@ async fn try_attempt(
         Err(failure) => {
             let mut tried = request.avoid.clone();
             tried.push(failure.worker);
-            let can_reopen = prefilled.meeting.prefill.worker.has_feature("reopen");
-            let registry = &app.fleet.registry;
-            if can_reopen && registry.has_other(Role::Decode, &request.wanted(), &tried) {
+            let can_reopen = prefilled.leg.prefill.worker.has_feature("reopen");
+            if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
                 *reusable_prefill = Some(prefilled);
             }
             Err(failure.into())
@@ -171,37 +169,37 @@ async fn attribute_failure(
         _ if is_second_reader => failure.is_stale = true,
         // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill
         // worker.
-        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.meeting.prefill.id),
+        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.leg.prefill.id),
     }
     failure
 }
 
-fn is_vllm(app: &AppState, chosen: &Selection) -> bool {
+fn is_vllm(app: &AppState, chosen: &LoadGuard) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
-        PdProtocol::Auto => chosen.guard.candidate.worker.is_vllm(),
+        PdProtocol::Auto => chosen.candidate.worker.is_vllm(),
     }
 }
 
 /// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
-fn can_prefill(app: &AppState, decode: &Selection) -> bool {
-    let worker = &decode.guard.candidate.worker;
+fn can_prefill(app: &AppState, decode: &LoadGuard) -> bool {
+    let worker = &decode.candidate.worker;
     worker.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
 enum Placement {
-    Pair(Selection, Selection),
+    Pair(LoadGuard, LoadGuard),
     /// The decode worker does both phases.
-    Local(Selection, LocalPrefillReason),
+    Local(LoadGuard, LocalPrefillReason),
 }
 
 fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
-    let (wanted, registry) = (request.wanted(), &app.fleet.registry);
-    let (prefill, decode) = match registry.choose_pair(&wanted, &request.avoid) {
+    let (wanted, fleet) = (request.wanted(), &app.fleet);
+    let (prefill, decode) = match fleet.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
-            match registry.choose(Role::Decode, &wanted, &request.avoid) {
+            match fleet.choose(Role::Decode, &wanted, &request.avoid) {
                 Ok(decode) => (Err(err), decode),
                 Err(_) => return Err(err),
             }
@@ -216,14 +214,11 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
     }
 }
 
-fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> LocalView {
+fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
-    let prompt = match (request.prompt_tokens, forecast) {
-        (Some(counted), _) => counted,
-        (None, Some(forecast)) => forecast.prompt_tokens,
-        (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
-    };
+    let counted = request.prompt.tokens.or(forecast.map(|forecast| forecast.prompt_tokens));
+    let prompt = counted.unwrap_or_else(|| u32::try_from(estimate).unwrap_or(u32::MAX));
     let resumed_tokens = request.resume_point.as_ref().map_or(0, |point| point.tokens);
     LocalView {
         prompt_tokens: prompt.saturating_add(u32::try_from(resumed_tokens).unwrap_or(u32::MAX)),
@@ -235,11 +230,11 @@ fn view(request: &RequestContext, decode: &Selection, has_prefill: bool) -> Loca
 async fn local(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    decode: Selection,
+    decode: LoadGuard,
     why: LocalPrefillReason,
 ) -> AttemptResult {
     app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
-    let candidate = &decode.guard.candidate;
+    let candidate = &decode.candidate;
     request.record.prefill = None;
     request.record.room = None;
     request.record.worker = Some((candidate.name.clone(), decode.why));
@@ -258,10 +253,10 @@ async fn local(
 fn start_prefill(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    prefill: Selection,
-    decode: &Selection,
+    prefill: LoadGuard,
+    decode: &LoadGuard,
 ) -> Result<PendingPrefill, RouteError> {
-    let candidate = prefill.guard.candidate.clone();
+    let candidate = prefill.candidate.clone();
     request.record.prefill = Some((candidate.name.clone(), prefill.why));
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
     request.record.room = rooms.rooms.first().copied();
@@ -269,25 +264,18 @@ fn start_prefill(
         request.record.timeline.room(room);
     }
     let is_batch = request.scan.batch.is_some();
-    let with_ranks = decode.guard.candidate.rank.is_some();
-    let meeting = BootstrapParams::new(candidate.clone(), &rooms.rooms, is_batch, with_ranks);
+    let with_ranks = decode.candidate.rank.is_some();
+    let meeting = BootstrapParams::new(&candidate, &rooms.rooms, is_batch, with_ranks);
     let body = meeting.body(app, request, &candidate);
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
     let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
-    let leg = PrefillAttempt {
-        task: Some(tokio::spawn(draining)),
-        response: None,
-        app: app.clone(),
-        prefill: candidate,
-        rooms,
-        pages_claimed: false,
-    };
+    let (task, app, prefill) = (Some(tokio::spawn(draining)), app.clone(), candidate);
+    let leg = PrefillAttempt { task, response: None, app, prefill, rooms, pages_claimed: false };
     Ok(PendingPrefill { leg, meeting })
 }
 
 /// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
 struct BootstrapParams {
-    prefill: Arc<Candidate>,
     /// JSON members for both legs.
     shared: String,
     /// P's rank, if both workers have one.
@@ -295,7 +283,7 @@ struct BootstrapParams {
 }
 
 impl BootstrapParams {
-    fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
+    fn new(prefill: &Candidate, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
         let port = worker.bootstrap_port();
@@ -310,7 +298,7 @@ impl BootstrapParams {
             "\"bootstrap_host\":{hosts},\"bootstrap_port\":{ports},\"bootstrap_room\":{rooms}"
         );
         let prefill_rank = prefill.rank.filter(|_| with_ranks);
-        Self { prefill, shared, prefill_rank }
+        Self { shared, prefill_rank }
     }
 
     /// Body for one of the two.

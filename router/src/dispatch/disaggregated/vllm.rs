@@ -21,9 +21,8 @@ use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhead};
 use crate::request::body::ManagedField;
-use crate::response::usage::usage_in;
 use crate::transport::request_body::BodySegments;
-use crate::workers::registry::selection::Selection;
+use crate::workers::load_guard::LoadGuard;
 
 const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
     \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
@@ -34,18 +33,18 @@ const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 pub async fn attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
-    prefill: Selection,
-    decode: Selection,
+    prefill: LoadGuard,
+    decode: LoadGuard,
 ) -> AttemptResult {
     request.record.room = None;
-    request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
+    request.record.worker = Some((decode.candidate.name.clone(), decode.why));
     let params = if request.scan.batch.is_some() {
         request.record.prefill = None;
         drop(prefill);
         app.metrics.local_prefills.with_label_values(&["batch"]).inc();
         None
     } else {
-        request.record.prefill = Some((prefill.guard.candidate.name.clone(), prefill.why));
+        request.record.prefill = Some((prefill.candidate.name.clone(), prefill.why));
         ask_prefill(app, request, prefill).await?
     };
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
@@ -58,7 +57,7 @@ pub async fn attempt(
 async fn ask_prefill(
     app: &AppState,
     request: &RequestContext,
-    prefill: Selection,
+    prefill: LoadGuard,
 ) -> Result<Option<Box<str>>, AttemptFailure> {
     #[derive(Deserialize)]
     struct Answer<'a> {
@@ -70,11 +69,7 @@ async fn ask_prefill(
     observe_overhead(app, request);
     let mut opened = ranked(app, request, prefill, body).open().await?;
     opened.guard.first_token();
-    if opened.counts
-        && let Some(usage) = usage_in(opened.answer.pieces.iter())
-    {
-        opened.guard.usage(usage);
-    }
+    opened.guard.read_usage(opened.answer.pieces.iter());
     let answer = opened.answer.pieces.concat();
     let params = serde_json::from_slice::<Answer<'_>>(&answer)
         .ok()
@@ -90,10 +85,10 @@ async fn ask_prefill(
 pub fn ranked(
     app: &AppState,
     request: &RequestContext,
-    chosen: Selection,
+    chosen: LoadGuard,
     body: BodySegments,
 ) -> UpstreamAttempt {
-    let rank = chosen.guard.candidate.rank;
+    let rank = chosen.candidate.rank;
     let mut leg = leg(app, request, chosen, body);
     if let Some(rank) = rank {
         leg.head.more.insert(RANK_HEADER, HeaderValue::from(rank));

@@ -160,7 +160,7 @@ impl BodyIndex {
 
     fn scope_of(&self, body: &[u8]) -> TextScope {
         let parts = SCOPE.iter().zip(&self.scope);
-        parts.fold(TextScope::default(), |scope, (name, span)| match span {
+        parts.fold(TextScope::NONE, |scope, (name, span)| match span {
             Some(span) => scope.with(name, &body[span.clone()]),
             None => scope,
         })
@@ -258,12 +258,9 @@ struct TopLevelFields<'a> {
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     return_logprob: bool,
-    model: Option<&'a RawValue>,
     /// Deadlines that are numbers; the engine refuses others.
     deadlines: RequestDeadlines,
     scope: [Option<Range<usize>>; SCOPE.len()],
-    cache_salt: Option<&'a RawValue>,
-    extra_key: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -288,7 +285,6 @@ impl<'a> TopLevelFields<'a> {
         }
         match name {
             "stream" => self.stream = value.get() == "true",
-            "model" => self.model = Some(value),
             "n" => self.n = Some(value),
             "messages" => self.messages = Some(value),
             "prompt" => self.prompt = Some(value),
@@ -298,8 +294,6 @@ impl<'a> TopLevelFields<'a> {
             "return_logprob" => self.return_logprob = value.get() == "true",
             "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
             "deadline_ms" => self.deadlines.whole = ms_of(value),
-            "cache_salt" => self.cache_salt = Some(value),
-            "extra_key" => self.extra_key = Some(value),
             _ => {}
         }
     }
@@ -322,19 +316,23 @@ impl<'a> TopLevelFields<'a> {
         let prompts = prompt.filter(|_| api != ApiKind::Chat).and_then(batch_len);
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
-            return Err(RouteError::InvalidValue {
-                param: "n",
-                problem: format!("asks for {items} answers, at most {MAX_ITEMS} are possible"),
-            });
+            let problem = format!("asks for {items} answers, at most {MAX_ITEMS} are possible");
+            return Err(RouteError::InvalidValue { param: "n", problem });
         }
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
         let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));
         let ids = ids.filter(|value| holds_ids(value.get()));
-        let model = self.model.filter(|_| api != ApiKind::Generate);
+        // In the order of `SCOPE`. What is no string is left to the engine's validation.
+        let [model, _, cache_salt, extra_key, ..] = &self.scope;
+        let text = |span: &Option<Range<usize>>| -> Option<String> {
+            serde_json::from_slice(&self.body[span.clone()?]).ok()
+        };
+        let model = if api == ApiKind::Generate { None } else { text(model) };
+        let (salt, key) = (text(cache_salt), text(extra_key));
         Ok(BodyIndex {
             api,
             ids: ids.map(|value| self.span(value)),
-            namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
+            namespace: namespace(&salt.unwrap_or_default(), &key.unwrap_or_default()),
             stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
@@ -342,7 +340,7 @@ impl<'a> TopLevelFields<'a> {
             wants_input_logprobs: api == ApiKind::Generate && self.return_logprob,
             deadlines: self.deadlines,
             scope: self.scope,
-            model: model.and_then(|value| serde_json::from_str(value.get()).ok()),
+            model,
             ours: self.ours,
             close,
             count: self.count,
@@ -417,11 +415,6 @@ fn ms_of(value: &RawValue) -> Option<u64> {
 fn holds_ids(value: &str) -> bool {
     let inside = value.strip_prefix('[').map(str::trim_start);
     inside.is_some_and(|inside| inside.starts_with(|c: char| c == '[' || c.is_ascii_digit()))
-}
-
-/// A string's text; anything else is left to the engine's validation.
-fn text_of(value: Option<&RawValue>) -> String {
-    value.and_then(|value| serde_json::from_str(value.get()).ok()).unwrap_or_default()
 }
 
 /// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one

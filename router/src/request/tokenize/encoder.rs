@@ -76,13 +76,8 @@ impl PromptEncoder {
             true => Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?,
             false => None,
         };
-        Ok(Self {
-            hf,
-            max_chars_per_token: longest.unwrap_or(1) * shrinks,
-            whole,
-            segments,
-            lookups,
-        })
+        let max_chars_per_token = longest.unwrap_or(1) * shrinks;
+        Ok(Self { hf, max_chars_per_token, whole, segments, lookups })
     }
 
     pub fn vocab_size(&self) -> usize {
@@ -98,16 +93,9 @@ impl PromptEncoder {
 
     /// Cost: about 1 µs for four characters that no cache knows.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let Some(both) = &self.whole else { return self.encode_pieces(text, add_special_tokens) };
-        let cache = &both[usize::from(add_special_tokens)];
-        let known = cache.lock().get(text);
-        self.count("l0", known.is_some());
-        if let Some(ids) = known {
-            return Ok(ids);
-        }
-        let ids = self.encode_pieces(text, add_special_tokens)?;
-        cache.lock().put(text, &ids);
-        Ok(ids)
+        let encode = || self.encode_pieces(text, add_special_tokens);
+        let Some(both) = &self.whole else { return encode() };
+        self.cached("l0", &both[usize::from(add_special_tokens)], text, encode)
     }
 
     fn encode_pieces(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
@@ -120,16 +108,8 @@ impl PromptEncoder {
         for end in segments.ends_in(text) {
             let piece = &text[from..end];
             from = end;
-            let known = segments.cache.lock().get(piece);
-            self.count("l1", known.is_some());
-            match known {
-                Some(known) => ids.extend_from_slice(&known),
-                None => {
-                    let made = self.encode_plain(piece, false)?;
-                    ids.extend_from_slice(&made);
-                    segments.cache.lock().put(piece, &made);
-                }
-            }
+            let encode = || self.encode_plain(piece, false);
+            ids.extend_from_slice(&self.cached("l1", &segments.cache, piece, encode)?);
         }
         if from < text.len() {
             ids.extend_from_slice(&self.encode_plain(&text[from..], false)?);
@@ -143,9 +123,23 @@ impl PromptEncoder {
         Ok(Arc::from(encoding.get_ids()))
     }
 
-    fn count(&self, cache: &str, is_hit: bool) {
-        let result = if is_hit { "hit" } else { "miss" };
-        self.lookups.with_label_values(&[cache, result]).inc();
+    /// The ids of `text` from the cache `name`, or else from `encode`, for the next time.
+    fn cached(
+        &self,
+        name: &str,
+        cache: &Mutex<TextCache>,
+        text: &str,
+        encode: impl FnOnce() -> Result<Arc<[u32]>, String>,
+    ) -> Result<Arc<[u32]>, String> {
+        let known = cache.lock().get(text);
+        let result = if known.is_some() { "hit" } else { "miss" };
+        self.lookups.with_label_values(&[name, result]).inc();
+        if let Some(ids) = known {
+            return Ok(ids);
+        }
+        let ids = encode()?;
+        cache.lock().put(text, &ids);
+        Ok(ids)
     }
 }
 

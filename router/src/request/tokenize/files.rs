@@ -52,11 +52,9 @@ impl TokenizerFiles {
         let special_tokens = SPECIAL_TOKENS.iter().filter_map(|name| {
             Some(((*name).to_owned(), content(special.get(*name)?)?.to_owned()))
         });
-        Ok(Some(Self {
-            tokenizer_json,
-            special_tokens: special_tokens.collect(),
-            chat_template: chat_template(config, &dir, &settings)?,
-        }))
+        let special_tokens = special_tokens.collect();
+        let chat_template = chat_template(config, &dir, &settings)?;
+        Ok(Some(Self { tokenizer_json, special_tokens, chat_template }))
     }
 
     /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length

@@ -120,14 +120,9 @@ impl PromptTokenizer {
             "prompts are counted in tokens"
         );
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        Ok(Some(Self {
-            encoder,
-            template,
-            fingerprint,
-            places: Arc::new(Semaphore::new(threads.min(MAX_THREADS))),
-            waiting: Semaphore::new(MAX_WAITING),
-            metrics,
-        }))
+        let places = Arc::new(Semaphore::new(threads.min(MAX_THREADS)));
+        let waiting = Semaphore::new(MAX_WAITING);
+        Ok(Some(Self { encoder, template, fingerprint, places, waiting, metrics }))
     }
 
     /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the
@@ -142,7 +137,26 @@ impl PromptTokenizer {
     ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
         let context = if prompt_bytes > UNCHECKED_BYTES { context_tokens() } else { None };
-        let made = self.on_a_thread(api, body, prompt_bytes, context).await;
+        let made = async {
+            if prompt_bytes > MAX_BYTES {
+                return Err(TokenizeFallback::TooLong);
+            }
+            let place = {
+                let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
+                let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
+                place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
+            };
+            let (tokens, body) = (self.clone(), body.clone());
+            let work = tokio::task::spawn_blocking(move || {
+                let made = tokens.ids_of(api, &body, context);
+                drop(place);
+                made
+            });
+            // A panic of the tokenizer or the template engine costs this request its token count,
+            // nothing more.
+            work.await.unwrap_or(Err(TokenizeFallback::Failed))
+        }
+        .await;
         match &made {
             Ok(_) => {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
@@ -151,32 +165,6 @@ impl PromptTokenizer {
             Err(why) => self.metrics.tokenize_fallbacks.with_label_values(&[why.into_str()]).inc(),
         }
         made
-    }
-
-    async fn on_a_thread(
-        self: &Arc<Self>,
-        api: ApiKind,
-        body: &Bytes,
-        prompt_bytes: usize,
-        context_tokens: Option<u64>,
-    ) -> Result<PromptIds, TokenizeFallback> {
-        if prompt_bytes > MAX_BYTES {
-            return Err(TokenizeFallback::TooLong);
-        }
-        let place = {
-            let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
-            let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
-            place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
-        };
-        let (tokens, body) = (self.clone(), body.clone());
-        let work = tokio::task::spawn_blocking(move || {
-            let made = tokens.ids_of(api, &body, context_tokens);
-            drop(place);
-            made
-        });
-        // A panic of the tokenizer or the template engine costs this request its token count,
-        // nothing more.
-        work.await.unwrap_or(Err(TokenizeFallback::Failed))
     }
 
     fn ids_of(

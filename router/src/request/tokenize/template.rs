@@ -201,21 +201,14 @@ impl JsonWriter {
 /// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and
 /// from 1e16 on.
 fn float(value: f64) -> String {
-    if value.is_nan() {
-        return "NaN".to_owned();
-    }
     if value.is_infinite() {
         return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
     }
-    let scientific = format!("{value:e}");
-    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
-    let exponent: i32 = exponent.parse().unwrap_or(0);
-    if value == 0.0 || (-4..16).contains(&exponent) {
-        let plain = value.to_string();
-        return if plain.contains('.') { plain } else { plain + ".0" };
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{digits}e{sign}{:02}", exponent.abs())
+    // Rust's, but for the sign and the two digits of the exponent.
+    let text = format!("{value:?}");
+    let Some((digits, exponent)) = text.split_once('e') else { return text };
+    let (sign, size) = exponent.strip_prefix('-').map_or(('+', exponent), |size| ('-', size));
+    format!("{digits}e{sign}{size:0>2}")
 }
 
 #[cfg(test)]

@@ -18,8 +18,8 @@ use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
+use crate::workers::fleet::metrics as gauges;
 use crate::workers::health;
-use crate::workers::registry::metrics as gauges;
 use crate::workers::worker::Worker;
 
 // ---- probes ----
@@ -35,8 +35,8 @@ pub async fn ready(State(app): SharedApp) -> Response {
         "serves": missing.is_none(),
     });
     for role in Role::ALL {
-        let (known, ready) = app.fleet.registry.count(role);
-        let open_circuits = app.fleet.registry.open_circuits(role);
+        let (known, ready) = app.fleet.count(role);
+        let open_circuits = app.fleet.open_circuits(role);
         body[role.into_str()] =
             json!({"known": known, "ready": ready, "open_circuits": open_circuits});
     }
@@ -65,20 +65,20 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
-    if finds_workers || app.fleet.registry.has_served() { None } else { cannot_serve_because(app) }
+    if finds_workers || app.fleet.has_served() { None } else { cannot_serve_because(app) }
 }
 
 /// Why a request that comes now would find no worker.
 fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
-    let registry = &app.fleet.registry;
-    for &role in app.fleet.serving_roles() {
-        let (known, ready) = registry.count(role);
+    let fleet = &app.fleet;
+    for &role in fleet.serving_roles() {
+        let (known, ready) = fleet.count(role);
         if ready == 0 {
             return Some(RouteError::NoWorker { role, known, ready });
         }
     }
-    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| registry.count(role).1);
-    let lacks_pair = app.fleet.is_pd() && !registry.has_pair();
+    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| fleet.count(role).1);
+    let lacks_pair = fleet.is_pd() && !fleet.has_pair();
     lacks_pair.then_some(RouteError::NoPair { prefill, decode })
 }
 
@@ -93,7 +93,7 @@ pub async fn health_generate(State(app): SharedApp) -> HandlerResult {
 }
 
 pub async fn metrics(State(app): SharedApp) -> Response {
-    let update = |metrics: &RouterMetrics| gauges::update(metrics, &app.fleet.registry);
+    let update = |metrics: &RouterMetrics| gauges::update(metrics, &app.fleet);
     app.feed.update_clients();
     match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
@@ -105,8 +105,8 @@ pub async fn metrics(State(app): SharedApp) -> Response {
 
 fn show(app: &AppState, worker: &Worker) -> Value {
     let (state, description) = (worker.state(), worker.description());
-    let (circuit, passed_over_ms) = app.fleet.registry.objections_to(worker);
-    let feeds = app.fleet.registry.candidates_at(worker).into_iter();
+    let (circuit, passed_over_ms) = app.fleet.objections_to(worker);
+    let feeds = app.fleet.candidates_at(worker).into_iter();
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
@@ -114,7 +114,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "drained_by": state.drained_by(),
-        "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.registry.incompatibility(worker)),
+        "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.incompatibility(worker)),
         "circuit": circuit.into_str(),
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
@@ -130,7 +130,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
 }
 
 pub async fn list_workers(State(app): SharedApp) -> Response {
-    let workers = app.fleet.registry.workers();
+    let workers = app.fleet.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
         "workers": workers.iter().map(|w| show(&app, w)).collect::<Vec<_>>(),
@@ -147,7 +147,7 @@ pub async fn list_workers(State(app): SharedApp) -> Response {
 /// By its id, or by its URL as older clients of SGLang's router have it.
 pub fn find(app: &AppState, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
-        Ok(number) => app.fleet.registry.worker(number),
+        Ok(number) => app.fleet.worker(number),
         Err(_) => WorkerUrl::parse(id).ok().and_then(|url| with_url(app, &url)),
     };
     found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
@@ -155,7 +155,7 @@ pub fn find(app: &AppState, id: &str) -> Result<Arc<Worker>, RouteError> {
 
 /// The newest: older ones with the same address are draining already.
 pub fn with_url(app: &AppState, url: &WorkerUrl) -> Option<Arc<Worker>> {
-    app.fleet.registry.workers().into_iter().rev().find(|w| w.url() == url)
+    app.fleet.workers().into_iter().rev().find(|w| w.url() == url)
 }
 
 pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
@@ -172,7 +172,7 @@ pub async fn show_request(State(app): SharedApp, PathText(id): PathText) -> Hand
 
 pub async fn remove_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
     let worker = find(&app, &id)?;
-    app.fleet.registry.remove(worker.id);
+    app.fleet.remove(worker.id);
     tracing::info!(url = %worker.url(), "worker removed");
     let body = json!({
         "status": "accepted",
@@ -228,10 +228,8 @@ fn register(
 ) -> Result<Arc<Worker>, RouteError> {
     if !app.fleet.serving_roles().contains(&role) {
         let mode = if app.fleet.is_pd() { "with" } else { "without" };
-        return Err(RouteError::InvalidValue {
-            param: "worker_type",
-            problem: format!("{role} has no use here: the router runs {mode} --pd-disaggregation"),
-        });
+        let problem = format!("{role} has no use here: the router runs {mode} --pd-disaggregation");
+        return Err(RouteError::InvalidValue { param: "worker_type", problem });
     }
     let spec = WorkerSpec::new(url, role, port)
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
@@ -275,19 +273,19 @@ pub async fn legacy_remove(State(app): SharedApp, query: LegacyQuery) -> Handler
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
     let worker =
         with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker { id: url.to_string() })?;
-    app.fleet.registry.remove(worker.id);
+    app.fleet.remove(worker.id);
     let message = format!("Successfully removed worker: {url}");
     Ok(answer(StatusCode::OK, &json!({"message": message})))
 }
 
 pub async fn legacy_list(State(app): SharedApp) -> Response {
-    let workers = app.fleet.registry.workers();
+    let workers = app.fleet.workers();
     let urls: Vec<String> = workers.iter().map(|w| w.url().to_string()).collect();
     answer(StatusCode::OK, &json!({"urls": urls}))
 }
 
 pub async fn loads(State(app): SharedApp) -> Response {
-    let candidates = app.fleet.registry.candidates();
+    let candidates = app.fleet.candidates();
     let loads = candidates.iter().map(
         |c| json!({"worker": c.name, "worker_type": c.worker.role().into_str(), "load": c.load()}),
     );

@@ -45,7 +45,7 @@ pub async fn drain_worker(State(app): SharedApp, PathText(id): PathText) -> Hand
     }
     match order(&app, &worker, Method::POST, "/drain").await? {
         Ordered::Done(report) => {
-            app.fleet.registry.set_state(&worker, WorkerState::Draining, None);
+            app.fleet.set_state(&worker, WorkerState::Draining, None);
             worker.suspect.notify_one(); // a probe that began before this order would bring it back
             let mut body = shown(&worker, "worker");
             body["is_drained"] = report["is_drained"].clone();
@@ -99,7 +99,7 @@ pub async fn undrain_worker(State(app): SharedApp, PathText(id): PathText) -> Ha
     }
     match order(&app, &worker, Method::POST, "/undrain").await? {
         Ordered::Done(_) if app.config.health.disable_health_check => {
-            app.fleet.registry.set_state(&worker, WorkerState::Ready, None);
+            app.fleet.set_state(&worker, WorkerState::Ready, None);
         }
         Ordered::Done(_) => worker.suspect.notify_one(),
         Ordered::Refused(status, error) => return Ok(answer(status, &json!({"error": error}))),

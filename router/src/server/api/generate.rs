@@ -14,7 +14,7 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::{FailedAttempts, PromptBlocks, RequestBreaks};
+use router_core::{FailedAttempts, RequestBreaks};
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
@@ -22,7 +22,7 @@ use super::auth;
 use super::http_util::{REQUEST_ID, answer};
 use crate::dispatch;
 use crate::dispatch::app::AppState;
-use crate::dispatch::context::{RequestContext, header_deadlines};
+use crate::dispatch::context::{KnownPrompt, RequestContext, header_deadlines};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
@@ -85,7 +85,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
 
 /// Decide without sending.
 fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
-    let decisions = app.fleet.registry.dry_run(app.fleet.serving_roles(), &inbound.wanted());
+    let decisions = app.fleet.dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
             inbound.record.first_byte(StatusCode::OK);
@@ -125,11 +125,10 @@ async fn take_in(
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
-    let (needs_text, needs_blocks) = app.fleet.registry.deciders.needs(app.fleet.serving_roles());
+    let (needs_text, needs_blocks) = app.fleet.deciders.needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenized);
-    let blocks = prompt.blocks.map(Arc::new);
-    if let Some(blocks) = &blocks {
+    if let Some(blocks) = &prompt.blocks {
         timeline.prompt(blocks);
     }
     Ok(move |record| {
@@ -145,9 +144,7 @@ async fn take_in(
             breaks: RequestBreaks::default(),
             place: None,
             head,
-            blocks,
-            prompt_tokens: prompt.tokens,
-            input_ids: prompt.input_ids,
+            prompt,
             explains,
             needs_text,
             body,
@@ -167,20 +164,10 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.fleet.serving_roles()[0];
-    let Some(ahead) = app.fleet.registry.least_ttft(role, &request.wanted()) else { return Ok(()) };
+    let Some(ahead) = app.fleet.least_ttft(role, &request.wanted()) else { return Ok(()) };
     let Some(excess_ms) = ahead.excess_ms(limit_ms) else { return Ok(()) };
     app.metrics.shed.with_label_values(&[role.into_str()]).inc();
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
-}
-
-/// Facts of a prompt before anybody is chosen.
-#[derive(Default)]
-struct Known {
-    /// Block hashes for policies, if one of them reads them.
-    blocks: Option<PromptBlocks>,
-    tokens: Option<u32>,
-    /// Token ids for workers that take them.
-    input_ids: Option<Bytes>,
 }
 
 async fn scanned(app: &AppState, body: &Bytes, api: ApiKind) -> Result<Arc<BodyIndex>, RouteError> {
@@ -199,7 +186,7 @@ async fn refuse_oversized(
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
     }
-    let limit = (app.fleet.registry).prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
+    let limit = app.fleet.prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else { return Ok(()) };
     let (its, bytes) = (scan.clone(), body.clone());
     let measuring = move || oversized(&its, &bytes, limit);
@@ -213,42 +200,38 @@ async fn prompt_of(
     scan: &Arc<BodyIndex>,
     body: &Bytes,
     needs_blocks: bool,
-) -> Result<Known, RouteError> {
+) -> Result<KnownPrompt, RouteError> {
     let config = &app.config.tokens;
     let block_size = config.block_size;
     let (its, bytes) = (scan.clone(), body.clone());
-    let reading = move || Some(known_of_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
+    let reading = move || Some(known_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
     if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
         return Ok(known);
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
-    let longest = || app.fleet.registry.context_tokens();
+    let longest = || app.fleet.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(scan.api, body, scan.prompt_len(), longest).await
     {
-        return Ok(Known {
+        return Ok(KnownPrompt {
             input_ids: forwards.then(|| made.member()),
-            ..known_of_ids(scan, &made.joined(), block_size, needs_blocks)
+            ..known_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }
     if !needs_blocks {
-        return Ok(Known::default());
+        return Ok(KnownPrompt::default());
     }
     let (its, bytes) = (scan.clone(), body.clone());
     let hashing = move || its.text_blocks(&bytes);
-    Ok(Known {
-        blocks: Some(app.body_threads.run(scan.prompt_len(), hashing).await?),
-        ..Known::default()
-    })
+    let blocks = app.body_threads.run(scan.prompt_len(), hashing).await?;
+    Ok(KnownPrompt { blocks: Some(Arc::new(blocks)), ..KnownPrompt::default() })
 }
 
-fn known_of_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
-    Known {
-        blocks: needs_blocks.then(|| scan.token_blocks(ids, block_size)),
-        tokens: u32::try_from(ids.len()).ok(),
-        input_ids: None,
-    }
+/// Facts of a prompt in token ids.
+fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> KnownPrompt {
+    let blocks = needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size)));
+    KnownPrompt { blocks, tokens: u32::try_from(ids.len()).ok(), input_ids: None }
 }
 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on:
@@ -304,10 +287,8 @@ pub async fn read_at_most(
                 let waited_ms = BODY_SILENCE.as_millis() as u64;
                 return Err(RouteError::BodySilent { waited_ms });
             }
-            return Err(RouteError::BodySlow {
-                limit_secs: limits.body_read_timeout_secs,
-                got_bytes: first.len() + all.len(),
-            });
+            let (limit_secs, got_bytes) = (limits.body_read_timeout_secs, first.len() + all.len());
+            return Err(RouteError::BodySlow { limit_secs, got_bytes });
         };
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|err| RouteError::BodyBroken { detail: err.to_string() })?;

@@ -80,11 +80,8 @@ fn routes() -> Vec<Route> {
     add(&["/engine_metrics"], Control, get(proxy::engine_metrics));
     add(&["/abort_request", "/start_profile", "/stop_profile"], Control, post(proxy::fan_out));
     add(&["/v1/requests/{id}"], Control, get(admin::show_request));
-    add(
-        &["/v1/requests/{id}/suspend", "/v1/requests/{id}/resume"],
-        Control,
-        post(proxy::about_request),
-    );
+    let verbs = ["/v1/requests/{id}/suspend", "/v1/requests/{id}/resume"];
+    add(&verbs, Control, post(proxy::about_request));
     add(&["/v1/requests/{id}/{*rest}"], Control, any(no_request_path));
     add(&proxy::PROXIED_PATHS, Client, post(proxy::forward_work));
     routes
@@ -132,10 +129,8 @@ async fn no_request_path(request: Request) -> RouteError {
 }
 
 async fn method_not_allowed(request: Request) -> RouteError {
-    RouteError::MethodNotAllowed {
-        method: request.method().to_string(),
-        path: request.uri().path().to_owned(),
-    }
+    let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
+    RouteError::MethodNotAllowed { method, path }
 }
 
 /// Around every route: request id in and out, CORS, API key.

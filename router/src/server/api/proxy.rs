@@ -26,7 +26,7 @@ use crate::observability::request_timeline::RequestStage;
 use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};
-use crate::workers::registry::selection::SelectionRequest;
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::worker::Worker;
 
 /// A worker asked by an operator or a probe answers within this.
@@ -95,27 +95,20 @@ async fn proxy_to_any(
     limit: Duration,
     mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
-    app.fleet.registry.wait_for_first_probes(app.fleet.serving_roles()).await;
+    app.fleet.wait_for_first_probes(app.fleet.serving_roles()).await;
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenizing on them delays prompts.
         let roles = app.fleet.serving_roles();
-        let ready = roles.iter().rev().find(|role| app.fleet.registry.count(**role).1 > 0);
+        let ready = roles.iter().rev().find(|role| app.fleet.count(**role).1 > 0);
         let role = *ready.unwrap_or(&roles[0]);
-        let chosen = app.fleet.registry.choose(role, &SelectionRequest::default(), &avoid)?;
+        let chosen = app.fleet.choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
-            record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
+            record.worker = Some((chosen.candidate.name.clone(), chosen.why));
         }
-        let leg = UpstreamAttempt {
-            guard: chosen.guard,
-            head: head.clone(),
-            body: BodySegments::from(body.clone()),
-            limit,
-            probe_after: app.config.silent_request_probe(),
-            counts: false,
-            has_token_ids: false,
-        };
+        let (guard, head, body) = (chosen, head.clone(), BodySegments::from(body.clone()));
+        let leg = UpstreamAttempt { guard, head, body, limit, has_token_ids: false };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
@@ -218,7 +211,7 @@ pub async fn about_request(
 
 /// Refuse what needs a worker when none is ready.
 fn require_worker(app: &AppState) -> Result<(), RouteError> {
-    let counts = Role::ALL.map(|role| app.fleet.registry.count(role));
+    let counts = Role::ALL.map(|role| app.fleet.count(role));
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
     let is_ready = counts.iter().any(|count| count.1 > 0);
@@ -248,7 +241,7 @@ pub async fn fan_out(State(app): SharedApp, request: Request) -> HandlerResult {
 pub async fn flush_cache(State(app): SharedApp) -> Response {
     let head = app.fleet.own_request(Method::POST, "/flush_cache");
     let response = ask_all(&app, head, Bytes::new()).await;
-    app.fleet.registry.forget_prompts();
+    app.fleet.forget_prompts();
     response
 }
 
@@ -329,32 +322,26 @@ impl Asked {
 
 /// Ask every ready worker the same, at once; ordered by address.
 async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
-    let workers = app.fleet.registry.workers().into_iter().filter(|worker| worker.is_ready());
-    let probe_after = app.config.silent_request_probe();
+    let workers = app.fleet.workers().into_iter().filter(|worker| worker.is_ready());
     let asked = workers.map(|worker| async move {
         let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
         let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
-        let answer = worker.unless_hung(asking, probe_after).await;
-        let (status, headers, text) = match answer.and_then(|answer| answer.unwrap_or_else(late)) {
-            Ok((status, headers, text)) => (Some(status), headers, text),
-            Err(cause) => (None, HeaderMap::new(), cause),
-        };
-        Asked { url: worker.url().to_string(), status, headers, text }
+        let answer = worker.unless_hung(asking).await;
+        answer.and_then(|answer| answer.unwrap_or_else(late)).unwrap_or_else(|text| {
+            let (url, headers) = (worker.url().to_string(), HeaderMap::new());
+            Asked { url, status: None, headers, text }
+        })
     });
     let mut answers = join_all(asked).await;
     answers.sort_by(|a, b| a.url.cmp(&b.url));
     answers
 }
 
-async fn ask(
-    worker: &Worker,
-    head: &RequestHead,
-    body: BodySegments,
-) -> Result<(StatusCode, HeaderMap, String), String> {
+async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<Asked, String> {
     let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
-    let status = response.status();
-    let headers = end_to_end(response.headers());
+    let (status, headers) = (Some(response.status()), end_to_end(response.headers()));
     let body = response.into_body().read_at_most(MAX_ASKED).await.map_err(|err| err.to_string())?;
     let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
-    Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
+    let (url, text) = (worker.url().to_string(), String::from_utf8_lossy(&text).into_owned());
+    Ok(Asked { url, status, headers, text })
 }

@@ -84,7 +84,7 @@ struct PairView {
 
 impl FleetSnapshot {
     pub fn of(app: &AppState) -> Self {
-        let workers = app.fleet.registry.workers();
+        let workers = app.fleet.workers();
         let now_ms = now_ms();
         let nodes = workers.iter().take(MAX_NODES);
         let is_registered = |id| workers.iter().any(|worker| worker.id == id);
@@ -98,7 +98,7 @@ impl FleetSnapshot {
             nodes: nodes.map(|worker| NodeView::of(app, worker, now_ms)).collect(),
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
-            events: app.fleet.registry.events.recent(),
+            events: app.fleet.events.recent(),
             requests: app.sinks.requests.recent(RECENT_REQUESTS),
         }
     }
@@ -107,15 +107,15 @@ impl FleetSnapshot {
 impl NodeView {
     fn of(app: &AppState, worker: &Worker, now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
-        let incompatibility = || app.fleet.registry.incompatibility(worker);
-        let ranks = app.fleet.registry.candidates_at(worker);
+        let incompatibility = || app.fleet.incompatibility(worker);
+        let ranks = app.fleet.candidates_at(worker);
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
             role: worker.role().into_str(),
             state: state.label(),
             reason: state.reason().map(str::to_owned).or_else(incompatibility),
-            circuit: app.fleet.registry.objections_to(worker).0.into_str(),
+            circuit: app.fleet.objections_to(worker).0.into_str(),
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),
@@ -140,11 +140,7 @@ impl RankView {
 
 impl PairView {
     fn of(((prefill, decode), record): ((u64, u64), PairRecord)) -> Self {
-        Self {
-            prefill: prefill.to_string(),
-            decode: decode.to_string(),
-            bytes_per_s: record.bytes_per_s(),
-            record,
-        }
+        let (prefill, decode) = (prefill.to_string(), decode.to_string());
+        Self { prefill, decode, bytes_per_s: record.bytes_per_s(), record }
     }
 }

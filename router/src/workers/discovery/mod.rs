@@ -1,5 +1,5 @@
 //! Workers that come and go by themselves: where they are looked for, and how what is found reaches
-//! the registry.
+//! the fleet.
 //!
 //! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and gives it the list of all its workers
 //! at each change. The feed registers new workers, drains those no longer listed, and replaces
@@ -108,7 +108,7 @@ impl From<Vec<WorkerSpec>> for DiscoveredWorkers {
     }
 }
 
-/// The registry's side of one source.
+/// The fleet's side of one source.
 pub struct DiscoveryFeed {
     fleet: Weak<WorkerFleet>,
     /// Metric label.
@@ -119,13 +119,8 @@ pub struct DiscoveryFeed {
     kept: BTreeSet<WorkerUrl>,
     /// Those of `kept` that were named in the answer before: they are being probed.
     fresh: BTreeSet<WorkerUrl>,
-    /// The failure in force, to log each only once.
-    failure: Option<Failure>,
-}
-
-struct Failure {
-    why: String,
-    at: Instant,
+    /// The failure in force, to log each only once, and when it was seen last.
+    failure: Option<(String, Instant)>,
 }
 
 impl DiscoveryFeed {
@@ -142,7 +137,7 @@ impl DiscoveryFeed {
         }
     }
 
-    /// The source was read: bring the registry in line.
+    /// The source was read: bring the fleet in line.
     fn apply(&mut self, found: DiscoveredWorkers) {
         let Some(fleet) = self.fleet.upgrade() else { return };
         if found.named > 0 {
@@ -184,7 +179,7 @@ impl DiscoveryFeed {
         if let Some(fleet) = self.fleet.upgrade() {
             fleet.metrics.discovery_updates.with_label_values(&[self.source, "failed"]).inc();
             fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(1.0);
-            if self.failure.as_ref().is_none_or(|known| known.why != why) {
+            if self.failure.as_ref().is_none_or(|(known, _)| *known != why) {
                 tracing::error!(
                     source = self.source,
                     why,
@@ -192,7 +187,7 @@ impl DiscoveryFeed {
                     "discovery failed, the workers found before stay"
                 );
             }
-            self.failure = Some(Failure { why, at: Instant::now() });
+            self.failure = Some((why, Instant::now()));
         }
     }
 
@@ -206,7 +201,7 @@ impl DiscoveryFeed {
                  /readyz) and whether a proxy or network policy holds its answers back",
                 silent.as_secs()
             ));
-        } else if self.failure.as_ref().is_some_and(|failure| last_answer > failure.at)
+        } else if self.failure.as_ref().is_some_and(|(_, at)| last_answer > *at)
             && let Some(fleet) = self.fleet.upgrade()
         {
             self.clear_failure(&fleet);
@@ -240,7 +235,7 @@ impl DiscoveryFeed {
 
     /// Drain those of `kept` that are not needed.
     fn let_go(&mut self, fleet: &Arc<WorkerFleet>) {
-        let workers = fleet.registry.workers();
+        let workers = fleet.workers();
         let kept = self.kept.iter().filter_map(|url| self.own.get(url));
         let kept: BTreeSet<u64> = kept.map(|worker| worker.id).collect();
         // An operator may have removed one: then it is not in the list.
@@ -328,14 +323,14 @@ mod tests {
 
         /// All that are registered become ready, but for those that drain.
         fn all_ready(&self) {
-            for worker in self.fleet.registry.workers() {
-                self.fleet.registry.set_state(&worker, WorkerState::Ready, None);
+            for worker in self.fleet.workers() {
+                self.fleet.set_state(&worker, WorkerState::Ready, None);
             }
         }
 
         /// Workers that can be chosen or may become so.
         fn urls(&self) -> Vec<String> {
-            let workers = self.fleet.registry.workers();
+            let workers = self.fleet.workers();
             let workers = workers.iter().filter(|w| w.state() != WorkerState::Leaving);
             let mut urls: Vec<String> = workers
                 .map(|w| format!("{} {}", &w.role().into_str()[..1], w.url().authority()))
@@ -362,16 +357,16 @@ mod tests {
         let mut world = World::new();
         world.apply(&["p a:1", "p b:1"], &[]);
         world.all_ready();
-        let worker = world.fleet.registry.workers()[0].clone();
-        world.fleet.registry.set_state(&worker, WorkerState::Draining, None);
+        let worker = world.fleet.workers()[0].clone();
+        world.fleet.set_state(&worker, WorkerState::Draining, None);
         world.settle(&["p b:1"], &[]);
         assert_eq!(world.urls(), ["p a:1", "p b:1"]);
         let kept = world.fleet.metrics.discovered.clone();
         assert_eq!(kept.with_label_values(&["file", "kept"]).get(), 0.0);
         world.settle(&["p a:1", "p b:1"], &[]);
-        let again = world.fleet.registry.workers()[0].clone();
+        let again = world.fleet.workers()[0].clone();
         assert_eq!(again.id, worker.id, "it was never removed");
-        world.fleet.registry.set_state(&worker, WorkerState::Draining, None);
+        world.fleet.set_state(&worker, WorkerState::Draining, None);
         world.settle(&["p b:1"], &["http://a:1"]);
         assert_eq!(world.urls(), ["p b:1"], "a deletion is certain");
     }
@@ -402,10 +397,10 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         world.settle(&[], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
-        let worker = world.fleet.registry.workers().pop().unwrap();
+        let worker = world.fleet.workers().pop().unwrap();
         let reason = String::new();
         let state = WorkerState::Unhealthy { reason, is_hung: false };
-        world.fleet.registry.set_state(&worker, state, None);
+        world.fleet.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());
     }
@@ -426,8 +421,8 @@ mod tests {
     async fn what_an_operator_removed_stays_out_while_it_is_named() {
         let mut world = World::new();
         world.settle(&["p a:1"], &[]);
-        let id = world.fleet.registry.workers()[0].id;
-        world.fleet.registry.remove(id);
+        let id = world.fleet.workers()[0].id;
+        world.fleet.remove(id);
         world.settle(&["p a:1", "d c:1"], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
         world.settle(&["d c:1"], &[]);
@@ -468,7 +463,7 @@ mod tests {
         assert!(!is_stale());
         let later = heard + limit + Duration::from_secs(1);
         world.feed.check_silence(heard, later, limit);
-        let why = &world.feed.failure.as_ref().unwrap().why;
+        let (why, _) = world.feed.failure.as_ref().unwrap();
         assert!(is_stale() && why.contains("no data for 76 s") && why.contains("kubectl"));
         assert_eq!(world.urls(), ["p a:1"]);
         world.feed.check_silence(later, later, limit);

@@ -8,7 +8,7 @@
 //!    ([`zmq`], [`zmtp`]), in one wire format or the other ([`wire`]);
 //! 3. the [`reader`] keeps the rank's replica and reports changes to the policies; a stream that
 //!    ends is opened again, with growing pauses;
-//! 4. the candidate leaves the registry: its task is stopped, and the policy forgets it.
+//! 4. the candidate leaves the fleet: its task is stopped, and the policy forgets it.
 //!
 //! What waits to be read waits in the connection: there is no queue here that could grow.
 
@@ -27,10 +27,8 @@ mod zmq;
 /// ZeroMQ's wire protocol.
 mod zmtp;
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use ::http::HeaderMap;
 use router_core::Role;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
@@ -39,7 +37,6 @@ use self::source::EventSource;
 use self::status::SyncState;
 use self::subscriber::{EventReader, SubscriptionEnd};
 use crate::config::KvEventsMode;
-use crate::transport::upstream::ConnectionPool;
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
@@ -53,7 +50,7 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 
 /// Say once what will not happen.
 pub fn announce(fleet: &WorkerFleet) {
-    let policy = |role| fleet.registry.deciders.policy(role);
+    let policy = |role| fleet.deciders.policy(role);
     let uses = Role::ALL.into_iter().any(|role| policy(role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
@@ -65,7 +62,7 @@ pub fn announce(fleet: &WorkerFleet) {
 
 /// Start the feeds of a worker that has described itself. Those that run go on.
 pub fn start(fleet: &WorkerFleet, worker: &Worker) {
-    for candidate in fleet.registry.candidates_at(worker) {
+    for candidate in fleet.candidates_at(worker) {
         let mut task = candidate.feed.task.lock();
         if task.is_some() {
             continue;
@@ -81,7 +78,7 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
 }
 
 fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, String> {
-    let policy = fleet.registry.deciders.policy(candidate.worker.role());
+    let policy = fleet.deciders.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
     }
@@ -99,43 +96,39 @@ fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> Ab
     (status.state, status.reason) = (SyncState::Connecting, None);
     status.source = Some(source.to_string());
     drop(status);
-    let reader = EventReader::new(fleet, candidate);
+    let mut reader = EventReader::new(fleet, candidate);
     let (pool, headers) = (candidate.worker.pool.clone(), fleet.worker_headers());
-    tokio::spawn(run(reader, source, pool, headers)).abort_handle()
-}
-
-/// Holds neither the router nor the worker: the candidate stops it when it leaves.
-async fn run(
-    mut reader: EventReader,
-    source: EventSource,
-    pool: Arc<ConnectionPool>,
-    headers: HeaderMap,
-) {
-    let (mut pause, mut last) = (FIRST_PAUSE, None);
-    let mut last_reported = String::new();
-    loop {
-        let begun = Instant::now();
-        let Err(end) = match &source {
-            EventSource::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
-            EventSource::Zmq { events, replay } => {
-                zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
+    // Holds neither the router nor the worker: the candidate stops it when it leaves.
+    let following = async move {
+        let (mut pause, mut last) = (FIRST_PAUSE, None);
+        let mut last_reported = String::new();
+        loop {
+            let begun = Instant::now();
+            let Err(end) = match &source {
+                EventSource::Http { rank } => {
+                    http::follow(&mut reader, &pool, &headers, *rank).await
+                }
+                EventSource::Zmq { events, replay } => {
+                    zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
+                }
+            };
+            reader.ended(&end);
+            if matches!(end, SubscriptionEnd::Replica(_)) {
+                last = None;
             }
-        };
-        reader.ended(&end);
-        if matches!(end, SubscriptionEnd::Replica(_)) {
-            last = None;
+            if begun.elapsed() >= GOOD_STREAM {
+                pause = FIRST_PAUSE;
+            }
+            let why = end.to_string();
+            if why == last_reported {
+                tracing::debug!(worker = %reader.name, %source, why, "no events again");
+            } else {
+                tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
+                last_reported = why;
+            }
+            sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
-        if begun.elapsed() >= GOOD_STREAM {
-            pause = FIRST_PAUSE;
-        }
-        let why = end.to_string();
-        if why == last_reported {
-            tracing::debug!(worker = %reader.name, %source, why, "no events again");
-        } else {
-            tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
-            last_reported = why;
-        }
-        sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
-    }
+    };
+    tokio::spawn(following).abort_handle()
 }

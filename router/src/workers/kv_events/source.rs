@@ -1,7 +1,5 @@
 //! Where a worker's events are, from what it says about itself and from the flags.
 
-use std::fmt;
-
 use serde::Deserialize;
 
 use crate::config::{KvEventEndpoint, KvEventFlags};
@@ -9,21 +7,14 @@ use crate::workers::load_guard::Candidate;
 use crate::workers::worker::WorkerDescription;
 
 /// Source of one rank's events.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, strum::Display)]
 pub enum EventSource {
     /// `GET /v1/kv_events` of our engines.
+    #[strum(to_string = "http")]
     Http { rank: u32 },
     /// vLLM's and SGLang's sockets, host:port.
+    #[strum(to_string = "tcp://{events}")]
     Zmq { events: String, replay: Option<String> },
-}
-
-impl fmt::Display for EventSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            EventSource::Http { .. } => f.write_str("http"),
-            EventSource::Zmq { events, .. } => write!(f, "tcp://{events}"),
-        }
-    }
 }
 
 /// SGLang's own flag, as its /get_server_info repeats it.

@@ -71,7 +71,7 @@ impl EventReader {
             name: candidate.name.clone(),
             role: candidate.worker.role(),
             id: candidate.id,
-            deciders: fleet.registry.deciders.clone(),
+            deciders: fleet.deciders.clone(),
             metrics: fleet.metrics.clone(),
             status: candidate.feed.status.clone(),
             replica: CacheReplica::new(fleet.config.tokens.block_size),

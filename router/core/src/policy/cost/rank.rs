@@ -177,10 +177,9 @@ impl RankEstimate {
     fn not_booked(&self, requests: usize, kv_tokens: f64, at_ms: f64) -> OthersLoad {
         let own = || self.in_flight.values().filter(|own| own.sent_ms <= at_ms);
         let own_tokens: f64 = own().map(|own| own.kv_tokens).sum();
-        OthersLoad {
-            requests: requests.saturating_sub(own().count()),
-            kv_tokens: (kv_tokens - own_tokens).max(0.0),
-        }
+        let (requests, kv_tokens) =
+            (requests.saturating_sub(own().count()), kv_tokens - own_tokens);
+        OthersLoad { requests, kv_tokens: kv_tokens.max(0.0) }
     }
 
     /// A request of this router will take `kv_tokens` here until it ends.

@@ -237,14 +237,8 @@ impl CostState {
         }
         if self.model.role != Role::Decode {
             let predicted_ms = rank.speed(speed, now_ms).ms(PrefillWork::of(uncached, cached));
-            rank.sent(PendingPrompt {
-                ticket,
-                uncached,
-                cached,
-                predicted_ms,
-                sent_ms: now_ms,
-                tells,
-            });
+            let sent_ms = now_ms;
+            rank.sent(PendingPrompt { ticket, uncached, cached, predicted_ms, sent_ms, tells });
             if tells {
                 rank.stream_began(now_ms);
             }

@@ -1,14 +1,14 @@
-//! Gauges of workers, read from the registry at each scrape.
+//! Gauges of workers, read from the fleet at each scrape.
 
 use prometheus::GaugeVec;
 use router_core::Role;
 
 use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
-use crate::workers::registry::WorkerRegistry;
+use crate::workers::fleet::WorkerFleet;
 
 /// Set the gauges of workers; of those that are gone nothing stays.
-pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
+pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
     for family in [
         &metrics.workers,
         &metrics.unpaired,
@@ -23,14 +23,14 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
     ] {
         family.reset();
     }
-    for worker in registry.workers() {
+    for worker in fleet.workers() {
         let role = worker.role().into_str();
         metrics.workers.with_label_values(&[role, worker.state().label()]).inc();
-        if registry.incompatibility(&worker).is_some() {
+        if fleet.incompatibility(&worker).is_some() {
             metrics.unpaired.with_label_values(&[role]).inc();
         }
     }
-    let names: std::collections::HashMap<_, _> = registry
+    let names: std::collections::HashMap<_, _> = fleet
         .candidates()
         .into_iter()
         .map(|c| {
@@ -43,7 +43,7 @@ pub fn update(metrics: &RouterMetrics, registry: &WorkerRegistry) {
         })
         .collect();
     for role in Role::ALL {
-        let stats = registry.deciders.policy(role).stats(now_ms());
+        let stats = fleet.deciders.policy(role).stats(now_ms());
         let role = role.into_str();
         for (family, value) in [
             (&metrics.tree_bytes, stats.index_bytes as f64),

@@ -1,15 +1,14 @@
-//! Inputs and results of decisions.
+//! Inputs of decisions.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use rand::RngCore;
-use router_core::{PromptBlocks, RequestView, RoutingRequest, SelectionReason, WorkerFingerprint};
+use router_core::{PromptBlocks, RequestView, RoutingRequest, WorkerFingerprint};
 
 use crate::observability::request_timeline::RequestTimeline;
-use crate::workers::load_guard::LoadGuard;
 
-/// A request as the registry takes it.
+/// A request as the fleet takes it.
 #[derive(Clone, Default)]
 pub struct SelectionRequest<'a> {
     pub text: Cow<'a, str>,
@@ -19,6 +18,8 @@ pub struct SelectionRequest<'a> {
     pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
+    /// True for one answer to one prompt: what the worker counts is about them.
+    pub counts: bool,
     /// Timeline that records the decision.
     pub timeline: Option<Arc<RequestTimeline>>,
     /// With all that is weighed.
@@ -39,17 +40,7 @@ impl SelectionRequest<'_> {
     }
 
     pub(super) fn view(&self, now_ms: u64) -> RequestView<'_> {
-        RequestView {
-            text: &self.text,
-            prompt: self.blocks.as_deref().map(PromptBlocks::prompt).unwrap_or_default(),
-            routing_key: self.routing_key,
-            now_ms,
-        }
+        let prompt = self.blocks.as_deref().map(PromptBlocks::prompt).unwrap_or_default();
+        RequestView { text: &self.text, prompt, routing_key: self.routing_key, now_ms }
     }
-}
-
-/// A candidate with its place taken.
-pub struct Selection {
-    pub guard: LoadGuard,
-    pub why: SelectionReason,
 }

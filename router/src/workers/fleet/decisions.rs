@@ -11,10 +11,10 @@ use router_core::{
 use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::observability::explain::DryRun;
+use crate::workers::fleet::WorkerFleet;
+use crate::workers::fleet::explanation::{name_of, named};
+use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::load_guard::{Candidate, LoadGuard};
-use crate::workers::registry::WorkerRegistry;
-use crate::workers::registry::explanation::{name_of, named};
-use crate::workers::registry::selection::{Selection, SelectionRequest};
 
 /// Candidates of a role that serve a request's model, and what its policy sees of those it may
 /// choose.
@@ -23,7 +23,7 @@ struct Side {
     views: Vec<WorkerView>,
 }
 
-impl WorkerRegistry {
+impl WorkerFleet {
     /// Let the role's policy choose among the ready candidates against which least speaks. Workers
     /// in `avoid` (they just failed this request) are taken only when there is no other. Budget:
     /// tens of microseconds; no await.
@@ -32,7 +32,7 @@ impl WorkerRegistry {
         role: Role,
         wanted: &SelectionRequest<'_>,
         avoid: &[WorkerId],
-    ) -> Result<Selection, RouteError> {
+    ) -> Result<LoadGuard, RouteError> {
         let chosen = {
             let _lock = self.table(role).decision_lock.lock();
             let sending = wanted.sending(now_ms());
@@ -51,7 +51,7 @@ impl WorkerRegistry {
         &self,
         wanted: &SelectionRequest<'_>,
         avoid: &[WorkerId],
-    ) -> Result<(Selection, Selection), RouteError> {
+    ) -> Result<(LoadGuard, LoadGuard), RouteError> {
         let roles = [Role::Prefill, Role::Decode];
         let (pair, ready) = {
             let _locks = roles.map(|role| self.table(role).decision_lock.lock());
@@ -60,8 +60,9 @@ impl WorkerRegistry {
             let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
             let tickets = [self.ticket(), self.ticket()];
             let fingerprints = self.fingerprints([p, d]);
-            let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
-            let decided = self.deciders.decide_pair(&sending, ready, fingerprints, tickets);
+            let ready = [&*p.views, &d.views];
+            let decided =
+                self.deciders.decide_pair(&sending, ready, fingerprints.as_ref(), tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
                 Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
@@ -87,21 +88,19 @@ impl WorkerRegistry {
     ) -> Result<Vec<DryRun>, RouteError> {
         let locks: Vec<_> =
             roles.iter().map(|role| self.table(*role).decision_lock.lock()).collect();
-        let sending = wanted.sending(now_ms());
-        let (request, seed) = (&sending.request, sending.seed);
-        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], request.now_ms));
+        let sending = RoutingRequest { explains: true, ..wanted.sending(now_ms()) };
+        let now_ms = sending.request.now_ms;
+        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], now_ms));
         let sides: Vec<Side> = sides.collect();
+        let decide =
+            |(role, side): (&Role, &Side)| self.deciders.dry_run(*role, &sending, &side.views);
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
-                let (ready, fingerprints) = ([&*p.views, &d.views], slices(&fingerprints));
-                self.deciders.dry_run_pair(request, ready, fingerprints, seed).map(Vec::from)
+                let ready = [&*p.views, &d.views];
+                self.deciders.dry_run_pair(&sending, ready, fingerprints.as_ref()).map(Vec::from)
             }
-            _ => roles
-                .iter()
-                .zip(&sides)
-                .map(|(role, side)| self.deciders.dry_run(*role, request, &side.views, seed))
-                .collect(),
+            _ => roles.iter().zip(&sides).map(decide).collect(),
         };
         drop(locks);
         let decided = decided.ok_or_else(|| match sides.as_slice() {
@@ -180,7 +179,7 @@ impl WorkerRegistry {
         ticket: SendTicket,
         wanted: &SelectionRequest<'_>,
         sending: &RoutingRequest<'_>,
-    ) -> Option<Selection> {
+    ) -> Option<LoadGuard> {
         let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
         let role = candidate.worker.role();
         let sent_ms = sending.request.now_ms;
@@ -195,19 +194,20 @@ impl WorkerRegistry {
             timeline.leg(role, &candidate.name, choice.why, explanation)
         });
         let (_, reads_blocks) = self.deciders.needs(&[role]);
-        let guard = LoadGuard {
+        let blocks = wanted.blocks.clone().filter(|_| reads_blocks);
+        Some(LoadGuard {
             candidate,
             deciders: self.deciders.clone(),
             outcome: RequestOutcome::Unknown,
             ticket,
-            blocks: wanted.blocks.clone().filter(|_| reads_blocks),
-            forecast: choice.why.forecast(),
+            counts: wanted.counts && blocks.is_some(),
+            blocks,
+            why: choice.why,
             sent_ms,
             is_first_token_known: !sending.tells_first_token(role),
             timeline: timeline.unwrap_or_default(),
             metrics: self.metrics.clone(),
-        };
-        Some(Selection { guard, why: choice.why })
+        })
     }
 
     /// True if a candidate outside `avoid` could be chosen.
@@ -218,8 +218,4 @@ impl WorkerRegistry {
             c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
-}
-
-fn slices<T>(pair: &Option<[Vec<T>; 2]>) -> Option<[&[T]; 2]> {
-    pair.as_ref().map(|pair| pair.each_ref().map(Vec::as_slice))
 }

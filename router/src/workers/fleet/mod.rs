@@ -1,5 +1,5 @@
-//! Registry of workers: their candidates (one per worker, or per DP rank), their load, breakers and
-//! policies.
+//! Fleet of registered workers: their candidates (one per worker, or per DP rank), their load,
+//! breakers and policies. Probes, discovery and cache events hold this, not the whole router.
 //!
 //! The life of a worker:
 //!
@@ -25,14 +25,16 @@ mod decisions;
 mod explanation;
 /// Gauges of workers.
 pub(crate) mod metrics;
-/// Inputs and results of decisions.
+/// Inputs of decisions.
 pub(crate) mod selection;
 /// First probes of new workers.
 pub(crate) mod startup_gate;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
     BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role, WorkerId,
@@ -47,13 +49,13 @@ use crate::observability::fleet_events::FleetEvents;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
-use crate::transport::upstream::ConnectionPool;
+use crate::transport::upstream::{ConnectionPool, RequestHead};
 use crate::workers::kv_events::status::EventSubscription;
 use crate::workers::load_guard::Candidate;
 use crate::workers::load_report::{self, LoadReport};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
-/// Most workers registered at once: the registry is open to the network.
+/// Most workers registered at once: registration is open to the network.
 const MAX_WORKERS: usize = 4096;
 
 #[derive(Default)]
@@ -80,7 +82,7 @@ impl RoleTable {
     }
 }
 
-pub struct WorkerRegistry {
+pub struct WorkerFleet {
     workers: RwLock<Vec<Arc<Worker>>>,
     pub deciders: Arc<PolicySet>,
     /// By [`Role::index`].
@@ -94,24 +96,27 @@ pub struct WorkerRegistry {
     /// Workers whose tasks have not probed them yet.
     pub startup_gate: StartupGate,
     /// Notified when candidates come or go.
-    changed: watch::Sender<()>,
+    pub changed: watch::Sender<()>,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
-    metrics: Arc<RouterMetrics>,
+    pub metrics: Arc<RouterMetrics>,
     /// For the web page.
     pub events: FleetEvents,
-    config: Arc<RouterConfig>,
+    pub config: Arc<RouterConfig>,
+    /// Sources of workers that were read once.
+    pub discovered: Mutex<BTreeSet<&'static str>>,
     /// For https:// workers.
     tls: Option<WorkerTls>,
     cut: watch::Receiver<bool>,
 }
 
-impl WorkerRegistry {
+impl WorkerFleet {
+    /// `tls`: for https:// workers. `cut` turns true when what still runs is cut.
     pub fn new(
         config: Arc<RouterConfig>,
-        deciders: PolicySet,
         metrics: Arc<RouterMetrics>,
+        deciders: PolicySet,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
@@ -130,9 +135,31 @@ impl WorkerRegistry {
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
             config,
+            discovered: Mutex::default(),
             tls,
             cut,
         }
+    }
+
+    pub fn is_pd(&self) -> bool {
+        self.config.workers.pd_disaggregation
+    }
+
+    /// Roles without which nothing can be answered.
+    pub fn serving_roles(&self) -> &'static [Role] {
+        self.config.workers.serving_roles()
+    }
+
+    /// Headers of the router's own requests to workers.
+    pub fn worker_headers(&self) -> HeaderMap {
+        let key = self.config.listen.api_key.iter();
+        let values = key.flat_map(|key| HeaderValue::try_from(format!("Bearer {key}")));
+        values.map(|value| (header::AUTHORIZATION, value)).collect()
+    }
+
+    /// Head of a request of the router's own.
+    pub fn own_request(&self, method: Method, path: &'static str) -> RequestHead {
+        RequestHead::new(method, Uri::from_static(path), self.worker_headers())
     }
 
     /// Register a worker; the caller starts its health task.
@@ -158,6 +185,7 @@ impl WorkerRegistry {
             spec,
             suspect: Notify::new(),
             silent: Notify::new(),
+            probe_after: self.config.silent_request_probe(),
             state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),
@@ -178,6 +206,23 @@ impl WorkerRegistry {
         self.replace_candidates(&worker, Vec::new());
         self.events.add("removed", worker.role(), &worker.url().to_string(), None);
         Some(worker)
+    }
+
+    /// No new requests for this worker; it is removed when those in flight have ended.
+    pub fn drain(self: &Arc<Self>, worker: &Arc<Worker>) {
+        if !self.set_state(worker, WorkerState::Leaving, None) {
+            return; // it leaves already, or was removed
+        }
+        worker.stop_probes();
+        let (fleet, worker) = (Arc::downgrade(self), worker.clone());
+        tokio::spawn(async move {
+            worker.until_idle().await;
+            if let Some(fleet) = fleet.upgrade()
+                && fleet.remove(worker.id).is_some()
+            {
+                tracing::info!(url = %worker.url(), "worker drained and removed");
+            }
+        });
     }
 
     pub fn workers(&self) -> Vec<Arc<Worker>> {
@@ -223,11 +268,6 @@ impl WorkerRegistry {
     pub fn candidates_at(&self, worker: &Worker) -> Vec<Arc<Candidate>> {
         let list = self.table(worker.role()).list();
         list.iter().filter(|c| c.worker.id == worker.id).cloned().collect()
-    }
-
-    /// Receiver of changes to the candidates from here on.
-    pub fn changes(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
     }
 
     /// True if a worker of this role is registered that serves, or may serve again.
