@@ -222,6 +222,15 @@ impl KvPool {
         self.gen_word(page).load(Ordering::Acquire)
     }
 
+    /// The first of these (page, generation) that this pool does not have, or no longer has.
+    pub fn first_stale(&self, pages: &[(u32, u64)]) -> Option<u32> {
+        let mut pages = pages.iter().copied();
+        let stale = pages.find(|&(page, generation)| {
+            page as usize >= self.num_pages() || self.generation(page) != generation
+        });
+        stale.map(|(page, _)| page)
+    }
+
     /// The pages get a new owner: every (page, generation) announced before is void from now on.
     pub fn begin_write(&self, pages: &[u32]) {
         for &page in pages {
