@@ -7,7 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 
-use super::{DataContext, READ_BYTES, STALL, check_len, tune};
+use super::{DataContext, READ_BYTES, STALL, check_len, tune, unless_blocked};
 use crate::pool::KvPool;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_frame};
 use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
@@ -104,11 +104,8 @@ async fn answer(
 async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         within_stall(stream.writable()).await?;
-        match stream.try_write(bytes) {
-            Ok(n) => bytes = &bytes[n..],
-            Err(err) if err.kind() == io::ErrorKind::WouldBlock => {}
-            Err(err) => return Err(err),
-        }
+        let written = unless_blocked(stream.try_write(bytes))?;
+        bytes = &bytes[written.unwrap_or(0)..];
     }
     Ok(())
 }
