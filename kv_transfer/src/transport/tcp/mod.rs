@@ -132,8 +132,8 @@ impl DataStreams {
         for i in 0..parts {
             let pages = pull.pages.iter().skip(i * per_part).take(per_part).copied().collect();
             let part = PullPart { id: pull.id, pages, of: of.clone() };
-            self.next = (self.next + 1) % streams;
             self.send(plane, self.next, ClientCommand::Pull(part));
+            self.next = (self.next + 1) % streams;
         }
         true
     }

@@ -24,12 +24,14 @@ pub(super) async fn serve(
     opened: OpenedConnection,
 ) {
     let OpenedConnection { peer, mut sealer, mut opener } = opened;
+    // Closed when this returns: a peer that finds it closed finds its bad frame counted.
+    let mut stream =
+        TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()));
     let served = async {
-        let mut stream =
-            TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()))?;
-        tune(&stream);
+        let stream = stream.as_mut().map_err(|err| err.clone())?;
+        tune(stream);
         loop {
-            let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
+            let frame = read_small_frame(stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
                 Msg::Heartbeat { .. } => {}
                 Msg::Read { ticket, ids, gens } => {
@@ -37,7 +39,7 @@ pub(super) async fn serve(
                         tokio::time::sleep(delay).await; // a test's slow link
                     }
                     let pages: Vec<_> = ids.into_iter().zip(gens).collect();
-                    answer(&context, &stream, &mut sealer, &peer.inc, ticket, &pages).await?;
+                    answer(&context, stream, &mut sealer, &peer.inc, ticket, &pages).await?;
                 }
                 other => {
                     let why = format!("{} on a data stream", other.name());
