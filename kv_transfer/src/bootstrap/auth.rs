@@ -106,11 +106,9 @@ pub fn verify(
     request_mac(key, method, path, stamp, body)
         .verify_slice(&tag)
         .map_err(|_| "the signature is wrong: the cluster keys differ")?;
-    if at.abs_diff(now_ms) > MAX_AGE_MS {
-        return Err(format!(
-            "the signature is {} s old; compare the hosts' clocks",
-            at.abs_diff(now_ms) / 1000
-        ));
+    let age_ms = at.abs_diff(now_ms);
+    if age_ms > MAX_AGE_MS {
+        return Err(format!("the signature is {} s old; compare the hosts' clocks", age_ms / 1000));
     }
     Ok(at)
 }

@@ -156,27 +156,19 @@ impl BootstrapClient {
         Ok((answer, local))
     }
 
-    fn parse<T: for<'de> Deserialize<'de>>(&self, body: &[u8]) -> Result<T, HttpError> {
-        serde_json::from_slice(body).map_err(|err| {
+    async fn get<T: for<'de> Deserialize<'de>>(&self, path: &str) -> Result<T, HttpError> {
+        let (body, _) = self.request(Method::GET, path, vec![]).await?;
+        serde_json::from_slice(&body).map_err(|err| {
             HttpError::Nonsense(format!("{}:{}", self.host, self.port), err.to_string())
         })
     }
 
     pub async fn sizes(&self) -> Result<TopologySizes, HttpError> {
-        let (body, _) = self
-            .request(
-                Method::GET,
-                "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1",
-                vec![],
-            )
-            .await?;
-        self.parse(&body)
+        self.get("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1").await
     }
 
     pub async fn route(&self, dp_rank: u32) -> Result<RankRoute, HttpError> {
-        let path = format!("/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0");
-        let (body, _) = self.request(Method::GET, &path, vec![]).await?;
-        self.parse(&body)
+        self.get(&format!("/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0")).await
     }
 
     /// Register; an empty `rank_ip` is filled with our address on the way to the server.

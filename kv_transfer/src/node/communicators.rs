@@ -81,18 +81,6 @@ impl Staged {
         let idle = self.comms.iter().filter(|(_, comm)| comm.is_idle());
         idle.min_by_key(|(_, comm)| comm.last_used).map(|(&key, _)| key)
     }
-
-    fn submit(&self, key: CommKey, job: CommJob) {
-        if let Some(thread) = self.comms.get(&key).and_then(|comm| comm.thread.as_ref()) {
-            thread.submit(job);
-        }
-    }
-
-    fn abort(&mut self, key: CommKey) {
-        if let Some(thread) = self.comms.get_mut(&key).and_then(|comm| comm.thread.take()) {
-            thread.abort(self.aborts.0.clone());
-        }
-    }
 }
 
 impl Drop for Staged {
@@ -215,7 +203,7 @@ impl LoopContext {
             return staged.num_leaked() < MAX_LEAKED;
         }
         if let Some(idle) = staged.least_used_idle() {
-            self.step_either(idle, CommEvent::Close);
+            self.step_either(idle, CommEvent::End(CommEnd::Closed));
         }
         false
     }
@@ -283,7 +271,7 @@ impl LoopContext {
     pub fn end_comms_of(&mut self, peer: ConnectionId, why: &str) {
         for key in self.comms_of(peer) {
             let why = format!("the connection is lost: {why}");
-            self.step_either(key, CommEvent::PeerEnded(why));
+            self.step_either(key, CommEvent::End(CommEnd::ByPeer(why)));
         }
     }
 
@@ -299,11 +287,11 @@ impl LoopContext {
             Msg::SlabRead { comm, ticket, ids, gens } => {
                 let conn = self.connections.get(&peer);
                 let inc = conn.map_or("", |conn| &conn.peer.inc);
-                if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
+                let pages: Vec<_> = ids.into_iter().zip(gens).collect();
+                if let Some(page) = self.shared.announced.first_refused(inc, &pages) {
                     let code = Some(ReasonCode::LeaseExpired);
                     return self.send(peer, Msg::SlabStale { comm, ticket, page, code });
                 }
-                let pages = ids.into_iter().zip(gens).collect();
                 self.step_sender((peer, comm), SenderEvent::Read { ticket, pages });
             }
             Msg::SlabSend { comm, ticket, seq } => {
@@ -328,7 +316,8 @@ impl LoopContext {
                 self.record_fallback(key.0, staged.via, why);
             }
         }
-        self.step_either(key, CommEvent::PeerEnded(format!("the other side: {why}")));
+        let why = format!("the other side: {why}");
+        self.step_either(key, CommEvent::End(CommEnd::ByPeer(why)));
     }
 
     fn on_comm_open(&mut self, key: CommKey, transport: &str, slabs: u32, pages_per_slab: u32) {
@@ -338,7 +327,7 @@ impl LoopContext {
         }
         for former in known {
             let why = "the decode node made another one".to_owned();
-            self.step_either(former, CommEvent::PeerEnded(why));
+            self.step_either(former, CommEvent::End(CommEnd::ByPeer(why)));
         }
         if let Err((code, why)) = self.start_sender(key, transport, slabs, pages_per_slab) {
             let (comm, code) = (key.1, Some(code));
@@ -523,8 +512,11 @@ impl LoopContext {
                 self.send(key.0, Msg::CommEnd { comm, code, why });
             }
             CommAction::Abort => {
-                if let Some(staged) = &mut self.staged {
-                    staged.abort(key);
+                if let Some(staged) = &mut self.staged
+                    && let Some(comm) = staged.comms.get_mut(&key)
+                    && let Some(thread) = comm.thread.take()
+                {
+                    thread.abort(staged.aborts.0.clone());
                 }
             }
             CommAction::Leak => {
@@ -558,8 +550,9 @@ impl LoopContext {
     }
 
     fn submit(&self, key: CommKey, job: CommJob) {
-        if let Some(staged) = &self.staged {
-            staged.submit(key, job);
+        let comm = self.staged.as_ref().and_then(|staged| staged.comms.get(&key));
+        if let Some(thread) = comm.and_then(|comm| comm.thread.as_ref()) {
+            thread.submit(job);
         }
     }
 

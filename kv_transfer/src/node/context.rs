@@ -6,7 +6,6 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
-use std::mem;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -191,9 +190,9 @@ pub(super) struct NodeContext {
     pub connections: HashMap<ConnectionId, PeerConnection>,
     next_conn: ConnectionId,
     /// Connections found to be lost since the loop last looked.
-    lost: Vec<(ConnectionId, ConnectionError)>,
+    pub lost: Vec<(ConnectionId, ConnectionError)>,
     /// Pulls that ended without a report of a thread.
-    pulled: Vec<PullEnd>,
+    pub pulled: Vec<PullEnd>,
     /// Events for the engine, delivered at the end of the step.
     events: Vec<NodeEvent>,
 }
@@ -345,10 +344,7 @@ impl NodeContext {
             Some(Fault::Dup) => outbox.put(plain(msg.clone())) && outbox.put(plain(msg)),
             Some(Fault::Flip) => outbox.put(OutgoingMessage { msg, flip: true }),
             Some(Fault::Kill) => {
-                return self.mark_lost(
-                    peer,
-                    ConnectionError::new(ReasonCode::PeerDead, "fault injection"),
-                );
+                return self.mark_lost(peer, ConnectionError::dead("fault injection"));
             }
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
@@ -360,7 +356,7 @@ impl NodeContext {
         };
         if !sent {
             let why = "it is closing, or reads much less than it asks for";
-            self.mark_lost(peer, ConnectionError::new(ReasonCode::PeerDead, why));
+            self.mark_lost(peer, ConnectionError::dead(why));
         }
     }
 
@@ -369,17 +365,9 @@ impl NodeContext {
         self.lost.push((peer, err));
     }
 
-    pub fn take_lost(&mut self) -> Vec<(ConnectionId, ConnectionError)> {
-        mem::take(&mut self.lost)
-    }
-
     /// Report the end of a pull to the decode side after this step.
     pub fn end_pull(&mut self, end: PullEnd) {
         self.pulled.push(end);
-    }
-
-    pub fn take_pulled(&mut self) -> Vec<PullEnd> {
-        mem::take(&mut self.pulled)
     }
 
     pub fn bootstrap_client(&self, host: String, port: u16) -> BootstrapClient {
@@ -437,10 +425,6 @@ impl NodeContext {
 
     pub fn push(&mut self, event: NodeEvent) {
         self.events.push(event);
-    }
-
-    pub fn may_use(&self, transport: Transport) -> bool {
-        self.config.transports.contains(&transport)
     }
 
     /// Deliver the events of the previous steps to the engine.

@@ -6,6 +6,7 @@
 //! loop.
 
 use std::io;
+use std::mem;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
@@ -117,7 +118,8 @@ impl ControlLoop {
     /// engine.
     fn apply_deferred(&mut self) {
         loop {
-            let (pulled, lost) = (self.ctx.take_pulled(), self.ctx.take_lost());
+            let pulled = mem::take(&mut self.ctx.pulled);
+            let lost = mem::take(&mut self.ctx.lost);
             if pulled.is_empty() && lost.is_empty() {
                 break;
             }
@@ -373,7 +375,7 @@ impl ControlLoop {
         let silent_ms = now.saturating_sub(conn.last_seen);
         if silent_ms >= MISSED_HEARTBEATS * every {
             let why = format!("no message for {silent_ms} ms ({MISSED_HEARTBEATS} heartbeats)");
-            return self.on_connection_lost(peer, &ConnectionError::new(ReasonCode::PeerDead, why));
+            return self.on_connection_lost(peer, &ConnectionError::dead(why));
         }
         conn.seq += 1;
         let rooms: Vec<u64> = conn.rooms.iter().map(|&(_, room)| room).collect();

@@ -139,30 +139,27 @@ impl PrefillSide {
         ctx.shared.stats.lock().opens_received += 1;
         let (room, attempt) = (open.room, open.attempt);
         let own = &ctx.identity.hello;
-        let refusal = if open.p_inc_expected != own.inc {
+        let (code, why) = if open.p_inc_expected != own.inc {
             let why = format!("this is incarnation {}", own.inc);
-            Some((ReasonCode::PeerRestarted, why))
+            (ReasonCode::PeerRestarted, why)
         } else if open.layout_hash != own.layout_hash {
             let why = format!(
                 "page layout {} of the decode node, {} here: model, dtype, page size and heads must agree",
                 open.layout_hash, own.layout_hash
             );
-            Some((ReasonCode::LayoutMismatch, why))
+            (ReasonCode::LayoutMismatch, why)
         } else if self.rooms.contains_key(&room) {
             let OpenMessage { prompt_hash, start_page, .. } = open;
             let event = PrefillEvent::Open { peer, attempt, prompt_hash, start_page };
             return self.step(ctx, room, event);
         } else if let Some(code) = self.ended_rooms.get(room, attempt) {
-            Some((code, "the room is over on the prefill node".into()))
+            (code, "the room is over on the prefill node".into())
         } else if self.is_draining {
-            let why = "the prefill node takes no new requests";
-            Some((ReasonCode::Draining, why.into()))
+            (ReasonCode::Draining, "the prefill node takes no new requests".into())
         } else {
             return self.keep_pending(ctx, peer, open);
         };
-        if let Some((code, why)) = refusal {
-            reject(ctx, RoomOf { peer, room, attempt }, code, &why);
-        }
+        reject(ctx, RoomOf { peer, room, attempt }, code, &why);
     }
 
     fn keep_pending(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {

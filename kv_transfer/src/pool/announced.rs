@@ -56,16 +56,11 @@ impl AnnouncedPages {
     }
 
     /// The first page that this decode rank may not read, if any; counted then.
-    pub fn first_refused(&self, inc: &str, ids: &[u32], gens: &[u64]) -> Option<u32> {
+    pub fn first_refused(&self, inc: &str, pages: &[Page]) -> Option<u32> {
         let tables = self.tables.lock();
         let readable = tables.readable.get(inc);
-        let refused = ids
-            .iter()
-            .zip(gens)
-            .find(|&(&id, &generation)| {
-                !readable.is_some_and(|r| r.contains_key(&(id, generation)))
-            })
-            .map(|(&id, _)| id);
+        let may_read = |page| readable.is_some_and(|pages| pages.contains_key(page));
+        let refused = pages.iter().find(|&page| !may_read(page)).map(|&(id, _)| id);
         self.refused.fetch_add(u64::from(refused.is_some()), Ordering::Relaxed);
         refused
     }
@@ -82,12 +77,12 @@ mod tests {
     #[test]
     fn page_is_readable_by_its_reader_while_one_of_its_rooms_lives() {
         let pages = AnnouncedPages::default();
-        let may = |inc, id, generation| pages.first_refused(inc, &[id], &[generation]).is_none();
+        let may = |inc, id, generation| pages.first_refused(inc, &[(id, generation)]).is_none();
         pages.announce(1, "d", [(7, 2), (8, 4)].into_iter());
         pages.announce(2, "d", [(7, 2)].into_iter());
         assert!(may("d", 7, 2) && may("d", 8, 4));
         assert!(!may("other", 7, 2) && !may("d", 7, 4) && !may("d", 9, 2));
-        assert_eq!(pages.first_refused("d", &[7, 9], &[2, 2]), Some(9));
+        assert_eq!(pages.first_refused("d", &[(7, 2), (9, 2)]), Some(9));
         pages.withdraw(1);
         assert!(may("d", 7, 2) && !may("d", 8, 4));
         pages.withdraw(2);

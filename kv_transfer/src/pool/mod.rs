@@ -148,19 +148,11 @@ impl KvPool {
         device: Option<Arc<dyn DevicePages>>,
     ) -> Result<Self, PoolError> {
         let shape = PoolShape::new(num_pages, page_bytes, device.is_some())?;
-        let fd = new_memfd().map_err(|source| PoolError::Create {
-            what: "memfd_create",
-            bytes: shape.file_bytes,
-            source,
-        })?;
-        ftruncate(&fd, shape.file_bytes as u64).map_err(|err| PoolError::Create {
-            what: "ftruncate",
-            bytes: shape.file_bytes,
-            source: err.into(),
-        })?;
-        let map = SharedMapping::writable(&fd, shape.file_bytes).map_err(|source| {
-            PoolError::Create { what: "mmap", bytes: shape.file_bytes, source }
-        })?;
+        let bytes = shape.file_bytes;
+        let failed = |what, source| PoolError::Create { what, bytes, source };
+        let fd = new_memfd().map_err(|err| failed("memfd_create", err))?;
+        ftruncate(&fd, bytes as u64).map_err(|err| failed("ftruncate", err.into()))?;
+        let map = SharedMapping::writable(&fd, bytes).map_err(|err| failed("mmap", err))?;
         map.advise_owner(shape.data_off);
         for (i, word) in shape.header().into_iter().enumerate() {
             map.word(i * 8).store(word, Ordering::Relaxed);
@@ -220,6 +212,15 @@ impl KvPool {
     /// The page's generation: even = content is final, odd = being written.
     pub fn generation(&self, page: u32) -> u64 {
         self.gen_word(page).load(Ordering::Acquire)
+    }
+
+    /// The first of these (page, generation) that this pool does not have, or no longer has.
+    pub fn first_stale(&self, pages: &[(u32, u64)]) -> Option<u32> {
+        let mut pages = pages.iter().copied();
+        let stale = pages.find(|&(page, generation)| {
+            page as usize >= self.num_pages() || self.generation(page) != generation
+        });
+        stale.map(|(page, _)| page)
     }
 
     /// The pages get a new owner: every (page, generation) announced before is void from now on.
@@ -289,13 +290,12 @@ fn new_memfd() -> io::Result<OwnedFd> {
 }
 
 fn seal_file(fd: &OwnedFd) -> Result<(), PoolError> {
-    fcntl_add_seals(fd, REQUIRED_SEALS | SealFlags::SEAL)
+    let seals = fcntl_add_seals(fd, REQUIRED_SEALS | SealFlags::SEAL)
+        .and_then(|()| fcntl_get_seals(fd))
         .map_err(|err| PoolError::Sealing { source: err.into() })?;
-    let seals = fcntl_get_seals(fd).map_err(|err| PoolError::Sealing { source: err.into() })?;
     if !seals.contains(REQUIRED_SEALS) {
-        return Err(PoolError::Sealing {
-            source: io::Error::other(format!("the kernel kept only {seals:?}")),
-        });
+        let source = io::Error::other(format!("the kernel kept only {seals:?}"));
+        return Err(PoolError::Sealing { source });
     }
     Ok(())
 }

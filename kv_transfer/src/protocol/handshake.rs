@@ -30,6 +30,11 @@ impl ConnectionError {
         Self { code, why: why.into() }
     }
 
+    /// The peer does not answer, or has closed the connection.
+    pub fn dead(why: impl Into<String>) -> Self {
+        Self::new(ReasonCode::PeerDead, why)
+    }
+
     /// The peer broke the protocol, or the transport does not work.
     pub fn broken(why: impl Into<String>) -> Self {
         Self::new(ReasonCode::TransportBroken, why)
@@ -38,7 +43,7 @@ impl ConnectionError {
 
 impl From<io::Error> for ConnectionError {
     fn from(err: io::Error) -> Self {
-        Self::new(ReasonCode::PeerDead, err.to_string())
+        Self::dead(err.to_string())
     }
 }
 
@@ -68,9 +73,7 @@ pub async fn read_small_frame(
     limit: usize,
     idle: Duration,
 ) -> Result<Vec<u8>, ConnectionError> {
-    let silent = |what: &str, time| {
-        ConnectionError::new(ReasonCode::PeerDead, format!("{what} for {time:?}"))
-    };
+    let silent = |what: &str, time| ConnectionError::dead(format!("{what} for {time:?}"));
     let len = tokio::time::timeout(idle, read_len(stream, limit))
         .await
         .unwrap_or_else(|_| Err(silent("no frame", idle)))?;
@@ -167,9 +170,7 @@ impl Identity {
                 Msg::Reject { code, message, .. } => {
                     return Err(ConnectionError::new(code, message));
                 }
-                other => {
-                    return Err(unexpected(&other));
-                }
+                other => return Err(unexpected(&other)),
             };
             let nonce: [u8; NONCE_BYTES] = rand::random();
             let hello = self.hello(channel, &nonce, expected_inc);
@@ -181,18 +182,14 @@ impl Identity {
                 Msg::Reject { code, message, .. } => {
                     return Err(ConnectionError::new(code, message));
                 }
-                other => {
-                    return Err(unexpected(&other));
-                }
+                other => return Err(unexpected(&other)),
             };
             check_version(&peer)?;
             if let Some(expected) = expected_inc
                 && expected != peer.inc
             {
-                return Err(ConnectionError::new(
-                    ReasonCode::PeerRestarted,
-                    format!("incarnation {} answered, {expected} was expected", peer.inc),
-                ));
+                let why = format!("incarnation {} answered, {expected} was expected", peer.inc);
+                return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
             }
             let (sealer, opener) = self.handshake().establish(true, &nonce, &peer.nonce);
             Ok(OpenedConnection { peer, sealer, opener })
@@ -205,22 +202,18 @@ impl Identity {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<OpenedConnection, ConnectionError> {
+        use ReasonCode::{Auth, LayoutMismatch, PeerRestarted};
         within_hello_timeout(async {
-            match self.respond_unbounded(stream).await {
-                Err(err)
-                    if matches!(
-                        err.code,
-                        ReasonCode::Auth | ReasonCode::LayoutMismatch | ReasonCode::PeerRestarted
-                    ) =>
-                {
-                    let refusal = Msg::connection_refusal(err.code, &err.why);
-                    // The connection ends either way, and the peer may have closed it.
-                    let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
-                    let _ = stream.shutdown().await;
-                    Err(err)
-                }
-                other => other,
+            let opened = self.respond_unbounded(stream).await;
+            if let Err(err) = &opened
+                && matches!(err.code, Auth | LayoutMismatch | PeerRestarted)
+            {
+                let refusal = Msg::connection_refusal(err.code, &err.why);
+                // The connection ends either way, and the peer may have closed it.
+                let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
+                let _ = stream.shutdown().await;
             }
+            opened
         })
         .await
     }
@@ -242,16 +235,12 @@ impl Identity {
                 }
                 return Err(err.into());
             }
-            Ok((_, other)) => {
-                return Err(unexpected(&other));
-            }
+            Ok((_, other)) => return Err(unexpected(&other)),
         };
         check_version(&peer)?;
         if peer.expected_inc.as_ref().is_some_and(|expected| *expected != self.hello.inc) {
-            return Err(ConnectionError::new(
-                ReasonCode::PeerRestarted,
-                format!("this is incarnation {}", self.hello.inc),
-            ));
+            let why = format!("this is incarnation {}", self.hello.inc);
+            return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
         }
         let hello = self.hello(peer.channel, &nonce, None);
         stream.write_all(&handshake.seal_hello(&hello, &peer.nonce)).await?;
@@ -269,23 +258,19 @@ fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
     if peer.ver >= MIN_VERSION && oldest <= VERSION {
         return Ok(());
     }
-    Err(ConnectionError::new(
-        ReasonCode::LayoutMismatch,
-        format!(
-            "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
-            peer.ver
-        ),
-    ))
+    let why = format!(
+        "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
+        peer.ver
+    );
+    Err(ConnectionError::new(ReasonCode::LayoutMismatch, why))
 }
 
 async fn within_hello_timeout<T>(
     exchange: impl Future<Output = Result<T, ConnectionError>>,
 ) -> Result<T, ConnectionError> {
-    let silent = ConnectionError::new(
-        ReasonCode::PeerDead,
-        format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}"),
-    );
-    tokio::time::timeout(HELLO_TIMEOUT, exchange).await.unwrap_or(Err(silent))
+    let why = format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}");
+    let silent = Err(ConnectionError::dead(why));
+    tokio::time::timeout(HELLO_TIMEOUT, exchange).await.unwrap_or(silent)
 }
 
 #[cfg(test)]

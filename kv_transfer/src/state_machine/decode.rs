@@ -111,7 +111,8 @@ pub struct PullPage {
     pub dst: u32,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")] // the names in `InvalidTransition`
 pub enum DecodeEvent {
     /// A connection to the prefill rank is up.
     Connected { peer: ConnectionId },
@@ -150,28 +151,6 @@ pub enum DecodeEvent {
 }
 
 impl DecodeEvent {
-    fn name(&self) -> &'static str {
-        match self {
-            DecodeEvent::Connected { .. } => "connected",
-            DecodeEvent::Unreachable { .. } => "unreachable",
-            DecodeEvent::Accepted { .. } => "OPEN_OK",
-            DecodeEvent::OpenPending { .. } => "PARKED",
-            DecodeEvent::Rejected { .. } => "REJECT",
-            DecodeEvent::Progress { .. } => "PROGRESS",
-            DecodeEvent::Final { .. } => "FINAL",
-            DecodeEvent::PeerAbort { .. } => "ABORT",
-            DecodeEvent::PeerGone { .. } => "peer gone",
-            DecodeEvent::PeerStalled { .. } => "peer stalled",
-            DecodeEvent::Grant { .. } => "grant",
-            DecodeEvent::Revoke => "revoke",
-            DecodeEvent::Abort(_) => "abort",
-            DecodeEvent::Pulled { .. } => "pulled",
-            DecodeEvent::PullFailed { .. } => "pull failed",
-            DecodeEvent::PullStopped { .. } => "pull stopped",
-            DecodeEvent::Tick => "tick",
-        }
-    }
-
     /// Sender and attempt of a peer's message.
     fn sender(&self) -> Option<(ConnectionId, Option<u32>)> {
         match self {
@@ -337,9 +316,8 @@ impl DecodeRoom {
             }
             DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                return Ok(
-                    self.fail(ReasonCode::TransportBroken, "a pull was stopped from outside")
-                );
+                let why = "a pull was stopped from outside";
+                return Ok(self.fail(ReasonCode::TransportBroken, why));
             }
             DecodeEvent::Accepted { .. } => self.admit(),
             DecodeEvent::OpenPending { .. } => {}
@@ -357,38 +335,27 @@ impl DecodeRoom {
                 self.fin.get_or_insert(fin);
                 return Ok(self.advance_with(is_first_news, now));
             }
-            DecodeEvent::Unreachable { code, why } => {
-                return Ok(self.end(RoomEnd::Fail(code, why), None));
-            }
-            DecodeEvent::Rejected { code, why, .. } => {
+            DecodeEvent::Unreachable { code, why } | DecodeEvent::Rejected { code, why, .. } => {
                 self.peer = None;
-                return Ok(self.end(RoomEnd::Fail(code, why), None));
+                return Ok(self.fail(code, why));
             }
             DecodeEvent::PeerAbort { peer, code, .. } => {
-                let mut actions = vec![DecodeAction::AckAbort { peer }];
                 self.peer = None;
-                actions.extend(
-                    self.end(
-                        RoomEnd::Fail(code, "the prefill side gave the request up".into()),
-                        None,
-                    ),
-                );
+                let mut actions = vec![DecodeAction::AckAbort { peer }];
+                actions.extend(self.fail(code, "the prefill side gave the request up"));
                 return Ok(actions);
             }
             DecodeEvent::PeerGone { code, readable, .. } => {
                 self.peer = None;
                 if !(readable && self.all_announced()) {
-                    return Ok(
-                        self.end(RoomEnd::Fail(code, "the prefill rank is gone".into()), None)
-                    );
+                    return Ok(self.fail(code, "the prefill rank is gone"));
                 }
             }
             DecodeEvent::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
             DecodeEvent::PeerStalled { why, .. } => {
-                let code = ReasonCode::PeerStalled;
-                return Ok(self.fail(code, why));
+                return Ok(self.fail(ReasonCode::PeerStalled, why));
             }
-            DecodeEvent::Abort(code) => return Ok(self.end(RoomEnd::Abort, Some(code))),
+            DecodeEvent::Abort(code) => return Ok(self.end(RoomEnd::Abort, code)),
             DecodeEvent::Tick if self.next_due().is_some_and(|due| now >= due) => {
                 let (known, verified) = self.progress();
                 let what = if now >= self.deadline {
@@ -408,7 +375,7 @@ impl DecodeRoom {
     }
 
     fn invalid(&self, event: &DecodeEvent, why: &str) -> InvalidTransition {
-        InvalidTransition { phase: self.phase.name(), event: event.name(), why: why.into() }
+        InvalidTransition { phase: self.phase.name(), event: event.into(), why: why.into() }
     }
 
     /// Note that the peer accepted the room, by OPEN_OK or by a PROGRESS that overtook it.
@@ -538,47 +505,40 @@ impl DecodeRoom {
         });
         let root = root_of(sums);
         if root != fin.root {
-            return self.fail(
-                ReasonCode::Checksum,
-                "the root over the page checksums differs from the prefill side's",
-            );
+            let why = "the root over the page checksums differs from the prefill side's";
+            return self.fail(ReasonCode::Checksum, why);
         }
         self.phase = DecodePhase::Committed;
         let done = self.peer.map(|peer| DecodeAction::Done { peer, root });
         done.into_iter().chain([DecodeAction::Commit(fin)]).collect()
     }
 
-    /// Fail with `code`, which is sent to the peer.
+    /// Fail with `code`, which is sent to the peer, if there is one still.
     fn fail(&mut self, code: ReasonCode, why: impl Into<String>) -> Vec<DecodeAction> {
-        self.end(RoomEnd::Fail(code, why.into()), Some(code))
+        self.end(RoomEnd::Fail(code, why.into()), code)
     }
 
     /// Decide the end now; report it when the last pull has stopped.
-    fn end(&mut self, ending: RoomEnd, notify: Option<ReasonCode>) -> Vec<DecodeAction> {
-        let mut actions = Vec::with_capacity(3);
-        if let (Some(peer), Some(code)) = (self.peer, notify) {
-            actions.push(DecodeAction::SendAbort { peer, code });
-        }
+    fn end(&mut self, ending: RoomEnd, code: ReasonCode) -> Vec<DecodeAction> {
+        let abort = self.peer.map(|peer| DecodeAction::SendAbort { peer, code });
         self.ending = Some(ending);
-        if self.in_flight.is_empty() {
-            actions.extend(self.ended());
-        } else {
-            actions.push(DecodeAction::CancelPulls);
-        }
-        actions
+        let ended = self.report_end().unwrap_or(DecodeAction::CancelPulls);
+        abort.into_iter().chain([ended]).collect()
     }
 
-    fn ended(&mut self) -> Option<DecodeAction> {
-        match self.ending.take()? {
-            RoomEnd::Fail(code, why) => {
-                self.phase = DecodePhase::Failed(code);
-                Some(DecodeAction::Fail { code, why })
-            }
-            RoomEnd::Abort => {
-                self.phase = DecodePhase::Aborted;
-                Some(DecodeAction::Aborted)
-            }
+    /// The terminal action, once no pull is in flight.
+    fn report_end(&mut self) -> Option<DecodeAction> {
+        if !self.in_flight.is_empty() {
+            return None;
         }
+        let (phase, action) = match self.ending.take()? {
+            RoomEnd::Fail(code, why) => {
+                (DecodePhase::Failed(code), DecodeAction::Fail { code, why })
+            }
+            RoomEnd::Abort => (DecodePhase::Aborted, DecodeAction::Aborted),
+        };
+        self.phase = phase;
+        Some(action)
     }
 
     fn while_ending(&mut self, event: DecodeEvent) -> Result<Vec<DecodeAction>, InvalidTransition> {
@@ -587,11 +547,7 @@ impl DecodeRoom {
             | DecodeEvent::PullFailed { ticket, .. }
             | DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                Ok(if self.in_flight.is_empty() {
-                    self.ended().into_iter().collect()
-                } else {
-                    vec![]
-                })
+                Ok(self.report_end().into_iter().collect())
             }
             // The engine's abort replaces a failure that was not reported yet.
             DecodeEvent::Abort(_) => {

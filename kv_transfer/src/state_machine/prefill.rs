@@ -89,7 +89,8 @@ pub struct PrefillRoom {
     reader: Option<Reader>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")] // the names in `InvalidTransition`
 pub enum PrefillEvent {
     /// Own engine: prompt pages [first, first + n) are final, as (page, generation).
     Publish { first: u32, pages: Vec<(u32, u64)> },
@@ -111,23 +112,6 @@ pub enum PrefillEvent {
     Renew { peer: ConnectionId },
     /// The time of `next_due` has come.
     Tick,
-}
-
-impl PrefillEvent {
-    fn name(&self) -> &'static str {
-        match self {
-            PrefillEvent::Publish { .. } => "publish",
-            PrefillEvent::Hashed(_) => "hashed",
-            PrefillEvent::Finish(_) => "finish",
-            PrefillEvent::Abort(_) => "abort",
-            PrefillEvent::Open { .. } => "OPEN",
-            PrefillEvent::Done { .. } => "DONE",
-            PrefillEvent::PeerAbort { .. } => "ABORT",
-            PrefillEvent::PeerGone { .. } => "peer gone",
-            PrefillEvent::Renew { .. } => "renew",
-            PrefillEvent::Tick => "tick",
-        }
-    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -209,16 +193,14 @@ impl PrefillRoom {
             PrefillEvent::Publish { first, pages } => self.publish(first, &pages),
             PrefillEvent::Hashed(sums) => Ok(self.hashed(&sums)),
             PrefillEvent::Finish(finish) => self.finish(finish, now),
-            PrefillEvent::Abort(code) => {
-                Ok(self.end(PrefillPhase::Aborted(code), Some(code), true))
-            }
+            PrefillEvent::Abort(code) => Ok(self.end(PrefillPhase::Aborted(code), true)),
             PrefillEvent::Open { peer, attempt, prompt_hash, start_page } => {
                 Ok(self.open(peer, attempt, &prompt_hash, start_page, now))
             }
             PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
-                Ok(self.end(PrefillPhase::Released, None, false))
+                Ok(self.end(PrefillPhase::Released, false))
             }
             PrefillEvent::PeerAbort { peer, attempt, code }
                 if self.is_reader(peer) && attempt == self.attempt =>
@@ -250,7 +232,7 @@ impl PrefillRoom {
         now: u64,
     ) -> Vec<PrefillAction> {
         if !leaves_pages(code) {
-            return self.end(PrefillPhase::Aborted(code), Some(code), false);
+            return self.end(PrefillPhase::Aborted(code), false);
         }
         self.reader = None;
         if let PrefillPhase::Leased { until } = &mut self.phase {
@@ -274,7 +256,7 @@ impl PrefillRoom {
     fn after_the_end(&self, event: &PrefillEvent) -> Result<Vec<PrefillAction>, InvalidTransition> {
         match event {
             PrefillEvent::Publish { .. } | PrefillEvent::Finish(_) | PrefillEvent::Abort(_) => {
-                Err(self.invalid(event.name(), "the room is over"))
+                Err(self.invalid(event.into(), "the room is over"))
             }
             PrefillEvent::Open { peer, .. } => Ok(vec![PrefillAction::Reject {
                 peer: *peer,
@@ -356,14 +338,11 @@ impl PrefillRoom {
         }
         let published = self.pages.iter().take_while(|state| **state != PageState::Missing).count();
         if published != finish.total_pages as usize || self.pages.len() != published {
-            return Err(self.invalid(
-                "finish",
-                format!(
-                    "{} pages in all, but pages [0, {published}) of {} are published",
-                    finish.total_pages,
-                    self.pages.len()
-                ),
-            ));
+            let (total, known) = (finish.total_pages, self.pages.len());
+            let why = format!(
+                "{total} pages in all, but pages [0, {published}) of {known} are published"
+            );
+            return Err(self.invalid("finish", why));
         }
         self.finish = Some(finish);
         self.phase = PrefillPhase::Leased { until: now + self.lease_ms };
@@ -378,34 +357,26 @@ impl PrefillRoom {
         start_page: u32,
         now: u64,
     ) -> Vec<PrefillAction> {
-        let reject = |code, why: String| vec![PrefillAction::Reject { peer, code, why }];
+        let reject = |code, why: &str| vec![PrefillAction::Reject { peer, code, why: why.into() }];
         if attempt != self.attempt {
-            return reject(
-                ReasonCode::DupRoom,
-                format!("the room is in use by attempt {}, not {attempt}", self.attempt),
-            );
+            let why = format!("the room is in use by attempt {}, not {attempt}", self.attempt);
+            return reject(ReasonCode::DupRoom, &why);
         }
-        let before = self.reader.as_ref().map(|reader| reader.peer);
         match &self.reader {
             Some(reader) if reader.peer == peer && reader.start_page != start_page => {
-                return reject(
-                    ReasonCode::DupRoom,
-                    "this decode rank reads the room already".into(),
-                );
+                return reject(ReasonCode::DupRoom, "this decode rank reads the room already");
             }
             // The same OPEN again: everything is sent again, nothing else changes.
             Some(reader) if reader.peer == peer => {}
             _ if prompt_hash != self.prompt_hash => {
-                return reject(
-                    ReasonCode::PromptMismatch,
-                    "prefill and decode hashed different prompts; compare tokenizers and templates"
-                        .into(),
-                );
+                let why =
+                    "prefill and decode hashed different prompts; compare tokenizers and templates";
+                return reject(ReasonCode::PromptMismatch, why);
             }
             _ => {}
         }
         let mut actions = Vec::new();
-        if let Some(before) = before.filter(|before| *before != peer) {
+        if let Some(before) = self.reader().filter(|&before| before != peer) {
             // The router sent the request to another decode node: the previous one is dead or was
             // given up.
             actions.push(PrefillAction::SendAbort { peer: before, code: ReasonCode::DupRoom });
@@ -454,31 +425,22 @@ impl PrefillRoom {
 
     fn tick(&mut self, now: u64) -> Vec<PrefillAction> {
         match self.phase {
-            PrefillPhase::Leased { until } if now >= until => {
-                self.end(PrefillPhase::Expired, Some(ReasonCode::LeaseExpired), true)
+            PrefillPhase::Leased { until } if now >= until => self.end(PrefillPhase::Expired, true),
+            PrefillPhase::Waiting | PrefillPhase::Prefilling if now >= self.deadline => {
+                self.end(PrefillPhase::Aborted(ReasonCode::Deadline), true)
             }
-            PrefillPhase::Waiting | PrefillPhase::Prefilling if now >= self.deadline => self.end(
-                PrefillPhase::Aborted(ReasonCode::Deadline),
-                Some(ReasonCode::Deadline),
-                true,
-            ),
             _ => vec![],
         }
     }
 
-    fn end(
-        &mut self,
-        phase: PrefillPhase,
-        code: Option<ReasonCode>,
-        notify: bool,
-    ) -> Vec<PrefillAction> {
-        let mut actions = Vec::with_capacity(2);
-        if let (true, Some(reader), Some(code)) = (notify, &self.reader, code) {
-            actions.push(PrefillAction::SendAbort { peer: reader.peer, code });
-        }
+    /// End in `phase`; `notify`: the reader does not know of it yet.
+    fn end(&mut self, phase: PrefillPhase, notify: bool) -> Vec<PrefillAction> {
         self.phase = phase;
-        actions.push(PrefillAction::Released(code));
-        actions
+        let code = self.code_after_the_end();
+        let reader = self.reader().filter(|_| notify);
+        let abort = reader.map(|peer| PrefillAction::SendAbort { peer, code });
+        let failed = self.phase != PrefillPhase::Released;
+        abort.into_iter().chain([PrefillAction::Released(failed.then_some(code))]).collect()
     }
 }
 

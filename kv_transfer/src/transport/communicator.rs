@@ -26,7 +26,7 @@ use crate::pool::{KvPool, SumKind};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::communicator::{
-    CommEvent, ReceiverEvent, SenderEvent, SlabReceive, SlabSend,
+    CommEnd, CommEvent, ReceiverEvent, SenderEvent, SlabReceive, SlabSend,
 };
 use crate::state_machine::decode::PullPage;
 
@@ -208,7 +208,7 @@ pub enum CommJob {
     Receive(SlabReceive, Arc<WriteClaim>),
 }
 
-/// Event of a communicator's thread for its state machine. After `Broken` the thread does nothing
+/// Event of a communicator's thread for its state machine. After `Failed` the thread does nothing
 /// more.
 #[derive(Debug)]
 pub enum CommReport {
@@ -317,7 +317,7 @@ impl Worker {
                 Ok(Err(CommError(why))) => why,
                 Err(panic) => format!("internal: {}", panic_text(panic.as_ref())),
             };
-            (self.report)(CommReport::Either(CommEvent::Broken(broken)));
+            (self.report)(CommReport::Either(CommEvent::End(CommEnd::Failed(broken))));
             break;
         }
         *self.guard.open.lock() = None;
@@ -368,28 +368,18 @@ impl Worker {
         })
     }
 
-    fn stale(&self, pages: &[(u32, u64)]) -> Option<u32> {
-        let pool = &self.context.pool;
-        pages
-            .iter()
-            .find(|&&(page, generation)| {
-                page as usize >= pool.num_pages() || pool.generation(page) != generation
-            })
-            .map(|&(page, _)| page)
-    }
-
     fn send(&self, send: &SlabSend) -> Result<(), CommError> {
         let (ticket, slab, pages) = (send.ticket, send.slab, &send.pages[..]);
         let (open, slabs) = self.opened()?;
         let faults = &self.context.faults;
         faults.delay_page();
-        let mut stale = self.stale(pages);
+        let mut stale = self.context.pool.first_stale(pages);
         if stale.is_none() {
             let ids: Vec<u32> = pages.iter().map(|&(page, _)| page).collect();
             self.gather(&ids, slabs, slab)?;
             faults.wait_copied();
             fence(Ordering::SeqCst); // the bytes were read before the second check
-            stale = self.stale(pages);
+            stale = self.context.pool.first_stale(pages);
         }
         if let Some(page) = stale {
             (self.report)(CommReport::Sender(SenderEvent::Stale { ticket, page }));
@@ -401,7 +391,7 @@ impl Worker {
         Ok(())
     }
 
-    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second
+    /// `first_stale` checked the page ids. The scheduler may write the pages meanwhile: the second
     /// generation check detects that.
     fn gather(&self, pages: &[u32], slabs: &Slabs, slab: usize) -> Result<(), CommError> {
         let pool = &self.context.pool;

@@ -254,9 +254,7 @@ impl Worker {
         }
         Ok(())
     }
-}
 
-impl Worker {
     /// Pull by cuda_ipc: a few kernels read the peer's pages and write ours.
     fn pull_on_device(
         &self,
@@ -321,7 +319,7 @@ pub(super) fn check_sums_on(device: &dyn DevicePages, pages: &[PullPage]) -> Res
     check_sums(pages, &sums)
 }
 
-fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
+pub(super) fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
     pages.iter().zip(sums).try_for_each(|(page, &sum)| check_sum(page.src, sum))
 }
 

@@ -248,13 +248,14 @@ pub fn run(
 fn supervised(
     peer: ConnectionId,
     peer_inbox: PeerInbox,
-    task: impl Future<Output = ConnectionError> + Send + 'static,
+    task: impl Future<Output = Result<(), ConnectionError>> + Send + 'static,
 ) -> AbortHandle {
     let task = tokio::spawn(task);
     let handle = task.abort_handle();
     tokio::spawn(async move {
         let err = match task.await {
-            Ok(err) => err,
+            Ok(Ok(())) => ConnectionError::dead("closed by this node"),
+            Ok(Err(err)) => err,
             Err(err) if err.is_panic() => {
                 ConnectionError::broken("internal: a connection's task panicked")
             }
@@ -271,7 +272,7 @@ async fn read_loop(
     mut opener: FrameOpener,
     peer_inbox: PeerInbox,
     held_back_by: Option<Arc<Backlog>>,
-) -> ConnectionError {
+) -> Result<(), ConnectionError> {
     let max_frame = match held_back_by {
         Some(_) => MAX_DECODE_FRAME_BYTES,
         None => MAX_FRAME_BYTES,
@@ -280,17 +281,10 @@ async fn read_loop(
         if let Some(backlog) = &held_back_by {
             backlog.below_limit().await;
         }
-        let frame = match read_frame(&mut stream, max_frame).await {
-            Ok(frame) => frame,
-            Err(err) => return err,
-        };
-        match opener.open(&frame) {
-            Ok(msg) => {
-                if !peer_inbox.put(peer, msg, frame.len()).await {
-                    return ConnectionError::new(ReasonCode::PeerDead, "this node is closing");
-                }
-            }
-            Err(err) => return err.into(),
+        let frame = read_frame(&mut stream, max_frame).await?;
+        let msg = opener.open(&frame)?;
+        if !peer_inbox.put(peer, msg, frame.len()).await {
+            return Err(ConnectionError::dead("this node is closing"));
         }
     }
 }
@@ -300,7 +294,7 @@ async fn write_loop(
     mut sealer: FrameSealer,
     mut inbox: mpsc::UnboundedReceiver<OutgoingMessage>,
     backlog: Arc<Backlog>,
-) -> ConnectionError {
+) -> Result<(), ConnectionError> {
     while let Some(out) = inbox.recv().await {
         let bytes = out.bytes();
         let OutgoingMessage { msg, flip } = out;
@@ -308,19 +302,13 @@ async fn write_loop(
         if flip && let Some(last) = frame.last_mut() {
             *last ^= 1;
         }
-        match tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await {
-            Ok(Ok(())) => backlog.written(bytes),
-            Ok(Err(err)) => return ConnectionError::new(ReasonCode::PeerDead, err.to_string()),
-            Err(_) => {
-                return ConnectionError::new(
-                    ReasonCode::PeerDead,
-                    format!("the peer took no byte for {WRITE_TIMEOUT:?}"),
-                );
-            }
-        }
+        let stuck =
+            |_| ConnectionError::dead(format!("the peer took no byte for {WRITE_TIMEOUT:?}"));
+        tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await.map_err(stuck)??;
+        backlog.written(bytes);
     }
     let _ = stream.shutdown().await; // the peer may have closed first
-    ConnectionError::new(ReasonCode::PeerDead, "closed by this node")
+    Ok(())
 }
 
 #[cfg(test)]

@@ -217,7 +217,8 @@ fn fall_back(ctx: &mut LoopContext, job: PullJob, why: &str) -> AfterPull {
 fn has_tcp(ctx: &LoopContext, peer: ConnectionId) -> bool {
     let tcp = Transport::Tcp;
     let theirs = ctx.connections.get(&peer).map(|conn| &conn.peer.transports);
-    ctx.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
+    ctx.config.transports.contains(&tcp)
+        && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
 }
 
 fn submit_to_tcp(

@@ -304,11 +304,8 @@ fn connect(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) 
     tokio::spawn(async move {
         // In a task of its own, so that a panic becomes an answer too.
         let dp_rank = address.dp_rank;
-        let task =
-            tokio::spawn(
-                async move { establish(&client, dp_rank, &identity, mapped, device).await },
-            );
-        let result = task.await.unwrap_or_else(|err| {
+        let attempt = async move { establish(&client, dp_rank, &identity, mapped, device).await };
+        let result = tokio::spawn(attempt).await.unwrap_or_else(|err| {
             let why = format!("internal: {err}");
             Err(ConnectionError::broken(why).into())
         });

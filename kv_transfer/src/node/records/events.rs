@@ -1,7 +1,7 @@
 //! Events for the engine: a queue with an eventfd, and the set of live rooms.
 
 use std::collections::{HashSet, VecDeque};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -164,12 +164,6 @@ impl EventQueue {
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         matches!(poll(&mut fds, Some(&timeout)), Ok(n) if n > 0)
-    }
-}
-
-impl AsFd for EventQueue {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
     }
 }
 

@@ -145,12 +145,9 @@ impl TransportBreaker {
 pub enum CommEvent {
     /// Own thread: both ranks have joined.
     Opened,
-    /// Own thread: an operation failed.
-    Broken(String),
-    /// COMM_END came, or the control connection is lost.
-    PeerEnded(String),
-    /// Close the communicator: no pull needs it.
-    Close,
+    /// End the communicator: no pull needs it (`Closed`), an operation of the own thread failed
+    /// (`Failed`), COMM_END came or the control connection is lost (`ByPeer`).
+    End(CommEnd),
     /// The abort has finished: the thread has ended.
     ThreadEnded,
     Tick,

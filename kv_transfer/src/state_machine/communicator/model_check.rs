@@ -412,7 +412,7 @@ impl Relay {
             }
             Transition::Close => {
                 self.budget.closes -= 1;
-                self.receiver(ReceiverEvent::Comm(CommEvent::Close));
+                self.receiver(ReceiverEvent::Comm(CommEvent::End(CommEnd::Closed)));
             }
             Transition::Kill => {
                 self.budget.kills -= 1;
@@ -423,15 +423,17 @@ impl Relay {
                 self.p_thread = Thread::Ended;
             }
             Transition::ConnectionLost => {
-                self.receiver(ReceiverEvent::Comm(CommEvent::PeerEnded("gone".into())))
+                self.receiver(ReceiverEvent::Comm(CommEvent::End(CommEnd::ByPeer("gone".into()))))
             }
             Transition::BreakP => {
                 self.budget.breaks -= 1;
-                self.sender(SenderEvent::Comm(CommEvent::Broken("broken".into())));
+                self.sender(SenderEvent::Comm(CommEvent::End(CommEnd::Failed("broken".into()))));
             }
             Transition::BreakD => {
                 self.budget.breaks -= 1;
-                self.receiver(ReceiverEvent::Comm(CommEvent::Broken("broken".into())));
+                self.receiver(ReceiverEvent::Comm(CommEvent::End(CommEnd::Failed(
+                    "broken".into(),
+                ))));
             }
             Transition::EndThreadP => {
                 self.p_thread = Thread::Ended;
@@ -480,9 +482,9 @@ impl Relay {
             Some(WireMessage::Read(ticket, pages)) => {
                 self.sender(SenderEvent::Read { ticket, pages })
             }
-            Some(WireMessage::CommEnd) => {
-                self.sender(SenderEvent::Comm(CommEvent::PeerEnded("ended by the peer".into())))
-            }
+            Some(WireMessage::CommEnd) => self.sender(SenderEvent::Comm(CommEvent::End(
+                CommEnd::ByPeer("ended by the peer".into()),
+            ))),
             _ => {}
         }
     }
@@ -497,9 +499,9 @@ impl Relay {
                 let code = None;
                 self.receiver(ReceiverEvent::Stale { ticket, page, code })
             }
-            Some(WireMessage::CommEnd) => {
-                self.receiver(ReceiverEvent::Comm(CommEvent::PeerEnded("ended by the peer".into())))
-            }
+            Some(WireMessage::CommEnd) => self.receiver(ReceiverEvent::Comm(CommEvent::End(
+                CommEnd::ByPeer("ended by the peer".into()),
+            ))),
             _ => {}
         }
     }

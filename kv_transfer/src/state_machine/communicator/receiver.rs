@@ -150,13 +150,7 @@ impl SlabReceiver {
                 }
             }
             ReceiverEvent::Comm(CommEvent::Opened) => self.life.opened(),
-            ReceiverEvent::Comm(CommEvent::Broken(why)) => {
-                self.fail(CommEnd::Failed(why), now, &mut out)
-            }
-            ReceiverEvent::Comm(CommEvent::PeerEnded(why)) => {
-                self.fail(CommEnd::ByPeer(why), now, &mut out)
-            }
-            ReceiverEvent::Comm(CommEvent::Close) => self.fail(CommEnd::Closed, now, &mut out),
+            ReceiverEvent::Comm(CommEvent::End(end)) => self.fail(end, now, &mut out),
             ReceiverEvent::Comm(CommEvent::ThreadEnded) => self.thread_ended(&mut out),
             ReceiverEvent::Comm(CommEvent::Tick) => self.tick(now, &mut out),
         }
@@ -311,11 +305,8 @@ impl SlabReceiver {
 
     /// Report the end of a pull once no thread can write its pages any more.
     fn end_pull_if_quiet(&mut self, pull: u64, out: &mut Vec<ReceiverAction>) {
-        let may_write = self
-            .chunks
-            .values()
-            .any(|chunk| chunk.pull == pull && chunk.usage == SlabUse::Receiving);
-        if may_write {
+        let mut chunks = self.chunks.values();
+        if chunks.any(|chunk| chunk.pull == pull && chunk.usage == SlabUse::Receiving) {
             return;
         }
         if let Some(state) = self.pulls.get(&pull)
@@ -341,15 +332,11 @@ impl SlabReceiver {
             self.finish(pull, Err(PullError::Broken(why.clone())), out);
         }
         // P will not answer any more: requested slabs need no receive.
-        let asked: Vec<Ticket> = self
-            .chunks
-            .iter()
-            .filter(|(_, c)| c.usage == SlabUse::Dropped { receiving: false })
-            .map(|(&ticket, _)| ticket)
-            .collect();
-        for ticket in asked {
-            self.free.extend(self.chunks.remove(&ticket).map(|c| c.slab));
-        }
+        self.chunks.retain(|_, chunk| {
+            let is_asked = chunk.usage == SlabUse::Dropped { receiving: false };
+            self.free.extend(is_asked.then_some(chunk.slab));
+            !is_asked
+        });
         out.push(ReceiverAction::Comm(CommAction::Abort));
     }
 

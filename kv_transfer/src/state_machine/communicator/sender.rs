@@ -98,13 +98,7 @@ impl SlabSender {
             }
             SenderEvent::Sent { ticket } => self.free_slab(ticket, now),
             SenderEvent::Comm(CommEvent::Opened) => self.life.opened(),
-            SenderEvent::Comm(CommEvent::Broken(why)) => {
-                self.fail(CommEnd::Failed(why), now, &mut out)
-            }
-            SenderEvent::Comm(CommEvent::PeerEnded(why)) => {
-                self.fail(CommEnd::ByPeer(why), now, &mut out)
-            }
-            SenderEvent::Comm(CommEvent::Close) => self.fail(CommEnd::Closed, now, &mut out),
+            SenderEvent::Comm(CommEvent::End(end)) => self.fail(end, now, &mut out),
             SenderEvent::Comm(CommEvent::ThreadEnded) => {
                 if self.life.thread_ended() {
                     self.free.extend(std::mem::take(&mut self.busy).into_values());
@@ -127,24 +121,19 @@ impl SlabSender {
         if !self.life.phase.is_usable() {
             return; // its end was sent already
         }
-        let wrong = if ticket != self.next_ticket {
-            Some(format!("SLAB_READ {ticket} came out of order: {} is next", self.next_ticket))
-        } else if pages.is_empty() || pages.len() > self.life.limits.pages_per_slab {
-            Some(format!(
-                "SLAB_READ for {} pages: a slab holds 1 to {}",
-                pages.len(),
-                self.life.limits.pages_per_slab
-            ))
-        } else if self.waiting.len() >= self.life.limits.slabs {
-            Some(format!("more SLAB_READs than the decode node's {} slabs", self.life.limits.slabs))
+        let (next, n) = (self.next_ticket, pages.len());
+        let SlabLimits { slabs, pages_per_slab, .. } = self.life.limits;
+        let why = if ticket != next {
+            format!("SLAB_READ {ticket} came out of order: {next} is next")
+        } else if n == 0 || n > pages_per_slab {
+            format!("SLAB_READ for {n} pages: a slab holds 1 to {pages_per_slab}")
+        } else if self.waiting.len() >= slabs {
+            format!("more SLAB_READs than the decode node's {slabs} slabs")
         } else {
-            None
+            self.next_ticket += 1;
+            return self.waiting.push_back((ticket, pages));
         };
-        if let Some(why) = wrong {
-            return self.fail(CommEnd::Failed(why), now, out);
-        }
-        self.next_ticket += 1;
-        self.waiting.push_back((ticket, pages));
+        self.fail(CommEnd::Failed(why), now, out);
     }
 
     /// Submit requests to the thread, in order, while there are free slabs.

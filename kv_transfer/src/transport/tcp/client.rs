@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use super::{
     ClientCommand, DataContext, DividedPull, PullPart, STALL, check_len, pages_per_read, tune,
+    unless_blocked,
 };
 use crate::pool::SumKind;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection};
@@ -22,7 +23,7 @@ use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 use crate::transport::checksum_copy;
-use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
+use crate::transport::copy_threads::{check_sums, corrupt_for_test, scatter_to_device};
 
 /// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P
 /// never waits for the next READ.
@@ -51,9 +52,9 @@ pub(super) async fn run(
         next_ticket: 0,
         out: Vec::new(),
     };
-    let broken = match connect(&client.context, addr, &inc).await {
+    let served = match connect(&client.context, addr, &inc).await {
         Ok((stream, opened)) => client.talk(stream, opened, &mut inbox).await,
-        Err(err) => Some(err),
+        Err(err) => Err(err),
     };
     // No further pull can be submitted; those already in the channel are ended like the others.
     inbox.close();
@@ -62,15 +63,14 @@ pub(super) async fn run(
             client.jobs.insert(part.id, Job::new(&part));
         }
     }
-    let why = match broken {
-        None => PullError::Cancelled,
-        Some(err) => {
+    let why = match served {
+        Ok(()) => PullError::Cancelled,
+        Err(err) => {
             tracing::warn!(%addr, %err, "the data stream to a prefill rank broke");
             PullError::Broken(err.to_string())
         }
     };
-    let ids: Vec<u64> = client.jobs.keys().copied().collect();
-    for id in ids {
+    for id in client.jobs.keys().copied().collect::<Vec<_>>() {
         client.end(id, Err(why.clone()));
     }
 }
@@ -81,13 +81,9 @@ async fn connect(
     inc: &str,
 ) -> Result<(TcpStream, OpenedConnection), ConnectionError> {
     let unreachable = |why: String| ConnectionError::new(ReasonCode::Unreachable, why);
-    let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(err)) => return Err(unreachable(err.to_string())),
-        Err(_) => {
-            return Err(unreachable(format!("no connection within {CONNECT_TIMEOUT:?}")));
-        }
-    };
+    let late = |_| unreachable(format!("no connection within {CONNECT_TIMEOUT:?}"));
+    let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await;
+    let mut stream = connected.map_err(late)?.map_err(|err| unreachable(err.to_string()))?;
     tune(&stream);
     let opened = context.identity.initiate(&mut stream, Channel::Data, Some(inc)).await?;
     Ok((stream, opened))
@@ -141,13 +137,13 @@ struct Client {
 }
 
 impl Client {
-    /// Serve pulls until the inbox closes (`None`) or the stream breaks (the reason).
+    /// Serve pulls until the inbox closes; `Err`: why the stream broke.
     async fn talk(
         &mut self,
         stream: TcpStream,
         opened: OpenedConnection,
         inbox: &mut mpsc::UnboundedReceiver<ClientCommand>,
-    ) -> Option<ConnectionError> {
+    ) -> Result<(), ConnectionError> {
         let OpenedConnection { mut sealer, mut opener, .. } = opened;
         let mut reading = Reading::head();
         let mut scratch = vec![0u8; SCRATCH_BYTES];
@@ -169,7 +165,7 @@ impl Client {
                         self.end(id, Err(PullError::Cancelled));
                         Ok(false)
                     }
-                    None => return None,
+                    None => return Ok(()),
                 },
                 ready = stream.readable() => ready.map_err(broken).and_then(|()| self.read(&stream, &mut opener, &mut reading, &mut scratch)),
                 ready = stream.writable(), if !self.out.is_empty() => ready.map_err(broken).and_then(|()| self.write(&stream)).map(|()| false),
@@ -181,10 +177,8 @@ impl Client {
                     Err(ConnectionError::broken(format!("no byte for {STALL:?}")))
                 }
             };
-            match step {
-                Ok(true) => stalled_at = Instant::now() + STALL,
-                Ok(false) => {}
-                Err(err) => return Some(err),
+            if step? {
+                stalled_at = Instant::now() + STALL;
             }
         }
     }
@@ -221,14 +215,9 @@ impl Client {
     }
 
     fn write(&mut self, stream: &TcpStream) -> Result<(), ConnectionError> {
-        match stream.try_write(&self.out) {
-            Ok(n) => {
-                self.out.drain(..n);
-                Ok(())
-            }
-            Err(err) if err.kind() == io::ErrorKind::WouldBlock => Ok(()),
-            Err(err) => Err(broken(err)),
-        }
+        let written = unless_blocked(stream.try_write(&self.out)).map_err(broken)?;
+        self.out.drain(..written.unwrap_or(0));
+        Ok(())
     }
 
     /// Read available bytes, up to `VISIT_BYTES`. True if any came.
@@ -251,19 +240,13 @@ impl Client {
                 }
                 Reading::Pages { done } => self.read_pages(stream, *done, scratch),
             };
-            match got {
-                Ok(0) => {
-                    return Err(ConnectionError::new(
-                        ReasonCode::PeerDead,
-                        "the peer closed the data stream",
-                    ));
-                }
-                Ok(n) => {
+            match unless_blocked(got).map_err(broken)? {
+                None => break,
+                Some(0) => return Err(ConnectionError::dead("the peer closed the data stream")),
+                Some(n) => {
                     visited += n;
                     self.advance(opener, reading, n)?;
                 }
-                Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
-                Err(err) => return Err(broken(err)),
             }
         }
         Ok(visited > 0)
@@ -311,26 +294,23 @@ impl Client {
         n: usize,
     ) -> Result<(), ConnectionError> {
         match reading {
-            Reading::Head { buffer, expect } if buffer.len() < *expect => Ok(()),
+            Reading::Head { buffer, expect } if buffer.len() < *expect => {}
             Reading::Head { buffer, expect } if *expect == HEADER_BYTES => {
                 *expect += frame_len([buffer[0], buffer[1], buffer[2], buffer[3]])?;
-                Ok(())
             }
             Reading::Head { buffer, .. } => {
                 let msg = opener.open(&buffer[HEADER_BYTES..])?;
                 *reading = self.on_frame(msg)?;
-                Ok(())
             }
             Reading::Pages { done } => {
-                let before = *done;
-                *done += n;
-                let after = *done;
+                let (before, after) = (*done, *done + n);
+                *done = after;
                 if self.page_arrived(before, after) {
                     *reading = Reading::head();
                 }
-                Ok(())
             }
         }
+        Ok(())
     }
 
     /// Take the checksum of a page that is complete; true after the chunk's last one.
@@ -413,11 +393,7 @@ impl Client {
                 self.sums,
                 &context.faults,
             ),
-            None => chunk
-                .pages
-                .iter()
-                .zip(&chunk.sums)
-                .try_for_each(|(page, &sum)| check_sum(page.src, sum)),
+            None => check_sums(&chunk.pages, &chunk.sums),
         }
     }
 

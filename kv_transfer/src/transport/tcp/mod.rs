@@ -117,8 +117,8 @@ impl DataStreams {
         Self { addr, incarnation, sums, streams: Vec::new(), next: 0 }
     }
 
-    /// Deal a pull out to the streams, in parts of a READ or more; a stream that has ended is
-    /// opened again. False when the data threads have stopped: there will be no `PullEnd`.
+    /// Deal a pull out to the streams, in parts of a READ or more, one per stream at most; a stream
+    /// that has ended is opened again. False when the data threads have stopped: there will be no `PullEnd`.
     pub fn pull(&mut self, plane: &DataPlane, pull: Pull) -> bool {
         let streams = plane.threads.len();
         if streams == 0 {
@@ -132,8 +132,8 @@ impl DataStreams {
         for i in 0..parts {
             let pages = pull.pages.iter().skip(i * per_part).take(per_part).copied().collect();
             let part = PullPart { id: pull.id, pages, of: of.clone() };
-            self.next = (self.next + 1) % streams;
             self.send(plane, self.next, ClientCommand::Pull(part));
+            self.next = (self.next + 1) % streams;
         }
         true
     }
@@ -265,17 +265,14 @@ pub fn tune(stream: &TcpStream) {
         .and_then(|()| sockopt::set_tcp_keepidle(stream, KEEPALIVE))
         .and_then(|()| sockopt::set_tcp_keepintvl(stream, KEEPALIVE / 3))
         .and_then(|()| sockopt::set_tcp_keepcnt(stream, 3));
-    let cap = |name: &str| {
-        std::fs::read_to_string(format!("/proc/sys/net/core/{name}"))
-            .ok()?
-            .trim()
-            .parse::<usize>()
-            .ok()
+    let is_granted = |limit: &str| {
+        let cap = std::fs::read_to_string(format!("/proc/sys/net/core/{limit}"));
+        cap.is_ok_and(|cap| cap.trim().parse().is_ok_and(|cap: usize| cap >= SOCKET_BUFFER))
     };
-    if cap("rmem_max").is_some_and(|max| max >= SOCKET_BUFFER) {
+    if is_granted("rmem_max") {
         let _ = sockopt::set_socket_recv_buffer_size(stream, SOCKET_BUFFER);
     }
-    if cap("wmem_max").is_some_and(|max| max >= SOCKET_BUFFER) {
+    if is_granted("wmem_max") {
         let _ = sockopt::set_socket_send_buffer_size(stream, SOCKET_BUFFER);
     }
 }
@@ -283,6 +280,14 @@ pub fn tune(stream: &TcpStream) {
 /// Pages that one READ asks for.
 fn pages_per_read(page_bytes: usize) -> usize {
     (READ_BYTES / page_bytes).clamp(1, MAX_READ_PAGES)
+}
+
+/// `None` if the socket is not ready after all.
+fn unless_blocked<T>(io: io::Result<T>) -> io::Result<Option<T>> {
+    match io {
+        Err(err) if err.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        done => done.map(Some),
+    }
 }
 
 fn check_len(n: isize) -> io::Result<usize> {

@@ -2,12 +2,12 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 
-use super::{DataContext, READ_BYTES, STALL, check_len, tune};
+use super::{DataContext, READ_BYTES, STALL, check_len, tune, unless_blocked};
 use crate::pool::KvPool;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_frame};
 use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
@@ -24,26 +24,26 @@ pub(super) async fn serve(
     opened: OpenedConnection,
 ) {
     let OpenedConnection { peer, mut sealer, mut opener } = opened;
+    // Closed when this returns: a peer that finds it closed finds its bad frame counted.
+    let mut stream =
+        TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()));
     let served = async {
-        let mut stream =
-            TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()))?;
-        tune(&stream);
+        let stream = stream.as_mut().map_err(|err| err.clone())?;
+        tune(stream);
         loop {
-            let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
+            let frame = read_small_frame(stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
                 Msg::Heartbeat { .. } => {}
                 Msg::Read { ticket, ids, gens } => {
                     if let Some(delay) = context.faults.page_delay() {
                         tokio::time::sleep(delay).await; // a test's slow link
                     }
-                    let read = Read { ticket, ids, gens };
-                    answer(&context, &stream, &mut sealer, &peer.inc, &read).await?;
+                    let pages: Vec<_> = ids.into_iter().zip(gens).collect();
+                    answer(&context, stream, &mut sealer, &peer.inc, ticket, &pages).await?;
                 }
                 other => {
-                    return Err::<(), _>(ConnectionError::new(
-                        ReasonCode::TransportBroken,
-                        format!("{} on a data stream", other.name()),
-                    ));
+                    let why = format!("{} on a data stream", other.name());
+                    return Err::<(), _>(ConnectionError::broken(why));
                 }
             }
         }
@@ -55,80 +55,59 @@ pub(super) async fn serve(
     }
 }
 
-fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
-    ids.iter()
-        .zip(gens)
-        .find(|&(&id, &generation)| {
-            id as usize >= pool.num_pages() || pool.generation(id) != generation
-        })
-        .map(|(&id, _)| id)
-}
-
-/// Fields of a READ.
-struct Read {
-    ticket: u64,
-    ids: Vec<u32>,
-    gens: Vec<u64>,
-}
-
 async fn answer(
     context: &DataContext,
     stream: &TcpStream,
     sealer: &mut FrameSealer,
     inc: &str,
-    read: &Read,
+    ticket: u64,
+    pages: &[(u32, u64)],
 ) -> Result<(), ConnectionError> {
     let pool = &context.pool;
-    let (ticket, ids, gens) = (read.ticket, &read.ids[..], &read.gens[..]);
-    let bytes = ids.len() * pool.page_bytes();
-    if ids.len() > 1 && bytes > MAX_READ_BYTES {
+    let bytes = pages.len() * pool.page_bytes();
+    if pages.len() > 1 && bytes > MAX_READ_BYTES {
         let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
         return Err(ConnectionError::broken(why));
     }
-    let refused = context.announced.first_refused(inc, ids, gens);
-    if let Some(page) = refused.or_else(|| first_stale(pool, ids, gens)) {
+    let refused = context.announced.first_refused(inc, pages);
+    if let Some(page) = refused.or_else(|| pool.first_stale(pages)) {
         let code = refused.map(|_| ReasonCode::LeaseExpired);
         let stale = Msg::Stale { ticket, page, code };
-        return write_all(stream, &sealer.seal(&stale)).await.map_err(ConnectionError::from);
+        return Ok(write_all(stream, &sealer.seal(&stale)).await?);
     }
     let head = sealer.seal(&Msg::Data {
         ticket,
-        pages: ids.len() as u32,
+        pages: pages.len() as u32,
         page_bytes: pool.page_bytes() as u64,
     });
+    let ids: Vec<u32> = pages.iter().map(|&(id, _)| id).collect();
     let staged = match pool.device() {
         None => None,
         Some(device) => {
             let mut bytes = vec![0; bytes];
-            device
-                .gather(ids, &mut bytes)
-                .map_err(|err| ConnectionError::broken(err.to_string()))?;
+            let gathered = device.gather(&ids, &mut bytes);
+            gathered.map_err(|err| ConnectionError::broken(err.to_string()))?;
             Some(bytes)
         }
     };
     write_all(stream, &head).await?;
     match staged {
-        None => write_pages(stream, pool, ids).await?,
+        None => write_pages(stream, pool, &ids).await?,
         Some(bytes) => write_all(stream, &bytes).await?,
     }
     if let Some(hold) = context.faults.hold_copied() {
         hold.wait_async().await;
     }
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before the second check
-    let stale = first_stale(pool, ids, gens);
-    write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
-        .await
-        .map_err(ConnectionError::from)
+    fence(Ordering::SeqCst); // the bytes were read before the second check
+    let stale = pool.first_stale(pages);
+    Ok(write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale })).await?)
 }
 
 async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         within_stall(stream.writable()).await?;
-        match stream.try_write(bytes) {
-            Ok(n) => bytes = &bytes[n..],
-            Err(err) if err.kind() == io::ErrorKind::WouldBlock => {}
-            Err(err) => return Err(err),
-        }
+        let written = unless_blocked(stream.try_write(bytes))?;
+        bytes = &bytes[written.unwrap_or(0)..];
     }
     Ok(())
 }
