@@ -5,7 +5,7 @@ what a request brings in its `cache_salt`:
   reply        text to answer with (default: the prompt's own tokens, over and over)
   delay        seconds before the first token of a request; step: seconds between tokens
   hold         a file: no token before it exists
-  burst        tokens per TokenBatch row
+  burst        tokens per TokenBatch
   loading      [done, total]: parameters reported as loaded before Ready
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
@@ -35,13 +35,14 @@ from tokenizers import Tokenizer
 
 from baton.sched.metrics.load_report import LoadReport, WaitingLoad
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
     FatalMessage,
     LoadingMessage,
-    LogprobsMessage,
     ReadyMessage,
     ReplyMessage,
     StatsMessage,
@@ -105,7 +106,7 @@ class FakeRank:
             part = ids[sent : min(sent + burst, most)]
             if error_after is not None:
                 part = part[: max(error_after - sent, 1)]
-            finish = 0
+            finish: FinishReason | None = None
             for i, token in enumerate(part):
                 if token in job.params.stop_token_ids and sent + i >= job.params.min_new_tokens:
                     part, finish = part[: i + 1], FinishReason.STOP
@@ -123,28 +124,17 @@ class FakeRank:
         self,
         job: SubmitMessage,
         part: list[int],
-        finish: int,
+        finish: FinishReason | None,
         error: tuple[str, str] | None = None,
         stages: FirstTokenStages | None = None,
     ) -> None:
-        logprobs = {}
-        if job.params.logprobs >= 0 and part:
-            k = job.params.logprobs
-            logprobs = {
-                0: LogprobsMessage([-0.5] * len(part), [list(range(3, 3 + k))] * len(part), [[-1.0] * k] * len(part))
-            }
-        await self.send(
-            TokenBatch(
-                handles=[job.handle],
-                counts=array("i", [len(part)]).tobytes(),
-                tokens=array("i", part).tobytes(),
-                finish=array("b", [int(finish)]).tobytes(),
-                cached_tokens=array("i", [self.script_of(job).get("cached", 0)]).tobytes(),
-                logprobs=logprobs,
-                errors={0: error} if error else {},
-                stages={} if stages is None else {0: stages},
-            )
-        )
+        cached, k = self.script_of(job).get("cached", 0), job.params.logprobs
+        rows = [EmittedTokens(job.handle, tuple(part), finish, cached, error=error, stages=stages)]
+        if k >= 0 and part:  # a row for each token
+            found = TokenLogprobs(-0.5, list(range(3, 3 + k)), [-1.0] * k)
+            rows = [EmittedTokens(job.handle, (token,), None, cached, found) for token in part]
+            rows[0], rows[-1] = rows[0]._replace(stages=stages), rows[-1]._replace(finish=finish)
+        await self.send(TokenBatch(rows))
 
     def looked(self) -> bool:
         """True if the ledger shows a lease this time."""

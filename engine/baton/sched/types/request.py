@@ -79,7 +79,7 @@ class ValidatedRequest:
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; the value travels in TokenBatch.finish (0 = not finished)."""
+    """Why a request ended; the value travels in EmittedTokens.finish."""
 
     STOP = 1
     LENGTH = 2

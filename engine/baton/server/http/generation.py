@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
+from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason
 from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.observability.metrics import EngineMetrics
@@ -28,7 +29,7 @@ from baton.server.observability.spans import ParentSpan
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
-from baton.server.worker.messages import LogprobsMessage, SubmitMessage
+from baton.server.worker.messages import SubmitMessage
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
@@ -97,30 +98,28 @@ class ChoiceState:
             self.completion_tokens = len(resume.ids)
             self.seen = True
 
-    def on_stages(self, stages: FirstTokenStages) -> None:
-        self.stages = stages
-
-    def on_tokens(
-        self, tokens: Sequence[int], cached_tokens: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
-    ) -> None:
+    def on_tokens(self, row: EmittedTokens) -> None:
         if self.done:
             return
-        self.cached_tokens = min(cached_tokens, self.item.asked_tokens)
-        text, ids, finish_name = self._text(list(tokens), finish)
+        self.stages = row.stages or self.stages
+        self.cached_tokens = min(row.cached_tokens, self.item.asked_tokens)
+        text, ids, finish_name = self._text(list(row.tokens), row.finish)
         if ids:
             self._owner.note_tokens(self, len(ids))
         self.completion_tokens += len(ids)
         delta = self._pending_delta()
         delta.text += text
         delta.tokens += ids
-        if logprobs is not None and self.item.params.logprobs >= 0:
+        if (found := row.logprobs) is not None and self.item.params.logprobs >= 0:
             if delta.logprobs is None:
                 delta.logprobs = TokenLogprobs()
-            delta.logprobs.extend(_rows(ids, logprobs, self.item.params.logprobs))
+            if ids:
+                top = list(zip(found.top_ids, found.top_logprobs, strict=True))[: self.item.params.logprobs]
+                delta.logprobs.extend(TokenLogprobs(ids, [found.chosen], [top]))
         if finish_name is not None:
             delta.finish = self.finish = finish_name
             self.done = True
-            if finish is None:  # a stop string: the rank does not know it yet
+            if row.finish is None:  # a stop string: the rank does not know it yet
                 self._owner.ranks.abort([self.handle])
         self._owner.wake()
 
@@ -163,16 +162,6 @@ class ChoiceState:
                 self.matched_stop, name = self._matcher.matched, "stop"
             pieces.append(self._matcher.flush())
         return "".join(pieces), ids, name
-
-
-def _rows(ids: list[int], logprobs: LogprobsMessage, k: int) -> TokenLogprobs:
-    n = len(ids)
-    top = [
-        list(zip(i[:k], p[:k], strict=True))
-        for i, p in zip(logprobs.top_ids[:n], logprobs.top_logprobs[:n], strict=True)
-    ]
-    top += [[] for _ in range(n - len(top))]
-    return TokenLogprobs(ids, logprobs.chosen[:n], top)
 
 
 @dataclass(eq=False)

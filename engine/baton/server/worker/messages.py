@@ -1,7 +1,7 @@
 """Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
 
-Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message
-per step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+Encoded with msgspec's msgpack; prompts travel as little-endian int32 bytes, all tokens of a step in one message. No
+pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from baton.sched.metrics.load_report import LoadReport
-from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
+from baton.sched.metrics.request_timeline import RequestTimeline
+from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import Rendezvous, SamplingParams
 
 
@@ -57,34 +58,10 @@ class ControlMessage(msgspec.Struct, tag="control"):
 ToRank = SubmitMessage | AbortMessage | ControlMessage
 
 
-class LogprobsMessage(msgspec.Struct, array_like=True):
-    """Logprob columns of one row's new tokens: chosen[n], and per token the k most likely (ids, logprobs)."""
-
-    chosen: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-
-
 class TokenBatch(msgspec.Struct, tag="tokens"):
-    """Output of one step. Columns of equal length, one entry per row that has something to say."""
+    """Output of one step. A handle may have several rows, in order."""
 
-    handles: list[int]
-    counts: bytes
-    """int32[rows]: how many of `tokens` belong to each row (0 is legal with a finish)."""
-    tokens: bytes
-    """int32[sum(counts)]."""
-    finish: bytes
-    """int8[rows]: 0 or a FinishReason."""
-    cached_tokens: bytes
-    """int32[rows]: prompt tokens that were not computed by this cluster's prefill for this request."""
-    logprobs: dict[int, LogprobsMessage] = {}
-    """Row index → logprobs, only for rows that asked."""
-    errors: dict[int, tuple[str, str]] = {}
-    """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
-    retry_after: dict[int, int] = {}
-    """Row index → seconds, for errors of overload that say when to come back."""
-    stages: dict[int, FirstTokenStages] = {}
-    """Row index → times, for rows with a request's first token."""
+    rows: list[EmittedTokens]
 
 
 class ReplyMessage(msgspec.Struct, tag="reply"):

@@ -222,7 +222,7 @@ class RankProcess:
             self._ingest(wait=not busy)
             outputs, busy = self.engine.step(time.monotonic())
             if outputs := self._stream.take(outputs):
-                self._send(token_batch(outputs))
+                self._send(messages.TokenBatch(outputs))
             if timelines := self.engine.take_timelines():
                 self._send(messages.TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
@@ -281,7 +281,7 @@ class RankProcess:
         except EngineError as err:
             given, later = (err.code, err.message), err.retry_after_secs
             refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
-            self._send(token_batch([refused]))
+            self._send(messages.TokenBatch([refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:
@@ -412,31 +412,6 @@ class StreamBuffer:
 
     def forget(self, handle: int) -> None:
         self._held.pop(handle, None)
-
-
-def token_batch(outputs: list[EmittedTokens]) -> messages.TokenBatch:
-    """Put everything a turn produced into one message of columns. A handle may have several rows, in order."""
-    tokens = array("i")
-    logprobs: dict[int, messages.LogprobsMessage] = {}
-    errors: dict[int, tuple[str, str]] = {}
-    for row, out in enumerate(outputs):
-        tokens.extend(out.tokens)
-        if out.logprobs is not None:
-            lp = out.logprobs
-            logprobs[row] = messages.LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
-        if out.error is not None:
-            errors[row] = out.error
-    return messages.TokenBatch(
-        handles=[out.handle for out in outputs],
-        counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
-        tokens=tokens.tobytes(),
-        finish=array("b", [out.finish or 0 for out in outputs]).tobytes(),
-        cached_tokens=array("i", [out.cached_tokens for out in outputs]).tobytes(),
-        logprobs=logprobs,
-        errors=errors,
-        retry_after={row: out.retry_after_secs for row, out in enumerate(outputs) if out.retry_after_secs is not None},
-        stages={row: out.stages for row, out in enumerate(outputs) if out.stages is not None},
-    )
 
 
 if __name__ == "__main__":
