@@ -185,10 +185,7 @@ class EngineLoop:
         if rid is not None or all_leases:
             handles.update(self.sched.leased(rid))
         for handle in handles:
-            if self.sched.is_alive(handle):
-                self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
-            else:
-                self.sched.abort(handle)
+            self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
         return len(handles)
 
     # ------------------------------------------------------------------ the loop
@@ -292,10 +289,7 @@ class EngineLoop:
         error = EngineDead(f"the request ended because this rank has failed: {reason}", retry_after_secs=5)
         for handle in self.sched.handles():
             try:
-                if self.sched.is_alive(handle):
-                    self.sched.fail(handle, error, "NO_CAPACITY")
-                else:
-                    self.sched.abort(handle, "NO_CAPACITY")
+                self.sched.fail(handle, error, "NO_CAPACITY")
             except PageError as err:
                 log.error("pages of request %d are not freed: %s", handle, err)
 

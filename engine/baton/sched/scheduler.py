@@ -235,9 +235,11 @@ class Scheduler:
         return min(coming, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
-        """End a request with an error; `code` is the reason given to the transfer peer."""
+        """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
         seq = self._alive(handle)
-        if seq is not None:
+        if seq is None:
+            self.abort(handle, code)
+        else:
             self._state.end_with_error(seq, error, code)
 
     def _alive(self, handle: int) -> Seq | None:
