@@ -175,7 +175,7 @@ def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> Non
     d.step()
     active = [name for name, is_it in d.sched.order_gauges().items() if is_it and name.startswith("schedule_policy")]
     assert active == ['schedule_policy_active{policy="fcfs"}']
-    assert d.sched.policy_degraded == (policy == "lpm")
+    assert d.sched.counters()["schedule_policy_degraded_total"] == (policy == "lpm")
 
 
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:
@@ -285,7 +285,7 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     p.sched.add(request(5, first, 3, room=105))
     p.run()
     assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed again is shared"
-    assert p.sched.quarantined_pages >= 5
+    assert p.sched.counters()["kv_quarantined_pages_total"] >= 5
     assert sorted(p.done) == [101, 102, 103, 104, 105]
     for room in (102, 103, 104, 105):
         p.sched.release(room)

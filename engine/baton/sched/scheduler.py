@@ -493,10 +493,20 @@ class Scheduler:
         """Running requests sent back to the queue for one of higher priority, since the start."""
         return self._state.preemptions
 
-    def turned_away(self) -> dict[str, float]:
-        """Counters: waiting requests that ended without having started, by reason."""
-        counts = self._state.admission.turned_away.items()
-        return {f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts}
+    def counters(self) -> dict[str, float]:
+        """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
+        state, queues = self._state, (self._state.waiting, self._state.opening)
+        counts = state.admission.turned_away.items()
+        sources = self.hit_tokens.items()
+        return {
+            **{f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts},
+            **{f'cached_prompt_tokens_by_source_total{{source="{source}"}}': tokens for source, tokens in sources},
+            "retractions_total": state.retractions,
+            "preemptions_total": state.preemptions,
+            "suspensions_total": state.suspensions,
+            "schedule_policy_degraded_total": sum(queue.policy.degraded_total for queue in queues),
+            "kv_quarantined_pages_total": state.memory.quarantined_pages,
+        }
 
     def order_gauges(self) -> dict[str, float]:
         """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""
@@ -505,21 +515,6 @@ class Scheduler:
         gauges = {f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()}
         chosen = policy.chosen.items()
         return gauges | {f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen}
-
-    @property
-    def policy_degraded(self) -> int:
-        """How often lpm turned to fcfs because of the queue's length."""
-        return sum(queue.policy.degraded_total for queue in (self._state.waiting, self._state.opening))
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Cached pages taken out of use since the start: a checksum failed, or a request on them ended in NaN."""
-        return self._state.memory.quarantined_pages
-
-    @property
-    def suspensions(self) -> int:
-        """Requests suspended by an operator, since the start."""
-        return self._state.suspensions
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""

@@ -337,19 +337,12 @@ class RankProcess:
         counters = {
             **engine.counters,
             **(engine.driver.counters if engine.driver is not None else {}),
-            **sched.turned_away(),
+            **sched.counters(),
             **sched.stats.counters(),
             **sched.sharing.counters(),
             **sched.decisions.counters(),
-            "retractions_total": sched.retractions,
-            "preemptions_total": sched.preemptions,
-            "suspensions_total": sched.suspensions,
             "priority_hook_errors_total": 0 if engine.hook is None else engine.hook.errors,
-            "schedule_policy_degraded_total": sched.policy_degraded,
-            "kv_quarantined_pages_total": sched.quarantined_pages,
         }
-        for source, tokens in sched.hit_tokens.items():
-            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
             if file is not None:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
