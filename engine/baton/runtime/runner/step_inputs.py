@@ -92,38 +92,25 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 def encode(step: StepInputs, check: int) -> bytes:
+    columns = np.stack((step.slots, step.starts, step.lengths)).tobytes()
+    samples, token_ids = step.samples.tobytes(), step.token_ids.astype(np.int32).tobytes()
+    growth = [(g.slot, g.base, g.pages.tobytes()) for g in step.growth]
+    copies = [(run.to_host, run.pages.tobytes(), run.slots.tobytes()) for run in step.copies]
+    new_pages = step.new_pages.tobytes()
     return _encoder.encode(
-        _Message(
-            step.number,
-            step.num_decode,
-            np.stack((step.slots, step.starts, step.lengths)).tobytes(),
-            step.samples.tobytes(),
-            step.token_ids.astype(np.int32).tobytes(),
-            [(g.slot, g.base, g.pages.tobytes()) for g in step.growth],
-            [(run.to_host, run.pages.tobytes(), run.slots.tobytes()) for run in step.copies],
-            step.new_pages.tobytes(),
-            check,
-        )
+        _Message(step.number, step.num_decode, columns, samples, token_ids, growth, copies, new_pages, check)
     )
 
 
 def decode(message: bytes) -> tuple[StepInputs, int]:
     """The step, and the number that `checksum` must give for it."""
     m = _decoder.decode(message)
-    slots, starts, lengths = np.frombuffer(m.columns, np.int64).reshape(3, -1)
-    step = StepInputs(
-        m.number,
-        m.num_decode,
-        slots,
-        starts,
-        lengths,
-        np.frombuffer(m.samples, np.bool_),
-        np.frombuffer(m.token_ids, np.int32).astype(np.int64),
-        [Growth(slot, base, _ints(pages)) for slot, base, pages in m.growth],
-        tuple(CopyRun(to_host, _ints(pages), _ints(slots)) for to_host, pages, slots in m.copies),
-        _ints(m.new_pages),
-    )
-    return step, m.check
+    columns = np.frombuffer(m.columns, np.int64).reshape(3, -1)
+    samples, token_ids = np.frombuffer(m.samples, np.bool_), np.frombuffer(m.token_ids, np.int32).astype(np.int64)
+    growth = [Growth(slot, base, array("i", pages)) for slot, base, pages in m.growth]
+    copies = tuple(CopyRun(to_host, array("i", pages), array("i", slots)) for to_host, pages, slots in m.copies)
+    new_pages = array("i", m.new_pages)
+    return StepInputs(m.number, m.num_decode, *columns, samples, token_ids, growth, copies, new_pages), m.check
 
 
 def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
@@ -140,9 +127,3 @@ def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
     for part in parts:
         value = zlib.crc32(np.ascontiguousarray(part), value)
     return value
-
-
-def _ints(raw: bytes) -> array[int]:
-    made = array("i")
-    made.frombytes(raw)
-    return made
