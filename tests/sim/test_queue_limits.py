@@ -131,7 +131,7 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     node = full_node(max_queued_requests=1)
     node.sched.add(ask(1, 20))
     node.step()
-    assert node.sched.preemptions == 1
+    assert node.sched.counters()["preemptions_total"] == 1
     with pytest.raises(QueueFull):
         node.sched.add(ask(2, 15))
     node.run()

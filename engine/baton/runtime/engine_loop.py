@@ -295,14 +295,9 @@ class EngineLoop:
 
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.StatsMessage. Checks the page ledger on the way."""
-        counts = self.sched.counts()
-        values = self.page_gauges()
-        values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
-        values.update(self.sched.order_gauges())
-        values["page_ledger_healthy"] = float(self.not_accepting_reason is None)
-        values["new_token_ratio"] = self.sched.new_token_ratio
-        values["max_running_requests"] = float(self.sched.limits.max_running_requests)
-        return values
+        pages = self.page_gauges()
+        is_healthy = self.not_accepting_reason is None
+        return {**pages, **self.sched.gauges(), "page_ledger_healthy": float(is_healthy)}
 
 
 class PoolSizes(NamedTuple):

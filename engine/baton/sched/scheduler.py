@@ -483,16 +483,6 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._state.seqs
 
-    @property
-    def retractions(self) -> int:
-        """Running requests sent back to the queue for memory, since the start."""
-        return self._state.retractions
-
-    @property
-    def preemptions(self) -> int:
-        """Running requests sent back to the queue for one of higher priority, since the start."""
-        return self._state.preemptions
-
     def counters(self) -> dict[str, float]:
         """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
         state, queues = self._state, (self._state.waiting, self._state.opening)
@@ -508,21 +498,25 @@ class Scheduler:
             "kv_quarantined_pages_total": state.memory.quarantined_pages,
         }
 
-    def order_gauges(self) -> dict[str, float]:
-        """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""
+    def gauges(self) -> dict[str, float]:
+        """Gauges for metrics, beside those of `stats` and `sharing`.
+
+        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others.
+        """
         policy = self._state.arrival_policy
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
-        gauges = {f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()}
         chosen = policy.chosen.items()
-        return gauges | {f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen}
+        return {
+            **{f'requests{{state="{state}"}}': float(count) for state, count in self.counts().items()},
+            **{f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()},
+            **{f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen},
+            "new_token_ratio": self._state.memory.ratio.value,
+            "max_running_requests": float(self.limits.max_running_requests),
+        }
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
         return [] if self.kv_events is None else self.kv_events.snapshot(self._state.memory.cache.edges())
-
-    @property
-    def new_token_ratio(self) -> float:
-        return self._state.memory.ratio.value
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""
