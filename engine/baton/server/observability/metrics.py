@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -219,12 +211,12 @@ class EngineMetrics:
         self, version: str = "", mode: str = "", model: str = "", page_size: int = 16, compat_names: str = "none"
     ) -> None:
         """`compat_names`: --metrics-compat."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
-        self.registry = CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
+        self.registry = prometheus.CollectorRegistry()
         self.table: dict[Spec, MetricWrapperBase] = {}
         """Metrics that the front writes."""
-        counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
-        histogram = partial(self._add, Histogram)
+        counter, gauge = partial(self._add, prometheus.Counter), partial(self._add, prometheus.Gauge)
+        histogram = partial(self._add, prometheus.Histogram)
         self.requests = counter(
             "http_requests", "requests answered, by endpoint and outcome ('ok' or an error code)", ("endpoint", "code")
         )
@@ -267,7 +259,7 @@ class EngineMetrics:
         self.kv_routes_refused = counter(
             "kv_routes_refused", "P: requests to the bootstrap server refused, or closed while silent"
         )
-        ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)
         self.registry.register(metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native))
@@ -288,7 +280,7 @@ class EngineMetrics:
         self._ranks.reports[stats.dp_rank] = stats
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return prometheus.generate_latest(self.registry)
 
 
 FRONT = tuple(EngineMetrics().table)
