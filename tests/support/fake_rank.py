@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import time
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from baton.sched.metrics.load_report import LoadReport, WaitingLoad
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
-from baton.sched.types.request import FinishReason
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
@@ -72,13 +71,11 @@ class FakeRank:
     async def send(self, message: Any) -> None:
         await self.push.send(encoder.encode(message))
 
-    def script_of(self, job: SubmitMessage) -> dict[str, Any]:
+    def script_of(self, job: ValidatedRequest) -> dict[str, Any]:
         salt = job.namespace.decode().partition("\0")[0]
         return {**self.script, **(json.loads(salt) if salt.startswith("{") else {})}
 
-    async def answer(self, job: SubmitMessage) -> None:
-        prompt = array("i")
-        prompt.frombytes(job.prompt)
+    async def answer(self, job: ValidatedRequest) -> None:
         script = self.script_of(job)
         reply = script.get("reply")
         if "tokens" in script:
@@ -86,7 +83,7 @@ class FakeRank:
         elif reply is not None:
             ids = [*self.tokenizer.encode(reply, add_special_tokens=False).ids, 1]
         else:
-            ids = list(prompt) * 4096
+            ids = list(job.prompt) * 4096
         prefill_only = self.order["config"]["disaggregation_mode"] == "prefill" and job.rendezvous
         most = 1 if prefill_only else job.params.max_new_tokens
         burst = script.get("burst", 1)
@@ -122,7 +119,7 @@ class FakeRank:
 
     async def row(
         self,
-        job: SubmitMessage,
+        job: ValidatedRequest,
         part: list[int],
         finish: FinishReason | None,
         error: tuple[str, str] | None = None,
@@ -175,14 +172,12 @@ class FakeRank:
                 resumed.set()
         return ReplyMessage(message.id, True, {"found": len(found)})
 
-    def start(self, job: SubmitMessage) -> None:
-        prompt = array("i")
-        prompt.frombytes(job.prompt)
+    def start(self, job: ValidatedRequest) -> None:
         seen = msgspec.to_builtins(job.params)
         meet = None if job.rendezvous is None else msgspec.to_builtins(job.rendezvous)
         self.submits.append(
             {
-                "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
+                "handle": job.handle, "rid": job.rid, "prompt": list(job.prompt), "params": seen, "rendezvous": meet,
                 "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
                 "namespace": job.namespace.decode(), "deadline": job.deadline,
             }
@@ -218,7 +213,7 @@ class FakeRank:
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, SubmitMessage):
-                self.start(message)
+                self.start(message.request)
             elif isinstance(message, AbortMessage):
                 self.aborts += message.handles
                 for handle in message.handles:

@@ -16,7 +16,7 @@ import zmq.asyncio
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason, SamplingParams
+from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.worker.client import RankSet
 from baton.server.worker.messages import (
@@ -77,8 +77,8 @@ class Stage:
         await until(lambda: self.ranks.all_ready)
 
     def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
-        message = SubmitMessage(0, "r", array("i", range(prompt)).tobytes(), SamplingParams(max_new_tokens=4))
-        return self.ranks.submit(self.ranks.choose(rank), message, sink)
+        request = ValidatedRequest(0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4))
+        return self.ranks.submit(self.ranks.choose(rank), request, sink)
 
 
 async def until(fact: Callable[[], bool]) -> None:
@@ -132,7 +132,7 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
         ha, hb = stage.submit(a, 0), stage.submit(b, 1)
         first = await stage.hear(0)
         assert isinstance(first, SubmitMessage)
-        assert (first.handle, ha != hb) == (ha, True)
+        assert (first.request.handle, ha != hb) == (ha, True)
         rows = [(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]
         stages = FirstTokenStages(0.5, PulledPages("tcp", 1, 64, 0.1, 0.2))
         await stage.say(batch(rows, stages={0: stages, 3: stages}))

@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
-from baton.server.worker.messages import SubmitMessage
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
@@ -205,10 +204,10 @@ class Generation:
             for track in self.tracks:
                 item = track.item
                 rank = self.ranks.choose(item.dp_rank)
-                message = SubmitMessage(
+                request = ValidatedRequest(
                     handle=0,
                     rid=f"{self.rid}-{track.index}" if many else self.rid,
-                    prompt=item.prompt.tobytes(),
+                    prompt=item.prompt,
                     params=item.params,
                     priority=self.accepted.priority,
                     priority_class=self.accepted.priority_class,
@@ -221,7 +220,7 @@ class Generation:
                     ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
                 )
                 track.rank = rank
-                track.handle = self.ranks.submit(rank, message, track)
+                track.handle = self.ranks.submit(rank, request, track)
         except EngineError:
             self.close()
             raise

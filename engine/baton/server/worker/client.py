@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ import zmq
 
 from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker import messages
 
 log = logging.getLogger("baton.front")
@@ -137,7 +137,7 @@ class RankSet:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: RankClient, message: messages.SubmitMessage, sink: EventSink) -> int:
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
@@ -146,8 +146,8 @@ class RankSet:
                 retry_after_secs=1,
             )
         handle = next(self._handles)
-        weight = len(message.prompt) // 4 + message.params.max_new_tokens
-        self._send(rank, msgspec.structs.replace(message, handle=handle))
+        weight = len(request.prompt) + request.params.max_new_tokens
+        self._send(rank, messages.SubmitMessage(replace(request, handle=handle)))
         rank.items[handle] = (sink, weight)
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank

@@ -10,32 +10,17 @@ from typing import Any
 
 import msgspec
 
+from baton.cache.int_array import pack, unpack
 from baton.sched.metrics.load_report import LoadReport
 from baton.sched.metrics.request_timeline import RequestTimeline
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import Rendezvous, SamplingParams
+from baton.sched.types.request import ValidatedRequest
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """Checked request: the fields of request.ValidatedRequest by their names, the prompt as bytes.
+    """Front and ranks are processes of one machine, so they share the monotonic clock that a request's times are of."""
 
-    Front and ranks are processes of one machine, so they share the monotonic clock.
-    """
-
-    handle: int
-    rid: str
-    prompt: bytes
-    params: SamplingParams
-    priority: int | None = None
-    namespace: bytes = b""
-    rendezvous: Rendezvous | None = None
-    arrival: float = 0.0
-    deadline: float | None = None
-    ttft_deadline: float | None = None
-    priority_class: str = ""
-    tenant: str = ""
-    trace: bytes = b""
-    """server.observability.spans.ParentSpan, packed; empty: not traced."""
+    request: ValidatedRequest
 
 
 class AbortMessage(msgspec.Struct, tag="abort"):
@@ -144,6 +129,6 @@ ToFront = (
     | TimelinesMessage
 )
 
-encoder = msgspec.msgpack.Encoder()
-to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+encoder = msgspec.msgpack.Encoder(enc_hook=pack)
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=unpack)
 to_front_decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

@@ -20,14 +20,12 @@ import os
 import signal
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 
 from baton.config import EngineConfig, kv_events
@@ -266,7 +264,7 @@ class RankProcess:
                 return
             message = messages.to_rank_decoder.decode(raw)
             if isinstance(message, messages.SubmitMessage):
-                self._submit(message)
+                self._submit(message.request)
             elif isinstance(message, messages.AbortMessage):
                 for handle in message.handles:
                     self.engine.sched.abort(handle)
@@ -274,13 +272,12 @@ class RankProcess:
             else:
                 self._send(self._control(message))
 
-    def _submit(self, message: messages.SubmitMessage) -> None:
-        fields = msgspec.structs.asdict(message) | {"prompt": array("i", message.prompt)}
+    def _submit(self, request: ValidatedRequest) -> None:
         try:
-            self.engine.submit(ValidatedRequest(**fields))
+            self.engine.submit(request)
         except EngineError as err:
             given, later = (err.code, err.message), err.retry_after_secs
-            refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
+            refused = EmittedTokens(request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
             self._send(messages.TokenBatch([refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
