@@ -13,7 +13,7 @@ import itertools
 import math
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,10 +24,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from baton.sched.metrics.collector import HISTOGRAMS
-from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS
+from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, Histogram
 from baton.server.observability import metric_aliases
-from baton.server.worker.messages import HistogramColumns, StatsMessage
+from baton.server.worker.messages import StatsMessage
 
 PREFIX = "baton_"
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -41,16 +40,11 @@ class Spec:
     name: str
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
 
 
 _gauge = partial(Spec, "gauge")
 _counter = partial(Spec, "counter")
-
-
-def _histogram(name: str, help: str, labels: tuple[str, ...] = ()) -> Spec:
-    return Spec("histogram", name, help, labels, HISTOGRAMS[name])
-
+_histogram = partial(Spec, "histogram")
 
 RANK = (
     _gauge(
@@ -193,15 +187,14 @@ class _RankCollector(Collector):
                     if series not in families:
                         text = specs[name].help if name in specs else "reported by the rank"
                         families[series] = family(PREFIX + series, text, labels=["dp_rank", *labels])
-                    is_columns = isinstance(value, HistogramColumns)
-                    values = (_cumulated(specs[name].buckets, value.counts), value.sum) if is_columns else (value,)
+                    values = (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
                     families[series].add_metric([str(dp_rank), *labels.values()], *values)
         yield from families.values()
 
 
-def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+def _cumulated(kept: Histogram) -> list[tuple[str, float]]:
     """Prometheus' form: for each upper bound all observations up to it."""
-    return list(zip(map(floatToGoString, (*bounds, math.inf)), itertools.accumulate(counts), strict=True))
+    return list(zip(map(floatToGoString, (*kept.bounds, math.inf)), itertools.accumulate(kept.counts), strict=True))
 
 
 class EngineMetrics:
@@ -267,7 +260,7 @@ class EngineMetrics:
     def _add(self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> M:
         """A metric that the front writes, with its row of the table."""
         made = kind(PREFIX + name, help, labels, registry=self.registry, **more)
-        self.table[Spec(kind.__name__.lower(), name, help, labels, more.get("buckets", ()))] = made
+        self.table[Spec(kind.__name__.lower(), name, help, labels)] = made
         return made
 
     def _native(self) -> Iterator[Metric]:

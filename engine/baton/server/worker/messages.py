@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.cache.int_array import pack, unpack
+from baton.sched.metrics.histogram import Histogram
 from baton.sched.metrics.load_report import LoadReport
 from baton.sched.metrics.request_timeline import RequestTimeline
 from baton.sched.types.events import EmittedTokens
@@ -75,13 +76,6 @@ class ReadyMessage(FromRank, tag="ready"):
     info: dict[str, Any]
 
 
-class HistogramColumns(msgspec.Struct, array_like=True):
-    """A histogram's state: observations per bucket (the last one unbounded), not cumulated, and their sum."""
-
-    counts: list[int]
-    sum: float
-
-
 class StatsMessage(FromRank, tag="stats"):
     """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
@@ -91,9 +85,8 @@ class StatsMessage(FromRank, tag="stats"):
 
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
-    histograms: dict[str, HistogramColumns] = {}
-    """Keyed like the others; the buckets' bounds are those of the metric's name in
-    server.observability.metrics.RANK."""
+    histograms: dict[str, Histogram] = {}
+    """Keyed like the others."""
     load: LoadReport | None = None
     not_accepting_reason: str | None = None
     """Why the rank should get no new requests although it lives."""

@@ -356,7 +356,7 @@ class RankProcess:
             reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
-        histograms = {name: messages.HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
+        histograms = sched.stats.histograms()
         self._send(messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
 
 
