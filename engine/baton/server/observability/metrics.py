@@ -176,7 +176,7 @@ class _RankCollector(Collector):
         self.reports: dict[int, StatsMessage] = {}
 
     def collect(self) -> Iterator[Metric]:
-        specs = {s.name: s for s in RANK}
+        helps = {s.name: s.help for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
             for family, table in zip(_FAMILIES, (report.gauges, report.counters, report.histograms), strict=True):
@@ -185,7 +185,7 @@ class _RankCollector(Collector):
                     labels = dict(_LABEL.findall(rest))
                     name = series.removesuffix("_total")
                     if series not in families:
-                        text = specs[name].help if name in specs else "reported by the rank"
+                        text = helps.get(name, "reported by the rank")
                         families[series] = family(PREFIX + series, text, labels=["dp_rank", *labels])
                     values = (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
                     families[series].add_metric([str(dp_rank), *labels.values()], *values)
