@@ -150,10 +150,8 @@ class EngineLoop:
             "prompt_tokens_computed_total": 0,
             "generated_tokens_total": 0,
             "nonfinite_logits_total": 0,
-            'kv_host_copies_total{direction="out"}': 0,
-            'kv_host_copies_total{direction="in"}': 0,
-            'kv_host_copy_bytes_total{direction="out"}': 0,
-            'kv_host_copy_bytes_total{direction="in"}': 0,
+            **{f'kv_host_copies_total{{direction="{to}"}}': 0 for to in ("out", "in")},
+            **{f'kv_host_copy_bytes_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             "kv_host_copy_seconds_total": 0,
         }
 
