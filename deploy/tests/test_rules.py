@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.utils import floatToGoString
 
+from baton.sched.metrics.collector import SchedStats
 from baton.server.observability import metrics
 from deploy.monitoring.generate import COMPONENT, METRICS_PAGE, MONITORING, metric_of, metric_rows, outputs
 from deploy.tests import prometheus
@@ -129,9 +130,14 @@ def test_unknown_names_are_found(expression: str, wrong: list[str]) -> None:
 
 def bucket_bounds(name: str) -> set[str]:
     """Values of the label `le` of a histogram, as /metrics has them."""
-    for spec in (*metrics.FRONT, *metrics.RANK):
-        if metrics.exported_name(spec) == name:
-            return {floatToGoString(bound) for bound in spec.buckets}
+    table = metrics.EngineMetrics().table.items()
+    bounds = {metrics.exported_name(spec): made._upper_bounds for spec, made in table if spec.kind == "histogram"}
+    kept = SchedStats(1.0, lambda _: "")
+    for by_label in (kept.waiting_time, kept.pull_durations):
+        by_label["any"].observe(0.0)
+    bounds |= {metrics.PREFIX + key.partition("{")[0]: made.bounds for key, made in kept.histograms().items()}
+    if name in bounds:
+        return {floatToGoString(bound) for bound in bounds[name] if bound < math.inf}
     text = METRICS_PAGE.read_text()
     said = re.search(r"share (\d+) buckets, factor ([\d.]+) from ([\d.]+) s to \d+ s, rounded to four\s+digits", text)
     assert said is not None, "docs/metrics.md no longer says which buckets a router's histograms have"

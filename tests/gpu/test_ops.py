@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, obstacle, try_out
-from baton.models.load import load_model
 from tests.support import head_cases, shapes
+from tests.support.whole_model import load_model
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from baton.layers.model_spec import read_spec
-from baton.models.load import load_model
 from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint, reference_greedy, reference_model
 from tests.support.engine_run import answer, greedy, make_engine
 from tests.support.model_loop import ModelLoop
+from tests.support.whole_model import load_model
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from baton.layers import ops
-from baton.models.load import load_model
 from tests.parity.conftest import STEPS
 from tests.support.checkpoints import VARIANTS
 from tests.support.model_loop import ModelLoop
+from tests.support.whole_model import load_model
 
 ops_as_loaded = ops._native
 

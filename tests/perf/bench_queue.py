@@ -23,7 +23,7 @@ from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import ordered
+from tests.support.sched_sim import duplicates, ordered
 
 ROUNDS = 7
 
@@ -54,7 +54,7 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
     for seq in seqs[::16]:
         pages = allocator.alloc(tokens // page_size)
         assert pages is not None
-        allocator.free(cache.insert(seq.key, pages, b"").not_taken)
+        allocator.free(duplicates(pages, cache.insert(seq.key, pages, b"")))
     first = elapsed_ms(lambda: next(queue.in_order()))
     times: dict[str, list[float]] = {"from scratch": [], "tree changed": [], "blocked": []}
     for _ in range(ROUNDS):

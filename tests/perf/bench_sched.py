@@ -33,7 +33,7 @@ from baton.sched.types.limits import Limits
 from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import ordered
+from tests.support.sched_sim import duplicates, ordered
 
 MIN_ROUNDS = 20
 
@@ -320,7 +320,7 @@ def _split_path(page: int, seconds: float) -> None:
         side = tokens[: PROMPT * turn // 16] + tokens_of(rng, page)
         pages = allocator.alloc(len(side) // page)
         assert pages is not None
-        allocator.free(cache.insert(side.tobytes(), pages, b"").not_taken)
+        allocator.free(duplicates(pages, cache.insert(side.tobytes(), pages, b"")))
     key = tokens.tobytes()
     assert cache.match(key, b"", PROMPT).num_tokens == PROMPT
     race(f"match {PROMPT} tokens over 16 edges, page {page}", lambda: cache.match(key, b"", PROMPT), None, seconds)
@@ -343,7 +343,7 @@ def _fill_and_empty(page: int, seconds: float) -> None:
         def fill(taken: list[array[int] | None] = taken) -> None:
             for key, pages in zip(keys, taken, strict=True):
                 assert pages is not None
-                allocator.free(cache.insert(key, pages, b"").not_taken)
+                allocator.free(duplicates(pages, cache.insert(key, pages, b"")))
 
         def into_a_dictionary(taken: list[array[int] | None] = taken) -> None:
             book: dict[bytes, int] = {}

@@ -208,7 +208,7 @@ def test_stays_on_fcfs_where_all_are_equal() -> None:
     active, node = run(trace, [0.9 * i for i in range(200)], pool_tokens=200_000)
     assert active
     assert set(active) == {"fcfs"}
-    gauges = node.sched.order_gauges()
+    gauges = node.sched.gauges()
     assert gauges['schedule_policy_active{policy="fcfs"}'] == 1
     assert gauges['adaptive_policy{policy="fcfs"}'] == 1
     assert gauges['adaptive_policy{policy="lpm"}'] == 0

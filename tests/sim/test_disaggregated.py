@@ -173,9 +173,9 @@ def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> Non
     for handle in range(4):
         d.sched.add(request(handle, [1] * 12, 1, room=handle))
     d.step()
-    active = [name for name, is_it in d.sched.order_gauges().items() if is_it and name.startswith("schedule_policy")]
+    active = [name for name, is_it in d.sched.gauges().items() if is_it and name.startswith("schedule_policy")]
     assert active == ['schedule_policy_active{policy="fcfs"}']
-    assert d.sched.policy_degraded == (policy == "lpm")
+    assert d.sched.counters()["schedule_policy_degraded_total"] == (policy == "lpm")
 
 
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:
@@ -228,7 +228,7 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
         for room in list(p.done):
             del p.done[room], p.final_pages[room]
             p.sched.release(room)
-    assert p.sched.retractions > 0
+    assert p.sched.counters()["retractions_total"] > 0
     assert p.sched.is_idle
     assert p.outputs[0] == reference(own.prompt, 40, True)
     p.sched.ledger().check_idle(12)
@@ -285,7 +285,7 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     p.sched.add(request(5, first, 3, room=105))
     p.run()
     assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed again is shared"
-    assert p.sched.quarantined_pages >= 5
+    assert p.sched.counters()["kv_quarantined_pages_total"] >= 5
     assert sorted(p.done) == [101, 102, 103, 104, 105]
     for room in (102, 103, 104, 105):
         p.sched.release(room)

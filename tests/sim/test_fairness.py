@@ -450,10 +450,10 @@ def test_preemption_makes_room_for_the_request_whose_turn_it_is() -> None:
     books.step()
     books.add(ask(2, 4, of="a", by="capped", max_new=2, priority=9), "capped")
     books.step()
-    assert books.sched.preemptions == 0, "its tenant is at its limit: no request gives way for it"
+    assert books.sched.counters()["preemptions_total"] == 0, "its tenant is at its limit: no request gives way for it"
     books.add(ask(3, 4, of="b", by="other", max_new=2, priority=9), "other")
     while 3 not in books.ended:
         books.step()
-    assert books.sched.preemptions == 1
+    assert books.sched.counters()["preemptions_total"] == 1
     while len(books.ended) < 4:
         assert books.step() is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.sched.metrics.load_report import LoadReport, WaitingLoad, tokens_ahead
+from baton.sched.metrics.load_report import LoadReport, WaitingLoad
 from baton.sched.queue.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, EDGES, band
 from baton.sched.types.limits import Limits
@@ -71,6 +71,16 @@ def test_rates_and_other_states() -> None:
     assert node.sched.load().decode_tokens_per_s == pytest.approx(100.0)
 
 
+def tokens_ahead(load: LoadReport, priority: float | None = None) -> int:
+    """What a router counts before a new request: what runs, and what waits in its band and those before.
+
+    Args:
+        priority: normalized (larger is better), plus what aging gave it since its t0; None: it has none.
+    """
+    mine = BANDS.index(DEFAULT if priority is None else band(priority))
+    return load.started_tokens + sum(entry.tokens for name, entry in load.bands.items() if BANDS.index(name) <= mine)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
     rng = random.Random(seed)
@@ -89,8 +99,8 @@ def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
             tokens = seq.total_len - (seq.probe.num_tokens if seq.probe else 0)
             ahead += tokens * (value >= mine)
             behind += tokens * (BANDS.index(band(value)) <= BANDS.index(band(mine)))
-        assert ahead <= tokens_ahead(load.bands, load.started_tokens, priority) == behind
-    assert tokens_ahead(load.bands, load.started_tokens) == load.started_tokens + load.queued_tokens
+        assert ahead <= tokens_ahead(load, priority) == behind
+    assert tokens_ahead(load) == load.started_tokens + load.queued_tokens
 
 
 # ---------------------------------------------------------------------- three workers and a router without coordinator
@@ -158,7 +168,7 @@ class Cluster:
         load = self.published[worker]
         value = job.priority + self.rate * (self.now - job.arrival)
         mine = sum(other.tokens for other in self.sent[worker] if other.key(self.rate) <= job.key(self.rate))
-        return tokens_ahead(load.bands, load.started_tokens, value) + mine
+        return tokens_ahead(load, value) + mine
 
     def inverted_tokens(self) -> int:
         """Most tokens of less important requests that were started anywhere while one request waited."""

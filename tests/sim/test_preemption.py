@@ -120,7 +120,7 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
             relay.tick()
     assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
     assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
-    assert d.sched.preemptions >= 1
+    assert d.sched.counters()["preemptions_total"] >= 1
     while not d.sched.is_idle:
         p.step()
         d.step()
@@ -176,7 +176,7 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     node.run()
     assert node.outputs == want
     assert all(s.preemptions <= most for s in seqs)
-    assert node.sched.preemptions == sum(s.preemptions for s in seqs)
+    assert node.sched.counters()["preemptions_total"] == sum(s.preemptions for s in seqs)
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
@@ -191,7 +191,9 @@ def test_an_aged_request_preempts_no_other() -> None:
         assert plan is not None
         assert [row.handle for row in plan.rows] == [0]
         sched.commit(plan, StepResult([1]), 900.0)
-    assert sched.preemptions == 0, "5 against 3 is no more than the threshold, however long it has waited"
+    assert sched.counters()["preemptions_total"] == 0, (
+        "5 against 3 is no more than the threshold, however long it has waited"
+    )
 
 
 @pytest.mark.parametrize("lacks", ["slots", "pages", "queue"])
@@ -240,7 +242,7 @@ def test_a_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
         assert plan is not None
         assert [row.handle for row in plan.rows] == [0], "100 against 5 + 10"
         sched.commit(plan, StepResult([1]), 100.0)
-    assert sched.preemptions == 0
+    assert sched.counters()["preemptions_total"] == 0
 
 
 def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
@@ -257,7 +259,7 @@ def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> Non
     plan = sched.plan(90.0)
     assert plan is not None
     assert [row.handle for row in plan.rows] == [2]
-    assert sched.preemptions == 1
+    assert sched.counters()["preemptions_total"] == 1
 
 
 @pytest.mark.parametrize(("under_way", "preempts"), [(200, False), (0, True)])
@@ -274,7 +276,9 @@ def test_a_request_preempts_only_if_the_step_has_tokens_for_it(under_way: int, p
     step()
     sched.add(asked(2, [3] * 4, 50, 5))
     step()
-    assert sched.preemptions == preempts, "the prompt of priority 9 takes every step's tokens while it is under way"
+    assert sched.counters()["preemptions_total"] == preempts, (
+        "the prompt of priority 9 takes every step's tokens while it is under way"
+    )
 
 
 def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> None:
@@ -296,7 +300,7 @@ def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> No
     node.sched.add(asked(7, [1] * 60, 4, 5))
     while 6 not in node.finished:
         node.step()
-        assert node.sched.preemptions == 0
+        assert node.sched.counters()["preemptions_total"] == 0
         assert 1 in node.sched._state.running
         assert node.steps < 100
     while not {1, 2, 7} <= node.finished.keys():
@@ -331,7 +335,7 @@ def median_wait_of_the_important(threshold: int) -> tuple[float, int]:
         for sample in sampled:
             first.setdefault(sample, now)
     waits = [first[h] - at for h, at in begun.items() if h in first]
-    return statistics.median(waits), sched.preemptions
+    return statistics.median(waits), sched.counters()["preemptions_total"]
 
 
 def test_preemption_without_a_cache_does_not_make_the_important_wait_longer() -> None:

@@ -90,7 +90,7 @@ def test_a_full_queue_gives_the_newest_of_the_least_important_up() -> None:
     code, message = node.errors[3]
     assert code == "queue_full"
     assert "left the full queue for one of higher priority; retry after" in message
-    assert node.sched.turned_away()['queue_turned_away_total{reason="evicted"}'] == 1
+    assert node.sched.counters()['queue_turned_away_total{reason="evicted"}'] == 1
     with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
         node.sched.add(ask(5, 0))
     assert caught.value.retry_after_secs is not None
@@ -131,7 +131,7 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     node = full_node(max_queued_requests=1)
     node.sched.add(ask(1, 20))
     node.step()
-    assert node.sched.preemptions == 1
+    assert node.sched.counters()["preemptions_total"] == 1
     with pytest.raises(QueueFull):
         node.sched.add(ask(2, 15))
     node.run()
@@ -294,7 +294,7 @@ def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
     assert node.errors[1][0] == "deadline"
     node.run()
     assert node.finished[2] is FinishReason.LENGTH
-    assert node.sched.turned_away()['queue_turned_away_total{reason="deadline"}'] == 1
+    assert node.sched.counters()['queue_turned_away_total{reason="deadline"}'] == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
-from tests.support.sched_sim import ordered, ranks, request
+from tests.support.sched_sim import duplicates, ordered, ranks, request
 
 PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
 
@@ -62,7 +62,7 @@ class World:
         pages = self.allocator.alloc(len(tokens) // 2)
         if pages is not None:
             done = self.cache.insert(tokens.tobytes(), pages, self.rng.choice([b"", b"t"]))
-            self.allocator.free(done.not_taken)
+            self.allocator.free(duplicates(pages, done))
 
     def change(self) -> None:
         """One thing of all that happen to a queue."""

@@ -22,8 +22,8 @@ from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedReque
 from baton.sim import main as sim
 
 LOOKS = {
-    "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "turned_away", "cached_blocks",
-    "order_gauges", "is_alive", "request_view", "load_view", "in_rooms", "leased", "dump", "handles", "oldest_arrival",
+    "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "counters", "cached_blocks",
+    "gauges", "is_alive", "request_view", "load_view", "in_rooms", "leased", "dump", "handles", "oldest_arrival",
 }  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 

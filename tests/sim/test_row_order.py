@@ -100,7 +100,7 @@ def test_chunk_tokens_go_to_the_more_important_prompt_first(policy: str, fairnes
     assert [(row.handle, row.n) for row in turn(sched).rows] == [(1, 8), (0, 8)]
     if policy in ("fcfs", "lof", "hrrn"):
         assert rows(turn(sched)) == [1, 0], "among equals the prompt under way goes on"
-    assert sched.preemptions == 0
+    assert sched.counters()["preemptions_total"] == 0
 
 
 def test_the_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> None:

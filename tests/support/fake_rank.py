@@ -5,7 +5,7 @@ what a request brings in its `cache_salt`:
   reply        text to answer with (default: the prompt's own tokens, over and over)
   delay        seconds before the first token of a request; step: seconds between tokens
   hold         a file: no token before it exists
-  burst        tokens per TokenBatch row
+  burst        tokens per TokenBatch
   loading      [done, total]: parameters reported as loaded before Ready
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import time
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,14 @@ from tokenizers import Tokenizer
 
 from baton.sched.metrics.load_report import LoadReport, WaitingLoad
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
-from baton.sched.types.request import FinishReason
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
     FatalMessage,
     LoadingMessage,
-    LogprobsMessage,
     ReadyMessage,
     ReplyMessage,
     StatsMessage,
@@ -71,13 +71,11 @@ class FakeRank:
     async def send(self, message: Any) -> None:
         await self.push.send(encoder.encode(message))
 
-    def script_of(self, job: SubmitMessage) -> dict[str, Any]:
+    def script_of(self, job: ValidatedRequest) -> dict[str, Any]:
         salt = job.namespace.decode().partition("\0")[0]
         return {**self.script, **(json.loads(salt) if salt.startswith("{") else {})}
 
-    async def answer(self, job: SubmitMessage) -> None:
-        prompt = array("i")
-        prompt.frombytes(job.prompt)
+    async def answer(self, job: ValidatedRequest) -> None:
         script = self.script_of(job)
         reply = script.get("reply")
         if "tokens" in script:
@@ -85,7 +83,7 @@ class FakeRank:
         elif reply is not None:
             ids = [*self.tokenizer.encode(reply, add_special_tokens=False).ids, 1]
         else:
-            ids = list(prompt) * 4096
+            ids = list(job.prompt) * 4096
         prefill_only = self.order["config"]["disaggregation_mode"] == "prefill" and job.rendezvous
         most = 1 if prefill_only else job.params.max_new_tokens
         burst = script.get("burst", 1)
@@ -105,7 +103,7 @@ class FakeRank:
             part = ids[sent : min(sent + burst, most)]
             if error_after is not None:
                 part = part[: max(error_after - sent, 1)]
-            finish = 0
+            finish: FinishReason | None = None
             for i, token in enumerate(part):
                 if token in job.params.stop_token_ids and sent + i >= job.params.min_new_tokens:
                     part, finish = part[: i + 1], FinishReason.STOP
@@ -121,30 +119,19 @@ class FakeRank:
 
     async def row(
         self,
-        job: SubmitMessage,
+        job: ValidatedRequest,
         part: list[int],
-        finish: int,
+        finish: FinishReason | None,
         error: tuple[str, str] | None = None,
         stages: FirstTokenStages | None = None,
     ) -> None:
-        logprobs = {}
-        if job.params.logprobs >= 0 and part:
-            k = job.params.logprobs
-            logprobs = {
-                0: LogprobsMessage([-0.5] * len(part), [list(range(3, 3 + k))] * len(part), [[-1.0] * k] * len(part))
-            }
-        await self.send(
-            TokenBatch(
-                handles=[job.handle],
-                counts=array("i", [len(part)]).tobytes(),
-                tokens=array("i", part).tobytes(),
-                finish=array("b", [int(finish)]).tobytes(),
-                cached_tokens=array("i", [self.script_of(job).get("cached", 0)]).tobytes(),
-                logprobs=logprobs,
-                errors={0: error} if error else {},
-                stages={} if stages is None else {0: stages},
-            )
-        )
+        cached, k = self.script_of(job).get("cached", 0), job.params.logprobs
+        rows = [EmittedTokens(job.handle, tuple(part), finish, cached, error=error, stages=stages)]
+        if k >= 0 and part:  # a row for each token
+            found = TokenLogprobs(-0.5, list(range(3, 3 + k)), [-1.0] * k)
+            rows = [EmittedTokens(job.handle, (token,), None, cached, found) for token in part]
+            rows[0], rows[-1] = rows[0]._replace(stages=stages), rows[-1]._replace(finish=finish)
+        await self.send(TokenBatch(rows))
 
     def looked(self) -> bool:
         """True if the ledger shows a lease this time."""
@@ -185,14 +172,12 @@ class FakeRank:
                 resumed.set()
         return ReplyMessage(message.id, True, {"found": len(found)})
 
-    def start(self, job: SubmitMessage) -> None:
-        prompt = array("i")
-        prompt.frombytes(job.prompt)
+    def start(self, job: ValidatedRequest) -> None:
         seen = msgspec.to_builtins(job.params)
         meet = None if job.rendezvous is None else msgspec.to_builtins(job.rendezvous)
         self.submits.append(
             {
-                "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
+                "handle": job.handle, "rid": job.rid, "prompt": list(job.prompt), "params": seen, "rendezvous": meet,
                 "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
                 "namespace": job.namespace.decode(), "deadline": job.deadline,
             }
@@ -228,7 +213,7 @@ class FakeRank:
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, SubmitMessage):
-                self.start(message)
+                self.start(message.request)
             elif isinstance(message, AbortMessage):
                 self.aborts += message.handles
                 for handle in message.handles:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
+from baton.cache.radix import InsertResult
 from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.policies import Policy, PolicyContext
 from baton.sched.queue.priority import PriorityRule
@@ -237,6 +238,11 @@ def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> 
     head = list(rng.choice(shared)) if shared and rng.random() < 0.6 else []
     tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
     return (head + tail)[:longest]
+
+
+def duplicates(pages: array[int], inserted: InsertResult) -> array[int]:
+    """Those of the caller's pages that the tree did not take; the caller frees them."""
+    return array("i", (mine for mine, theirs in zip(pages, inserted.existing_pages, strict=False) if mine != theirs))
 
 
 def ranks(

@@ -131,8 +131,8 @@ class WatchedScheduler(Scheduler):
         running = list(state.running.values())
         return Before(
             facts=self._facts(),
-            ratio=self.new_token_ratio,
-            retractions=self.retractions,
+            ratio=self._state.memory.ratio.value,
+            retractions=self._state.retractions,
             preemptions={seq.handle: seq.preemptions for seq in running},
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
@@ -313,7 +313,7 @@ class WatchedScheduler(Scheduler):
 
     def _check_order(self, before: Before, plan: StepPlan) -> None:
         """Admitted requests are the first of the queue, in the order of the policy's definition."""
-        if self.retractions != before.retractions or self._preempted(before) or self.limits.fairness.enabled:
+        if self._state.retractions != before.retractions or self._preempted(before) or self.limits.fairness.enabled:
             return
         came = [row.handle for row in plan.rows[plan.num_decode :] if row.handle in before.waiting]
         under_way = len(plan.rows) - plan.num_decode > len(came)
@@ -382,7 +382,7 @@ class WatchedScheduler(Scheduler):
         """Budget is left over only when no request could use it."""
         state, memory, limits = self._state, self._state.memory, self.limits
         page = limits.page_size
-        if self.retractions != before.retractions or self._preempted(before):
+        if self._state.retractions != before.retractions or self._preempted(before):
             return
         if limits.prefill_first and plan is not None and plan.num_decode:
             return  # its steps hold either prompts or decode rows

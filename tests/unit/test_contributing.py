@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from baton.layers import model_spec
-from baton.models.load import load_model
 from baton.sched.policies import POLICIES
 from baton.sched.types.limits import Limits
 from tests.support import checkpoints
 from tests.support.model_loop import ModelLoop
 from tests.support.sched_sim import Node, request
+from tests.support.whole_model import load_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

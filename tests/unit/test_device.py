@@ -23,7 +23,6 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
-from baton.models.load import load_model
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import step_sampler
@@ -31,6 +30,7 @@ from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, St
 from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
 from tests.support.model_loop import forward_all
+from tests.support.whole_model import load_model
 
 CUDA = torch.device("cuda", 0)
 

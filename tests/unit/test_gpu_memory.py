@@ -17,7 +17,6 @@ from baton.errors import ConfigError
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.collectives import TpContext, init_group, leave
 from baton.layers.shard import Shard
-from baton.models.load import load_model
 from baton.runtime.graphs import warmup
 from baton.runtime.graphs.capture import BYTES_EACH
 from baton.runtime.graphs.warmup import WarmupLimits, pages_needed, steps
@@ -26,6 +25,7 @@ from baton.runtime.memory.device_memory import GIB, LEAST_PAGES, MARGIN_BYTES, M
 from baton.runtime.memory.profile import check_weights, profile_memory
 from baton.sched.types.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
+from tests.support.whole_model import load_model
 
 CPU = torch.device("cpu")
 sizes = st.integers(0, 200 * GIB)

@@ -22,7 +22,6 @@ from baton.layers.attention.base import GraphInputs
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.models.load import load_model
 from baton.runtime import build
 from baton.runtime.graphs.capture import DecodeGraphs, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner
@@ -33,6 +32,7 @@ from tests.support.attention_batch import AttentionRow, build_batch
 from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream
 from tests.support.tape import TapeRecorder
+from tests.support.whole_model import load_model
 from tests.unit.test_device import CUDA, DeviceCheck, FakeStream
 
 

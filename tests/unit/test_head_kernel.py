@@ -14,8 +14,8 @@ import torch
 from baton.errors import ConfigError
 from baton.layers import kernels, ops
 from baton.layers.model_spec import ModelSpec
-from baton.models.load import load_model
 from tests.support import shapes
+from tests.support.whole_model import load_model
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -78,7 +78,7 @@ def test_kernels_that_run_are_chosen_at_start(tmp_path: Path) -> None:
     path = shapes.make("tiny", tmp_path / "m")
     code = f"""
 import torch
-from baton.models.load import load_model
+from tests.support.whole_model import load_model
 from baton.layers import ops
 from baton.layers import kernels
 ops._choose_triton(load_model({str(path)!r}, load_format="dummy").spec, torch.device("cpu"), required=True)

@@ -20,9 +20,10 @@ from baton.layers.shard import Shard
 from baton.models import checkpoint as checkpoint_module
 from baton.models import load
 from baton.models.checkpoint import check, weight_bytes
-from baton.models.load import load_model, load_weights
+from baton.models.load import load_weights
 from baton.models.weights import plan_weights
 from tests.support import shapes
+from tests.support.whole_model import load_model
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,

@@ -129,7 +129,7 @@ def test_eos_ids_come_from_both_files_without_repeats(tmp_path):
 
 def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype="float16")
-    assert (read_spec(path).dtype, read_spec(path).checkpoint_dtype) == ("bfloat16", "float16")
+    assert read_spec(path).dtype == "bfloat16"
     assert read_spec(path, dtype="float32").dtype == "float32"
     assert read_spec(path, dtype="float16").dtype == read_spec(path, on_cpu=False).dtype == "float16"
     assert read_spec(path, on_cpu=False).kv.token_bytes == read_spec(path).kv.token_bytes
@@ -199,10 +199,10 @@ def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field
 
 def test_an_unnamed_dtype_is_that_of_the_weights(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype=...)
-    assert read_spec(path).checkpoint_dtype == "float32"
+    assert read_spec(path, on_cpu=False).dtype == "float32"
     header = json.dumps({"__metadata__": {}, "x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    assert read_spec(path).checkpoint_dtype == "bfloat16"
+    assert read_spec(path, on_cpu=False).dtype == "bfloat16"
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"model\.safetensors.*damaged"):
         read_spec(path)

@@ -15,9 +15,9 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader, ops, ops_cuda
 from baton.layers.ops_cuda import FlashInferOps, try_out
-from baton.models.load import load_model
 from tests.support import fake_flashinfer, shapes
 from tests.support.model_loop import ModelLoop
+from tests.support.whole_model import load_model
 
 HALF = [torch.float16, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])

@@ -21,6 +21,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, InsertResult, PrefixProbe, RadixCache
+from tests.support.sched_sim import duplicates
 
 
 def encode(tokens: list[int]) -> bytes:
@@ -32,7 +33,7 @@ def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespa
     pages = allocator.alloc(len(tokens) // cache.page_size)
     assert pages is not None
     inserted = cache.insert(encode(tokens), pages, namespace)
-    allocator.free(inserted.not_taken)
+    allocator.free(duplicates(pages, inserted))
     return inserted
 
 
@@ -177,8 +178,8 @@ class RadixMachine(RuleBasedStateMachine):
             return
         inserted = self.cache.insert(encode(tokens), pages, namespace, from_page=start, priority=priority)
         assert list(inserted.existing_pages) == [self.model[key] for key in known[start:]]
-        assert list(inserted.not_taken) == list(pages[: len(known) - start])
-        self.allocator.free(inserted.not_taken)
+        assert list(duplicates(pages, inserted)) == list(pages[: len(known) - start])
+        self.allocator.free(duplicates(pages, inserted))
         for key, page in list(zip(keys[start:], pages, strict=True))[len(known) - start :]:
             self.model[key] = page
             self.content[page] = (namespace, key[1][-self.page_size :])
@@ -199,7 +200,7 @@ class RadixMachine(RuleBasedStateMachine):
         match = self.cache.match(encode(tokens), namespace, len(tokens))
         inserted = self.cache.insert(encode(tokens), match.pages, namespace)
         assert inserted.existing_pages == match.pages
-        assert not inserted.not_taken
+        assert not duplicates(match.pages, inserted)
         self.mark_used(self.cached_prefixes(namespace, tokens))
 
     @rule(shape=shapes, namespace=namespaces, beyond=st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""Pieces of the rank process that need no process: output columns and the stream interval."""
+"""Pieces of the rank process that need no process: output messages and the stream interval."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import gc
 import io
 import json
 import sys
-from array import array
 from types import SimpleNamespace
 
 import pytest
 
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
-from baton.sched.types.events import EmittedTokens
+from baton.sched.types.events import EmittedTokens, new_token
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason
 from baton.server.worker import process
-from baton.server.worker.messages import encoder, to_front_decoder
-from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
+from baton.server.worker.messages import TokenBatch, encoder, to_front_decoder
+from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report
 
 STAGES = FirstTokenStages(0.25, PulledPages("shm", 3, 12288, 0.002, 0.01))
 
@@ -26,21 +25,15 @@ def one(handle: int, token: int, finish: FinishReason | None = None) -> EmittedT
     return EmittedTokens(handle, (token,), finish, 0)
 
 
-def test_token_batch_round_trips_as_columns() -> None:
+def test_token_batch_round_trips() -> None:
     outputs = [
-        EmittedTokens(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0)), stages=STAGES),
+        new_token((7, (5,), None, 3, TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0]), None, None, STAGES)),
         EmittedTokens(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
     ]
-    batch = to_front_decoder.decode(encoder.encode(token_batch(outputs)))
-    assert batch.handles == [7, 9]
-    assert array("i", batch.counts).tolist() == [1, 0]
-    assert array("i", batch.tokens).tolist() == [5]
-    assert array("b", batch.finish).tolist() == [0, FinishReason.ERROR]
-    assert array("i", batch.cached_tokens).tolist() == [3, 0]
-    assert batch.logprobs[0].top_ids == [[5, 6]]
-    assert batch.errors == {1: ("timeout", "too late")}
-    assert batch.retry_after == {1: 4}
-    assert batch.stages == {0: STAGES}
+    batch = to_front_decoder.decode(encoder.encode(TokenBatch(outputs)))
+    assert isinstance(batch, TokenBatch)
+    assert batch.rows == outputs
+    assert batch.rows[1].finish is FinishReason.ERROR
 
 
 def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> None:

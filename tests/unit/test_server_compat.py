@@ -6,19 +6,17 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.sched.metrics.collector import HISTOGRAMS
-from baton.sched.metrics.histogram import Histogram
+from baton.sched.metrics.histogram import STAGE_BUCKETS, Histogram
 from baton.server.observability import metric_aliases
 from baton.server.observability.metrics import FRONT, RANK, EngineMetrics
-from baton.server.worker.messages import HistogramColumns, StatsMessage
+from baton.server.worker.messages import StatsMessage
 
 
 def families(which: str) -> dict[str, Metric]:
     made = EngineMetrics("v", "null", "tiny", page_size=4, compat_names=which)
-    waited = Histogram(HISTOGRAMS["priority_waiting_time_seconds"])
+    waited = Histogram(STAGE_BUCKETS)
     waited.observe(0.01)
     waited.observe(3.0)
-    columns = HistogramColumns(waited.counts, waited.sum)
     for rank in (0, 1):
         gauges = {f'requests{{state="{state}"}}': 1.0 + i for i, state in enumerate(("waiting", "opening", "running"))}
         gauges |= {
@@ -34,7 +32,7 @@ def families(which: str) -> dict[str, Metric]:
             'request_retraction_reasons_total{reason="slots"}': 3.0,
             'request_retraction_reasons_total{reason="memory"}': 10.0,
         }
-        histograms = {f'priority_waiting_time_seconds{{class="{cls}"}}': columns for cls in ("a", "b")}
+        histograms = {f'priority_waiting_time_seconds{{class="{cls}"}}': waited for cls in ("a", "b")}
         made.report(StatsMessage(rank, gauges, counters, histograms))
     for endpoint, seconds in (("chat", 0.5), ("completions", 0.25), ("health", 9.0)):
         made.ttft.labels(endpoint).observe(seconds)

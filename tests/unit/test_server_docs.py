@@ -13,10 +13,10 @@ from baton.cli.doctor import main as doctor
 from baton.cli.doctor import top
 from baton.config import unsupported_flags
 from baton.sched.metrics import histogram
-from baton.sched.metrics.collector import HISTOGRAMS, SchedStats
+from baton.sched.metrics.collector import SchedStats
 from baton.server.launch import local_cluster
 from baton.server.observability import metric_aliases, metrics
-from baton.server.worker.messages import HistogramColumns, StatsMessage, encoder, to_front_decoder
+from baton.server.worker.messages import StatsMessage, encoder, to_front_decoder
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -90,11 +90,11 @@ def test_bucket_families() -> None:
         assert list(bounds) == sorted(set(bounds))
 
 
-def test_histograms_of_ranks_are_rendered_with_the_bounds_of_their_name() -> None:
-    kept = histogram.Histogram(HISTOGRAMS["decode_stall_seconds"])
+def test_histograms_of_ranks_are_rendered_with_their_bounds() -> None:
+    kept = histogram.Histogram(histogram.GAP_BUCKETS)
     for value in (0.0005, 0.0006, 0.0006, 99.0):
         kept.observe(value)
-    sent = StatsMessage(1, {}, {}, {"decode_stall_seconds": HistogramColumns(kept.counts, kept.sum)})
+    sent = StatsMessage(1, {}, {}, {"decode_stall_seconds": kept})
     heard = to_front_decoder.decode(encoder.encode(sent))
     made = metrics.EngineMetrics()
     made.report(heard)
@@ -115,4 +115,7 @@ def test_every_name_a_scheduler_reports_has_a_row_in_the_tables() -> None:
     kept.starved["default"] = kept.starving["default"] = kept.suspensions["default", "", "memory"] = 1
     names = {name.partition("{")[0].removesuffix("_total") for name in {**kept.gauges(), **kept.counters()}}
     assert names - set(known) == set()
-    assert {spec.name for spec in known.values() if spec.kind == "histogram"} == set(HISTOGRAMS)
+    kept.waiting_time["default"].observe(1.0)
+    kept.pull_durations["tcp"].observe(1.0)
+    histograms = {name.partition("{")[0] for name in kept.histograms()}
+    assert {spec.name for spec in known.values() if spec.kind == "histogram"} == histograms

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import EngineError, KvTransferFailed, RequestTimeout
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams
 from baton.server.api.openai import ChatFormat, CompletionFormat
 from baton.server.api.sglang_format import GenerateFormat
@@ -22,7 +24,6 @@ from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
 from baton.server.http.generation import Generation
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.text.tokenizer import Tokenizer
-from baton.server.worker.messages import LogprobsMessage
 from tests.support import tiny_model
 
 METRICS = EngineMetrics()
@@ -94,10 +95,14 @@ def rows(script: Script) -> list[tuple[list[int], FinishReason | None]]:
 
 
 def send(ranks: StubRanks, handle: int, tokens: list[int], finish: FinishReason | None, logprobs: int) -> None:
-    given = None
-    if logprobs >= 0 and tokens:
-        given = LogprobsMessage([-0.5] * len(tokens), [[3] * logprobs] * len(tokens), [[-1.0] * logprobs] * len(tokens))
-    ranks.sinks[handle].on_tokens(tokens, 1, given, finish)
+    sink = ranks.sinks[handle]
+    if logprobs >= 0:  # a row each
+        found = TokenLogprobs(-0.5, [3] * logprobs, [-1.0] * logprobs)
+        for token in tokens[:-1]:
+            sink.on_tokens(EmittedTokens(handle, (token,), None, 1, found))
+        sink.on_tokens(EmittedTokens(handle, tuple(tokens[-1:]), finish, 1, found if tokens else None))
+    else:
+        sink.on_tokens(EmittedTokens(handle, tuple(tokens), finish, 1))
 
 
 def play(

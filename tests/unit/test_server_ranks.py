@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
-from baton.sched.types.request import FinishReason, SamplingParams
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.worker.client import RankSet
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
     FatalMessage,
-    LogprobsMessage,
     ReadyMessage,
     ReplyMessage,
     StatsMessage,
@@ -46,15 +46,12 @@ class Recorder:
     stages: list[FirstTokenStages] = field(default_factory=list)
     breaks: bool = False
 
-    def on_stages(self, stages: FirstTokenStages) -> None:
-        self.stages.append(stages)
-
-    def on_tokens(
-        self, tokens: Sequence[int], cached: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
-    ) -> None:
+    def on_tokens(self, row: EmittedTokens) -> None:
         if self.breaks:
             raise ValueError("this request's text is broken")
-        self.rows.append((list(tokens), cached, finish))
+        if row.stages is not None:
+            self.stages.append(row.stages)
+        self.rows.append((list(row.tokens), row.cached_tokens, row.finish))
 
     def on_error(self, error: EngineError) -> None:
         self.errors.append(error)
@@ -80,8 +77,8 @@ class Stage:
         await until(lambda: self.ranks.all_ready)
 
     def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
-        message = SubmitMessage(0, "r", array("i", range(prompt)).tobytes(), SamplingParams(max_new_tokens=4))
-        return self.ranks.submit(self.ranks.choose(rank), message, sink)
+        request = ValidatedRequest(0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4))
+        return self.ranks.submit(self.ranks.choose(rank), request, sink)
 
 
 async def until(fact: Callable[[], bool]) -> None:
@@ -92,15 +89,13 @@ async def until(fact: Callable[[], bool]) -> None:
     await asyncio.wait_for(poll(), DEADLINE_SECS)
 
 
-def batch(rows: list[tuple[int, list[int], int]], **more: Any) -> TokenBatch:
-    return TokenBatch(
-        handles=[h for h, _, _ in rows],
-        counts=array("i", [len(t) for _, t, _ in rows]).tobytes(),
-        tokens=array("i", [t for _, ts, _ in rows for t in ts]).tobytes(),
-        finish=array("b", [f for _, _, f in rows]).tobytes(),
-        cached_tokens=array("i", [2] * len(rows)).tobytes(),
-        **more,
-    )
+def batch(rows: list[tuple[int, list[int], int]], **more: dict[int, Any]) -> TokenBatch:
+    """`more`: further fields of EmittedTokens, by row."""
+    made = [EmittedTokens(h, tuple(tokens), FinishReason(f) if f else None, 2) for h, tokens, f in rows]
+    for name, values in more.items():
+        for row, value in values.items():
+            made[row] = made[row]._replace(**{name: value})
+    return TokenBatch(made)
 
 
 def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], limit: int = 8) -> None:
@@ -137,7 +132,7 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
         ha, hb = stage.submit(a, 0), stage.submit(b, 1)
         first = await stage.hear(0)
         assert isinstance(first, SubmitMessage)
-        assert (first.handle, ha != hb) == (ha, True)
+        assert (first.request.handle, ha != hb) == (ha, True)
         rows = [(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]
         stages = FirstTokenStages(0.5, PulledPages("tcp", 1, 64, 0.1, 0.2))
         await stage.say(batch(rows, stages={0: stages, 3: stages}))
@@ -173,7 +168,7 @@ def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
         finishes = [4, 4, 3, 4, 4, 4]
         errors = {0: ("queue_full", "full"), 1: ("no_such_code", "x"), 4: ("queue_timeout", "x"), 5: ("deadline", "x")}
         rows = [(h, [], f) for h, f in zip(handles, finishes, strict=True)]
-        await stage.say(batch(rows, errors=errors, retry_after={4: 17, 5: 3}))
+        await stage.say(batch(rows, error=errors, retry_after_secs={4: 17, 5: 3}))
         await until(lambda: all(s.errors for s in sinks))
         codes = ["queue_full", "internal_error", "aborted", "internal_error", "queue_timeout", "deadline"]
         assert [s.errors[0].code for s in sinks] == codes

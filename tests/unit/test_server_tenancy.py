@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,7 +13,7 @@ from baton.errors import BadRequest, ConfigError, RateLimited
 from baton.sched import setup
 from baton.server.api.fields import read
 from baton.server.api.schema import RequestFields
-from baton.server.api.tenancy import Placed, Tenancy
+from baton.server.api.tenancy import Tenancy
 
 
 def file(folder: Path, document: Any) -> str:
@@ -28,8 +28,14 @@ def tenancy(folder: Path, document: Any = None, **flags: Any) -> Tenancy:
     return Tenancy(config.build(flags))
 
 
+class Placed(NamedTuple):
+    priority: int | None
+    priority_class: str = ""
+    tenant: str = ""
+
+
 def placed(t: Tenancy, body: dict[str, Any], headers: dict[str, str] | None = None) -> Placed:
-    return t.resolve(t.read(read(RequestFields, body)), body.get("priority"), headers or {})
+    return Placed(*t.resolve(*t.read(read(RequestFields, body)), body.get("priority"), headers or {}))
 
 
 def test_flags_become_rules(tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def test_flags_become_rules(tmp_path: Path) -> None:
     )  # fmt: skip
     assert made.enabled
     assert made.classes.names == ("a", "b")
-    assert (made.charge_decode, made.table_size) == (False, 7)
+    assert (made.charge_decode, made.max_idle_tenants) == (False, 7)
     assert (made.prompt_token_weight, made.output_token_weight, made.cached_token_weight) == (3.0, 4.0, 0.5)
     assert made.tenants is not None
     assert made.tenants.of("x").weight == 2

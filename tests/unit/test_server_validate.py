@@ -79,7 +79,6 @@ def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
-    monkeypatch.setattr(tokenizer, "encode_within", None)
     monkeypatch.setattr(tokenizer, "encode", None)
     with pytest.raises(PromptTooLong) as caught:
         form(make(), **body)
@@ -115,13 +114,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
     make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, seen = tokenizer.encode_within, []
+    encode, seen = tokenizer.encode, []
 
-    def recorded(text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+    def recorded(text: str, **options: Any) -> list[int]:
         seen.append(text)
-        return encode(text, max_tokens, add_special_tokens=add_special_tokens)
+        return encode(text, **options)
 
-    monkeypatch.setattr(tokenizer, "encode_within", recorded)
+    monkeypatch.setattr(tokenizer, "encode", recorded)
     long = "x " * (CONTEXT + 1)
     with pytest.raises(PromptTooLong, match=r"the prompt has \d+;"):
         completion(make(), prompt=["a", long, "b"])

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from baton.cache.eviction import Key, eviction_policy
+from baton.cache.int_array import IntArray
 from baton.cache.ledger import HostLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, RadixNode
@@ -49,9 +50,9 @@ class CopyRun:
     """Whole pages between device and host, in order; no target occurs twice."""
 
     to_host: bool
-    pages: array[int]
+    pages: IntArray
     """On the device."""
-    slots: array[int]
+    slots: IntArray
     """In the host pool, one for each page."""
 
 

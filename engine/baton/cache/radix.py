@@ -150,10 +150,10 @@ class InsertResult:
     node: RadixNode
     """The end of the inserted path: lock it to keep the pages."""
     existing_pages: array[int]
-    """The tree's own pages for the first part of the range: use these instead of the caller's."""
-    not_taken: array[int]
-    """The caller's pages that the tree did not take, duplicates of `existing_pages`; the caller still owns and frees
-    them."""
+    """The tree's own pages for the first part of the range: use these instead of the caller's.
+
+    Of the caller's the tree took none for this part: what are not its own anyway, the caller still owns and frees.
+    """
 
 
 class RadixCache:
@@ -280,7 +280,6 @@ class RadixCache:
         if inside:
             node = self._split(node, inside)
         existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
-        not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
         if matched < total:
             if node is self._nowhere:
                 node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
@@ -291,7 +290,7 @@ class RadixCache:
                 self._log.stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
         self._touch(node)
         self._raise_priority(node, priority)
-        return InsertResult(node, existing, not_taken)
+        return InsertResult(node, existing)
 
     def reuse(self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None) -> int:
         """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.

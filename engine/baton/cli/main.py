@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,8 +14,8 @@ from baton import DISTRIBUTION
 
 
 def _main_of(module: str) -> Callable[[Sequence[str]], int]:
-    """`main` of a module that is imported when it is called."""
-    return lambda argv: int(import_module(module).main(argv))
+    """`main` of a module of baton that is imported when it is called."""
+    return lambda argv: int(import_module(f"baton.{module}").main(argv))
 
 
 def _native(*command: str) -> Callable[[Sequence[str]], int]:
@@ -31,37 +30,28 @@ def _engine(argv: Sequence[str]) -> int:
     return run_engine(parse(argv))
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    help: str
-    run: Callable[[Sequence[str]], int]
-
-
-COMMANDS = {
-    "up": Command(
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "up": (
         "start a whole cluster on this machine: router, prefill and decode nodes",
-        _main_of("baton.server.launch.local_cluster"),
+        _main_of("server.launch.local_cluster"),
     ),
-    "router": Command("run the router", _native("baton router")),
-    "replay": Command("decide a router's decision log again, and compare", _native("baton", "replay")),
-    "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
-    "drain": Command(
-        "take engines out of service without breaking a stream, or return them", _main_of("baton.cli.drain")
-    ),
-    "doctor": Command(
+    "router": ("run the router", _native("baton router")),
+    "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
+    "engine": ("run one engine: a prefill node, a decode node, or both in one", _engine),
+    "drain": ("take engines out of service without breaking a stream, or return them", _main_of("cli.drain")),
+    "doctor": (
         "check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do",
-        _main_of("baton.cli.doctor.main"),
+        _main_of("cli.doctor.main"),
     ),
-    "top": Command("show nodes, pairs and slow requests of a running fleet", _main_of("baton.cli.doctor.top")),
-    "bench": Command("send the same load to several servers and compare them", _main_of("baton.cli.bench.serving")),
-    "simulate": Command(
-        "replay a trace through the scheduler in virtual time and compare queue orders", _main_of("baton.sim.main")
-    ),
+    "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("cli.doctor.top")),
+    "bench": ("send the same load to several servers and compare them", _main_of("cli.bench.serving")),
+    "simulate": ("replay a trace through the scheduler in virtual time and compare queue orders", _main_of("sim.main")),
 }
+"""Help and function of each subcommand."""
 
 
 def usage() -> str:
-    rows = "\n".join(f"  {name:<8} {command.help}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<8} {text}" for name, (text, _) in COMMANDS.items())
     return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
 
 
@@ -86,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version"):
         print(f"baton {own_version()}")
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         print(f"baton: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return command.run(argv[1:])
+    _, run = COMMANDS[name]
+    return run(argv[1:])

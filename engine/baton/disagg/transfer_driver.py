@@ -164,10 +164,7 @@ class RoomCalls:
         except (ValueError, RuntimeError) as err:
             self._count("call")
             log.error("room %d ends: %s", room, err)
-            if sched.is_alive(req.handle):
-                sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
-            else:
-                sched.abort(req.handle, "TRANSPORT_BROKEN")
+            sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
 
     def _abort(self, req: ValidatedRequest, code: str) -> None:
         """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""

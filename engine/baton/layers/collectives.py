@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,32 +32,21 @@ class PeerLost(Exception):
     """Another tensor-parallel process of this rank is gone or does not answer. The group cannot be used any more."""
 
 
-class Collectives(Protocol):
-    """Operations of a tensor-parallel group. Called from one thread."""
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, on every rank. Takes x over: it may be overwritten, and returned."""
-
-    def gather(self, x: Tensor, columns: int) -> Tensor:
-        """Shares of columns (Shard.of) side by side: [S, columns] on the first rank, [0, columns] elsewhere."""
-
-
-class SingleProcess:
-    """The group of one."""
+class Collectives:
+    """Operations of a tensor-parallel group, called from one thread. By itself the group of one."""
 
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, on every rank. Takes x over: it may be overwritten, and returned."""
         return x
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
+        """Shares of columns (Shard.of) side by side: [S, columns] on the first rank, [0, columns] elsewhere."""
         return x
 
 
-ALONE = SingleProcess()
+ALONE = Collectives()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ class TpContext:
     """Another rank's way to wait for the next one."""
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """torch.distributed's default group, as `init_group` made it.
 
     `calls` and `seconds` count since the start; CUDA's calls return before they are done, so their time says little.

@@ -85,7 +85,6 @@ class ModelSpec:
     """Per layer: 0 sees everything before it, W > 0 the last W tokens including itself."""
     dtype: str
     """Compute type, also of the KV cache: float32 | bfloat16 | float16."""
-    checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     model_hash: str
@@ -218,7 +217,6 @@ def read_spec(
     layers = config.integer("num_hidden_layers")
     max_context = config.integer("max_position_embeddings", family.max_position)
     attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else False
-    checkpoint_dtype = _checkpoint_dtype(config, root)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
@@ -237,8 +235,7 @@ def read_spec(
         qk_norm=family.qk_norm,
         tied=config.flag("tie_word_embeddings", False),
         windows=_windows(config, family, layers),
-        dtype=_compute_dtype(dtype, checkpoint_dtype, on_cpu=on_cpu),
-        checkpoint_dtype=checkpoint_dtype,
+        dtype=_compute_dtype(dtype, _checkpoint_dtype(config, root), on_cpu=on_cpu),
         eos_token_ids=_eos_token_ids(config, root),
         bos_token_id=config.index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed),

@@ -101,11 +101,6 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
     log.warning("norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s", problem)
 
 
-def kernels() -> str:
-    """'native' when calls on CPU tensors go to `ops_cpu`, else 'torch': for /get_server_info and logs."""
-    return "native" if _native is not None else "torch"
-
-
 def _kernels_for(x: Tensor) -> Any:
     return _native_for(x) if x.is_cpu else _flashinfer
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.layers.collectives import ALONE, Collectives
-from baton.layers.model_spec import ModelSpec, read_spec
+from baton.layers.model_spec import ModelSpec
 from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.checkpoint import check_files
@@ -47,18 +47,6 @@ LoadedTensors = dict[int, dict[str, Tensor]]
 """By layer, -1 for those outside the layers, and by name."""
 
 
-def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> Decoder:
-    """Load a Hugging Face model directory.
-
-    Args:
-        dtype: auto | float32 | bfloat16 | float16 (see `read_spec`).
-        load_format: auto reads safetensors files; dummy needs config.json only and draws weights from `seed`.
-    Raises:
-        ConfigError: unsupported config, missing or malformed files.
-    """
-    return load_weights(read_spec(path, dtype, load_format, seed), path, load_format, seed)
-
-
 def load_weights(
     spec: ModelSpec,
     path: str | Path,
@@ -72,10 +60,12 @@ def load_weights(
     """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
 
     Args:
+        path: a Hugging Face model directory, of which `read_spec` has made `spec`.
+        load_format: auto reads safetensors files; dummy needs config.json only and draws weights from `seed`.
         tp: how it meets the other ranks.
         device: where the weights are put, one after the other; torch.OutOfMemoryError when they do not fit.
     Raises:
-        ConfigError: as `load_model`, or the model cannot be divided so.
+        ConfigError: missing or malformed files, or the model cannot be divided so.
     """
     started = time.monotonic()
     own = share_of(spec, shard)

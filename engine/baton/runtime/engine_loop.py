@@ -150,10 +150,8 @@ class EngineLoop:
             "prompt_tokens_computed_total": 0,
             "generated_tokens_total": 0,
             "nonfinite_logits_total": 0,
-            'kv_host_copies_total{direction="out"}': 0,
-            'kv_host_copies_total{direction="in"}': 0,
-            'kv_host_copy_bytes_total{direction="out"}': 0,
-            'kv_host_copy_bytes_total{direction="in"}': 0,
+            **{f'kv_host_copies_total{{direction="{to}"}}': 0 for to in ("out", "in")},
+            **{f'kv_host_copy_bytes_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             "kv_host_copy_seconds_total": 0,
         }
 
@@ -185,10 +183,7 @@ class EngineLoop:
         if rid is not None or all_leases:
             handles.update(self.sched.leased(rid))
         for handle in handles:
-            if self.sched.is_alive(handle):
-                self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
-            else:
-                self.sched.abort(handle)
+            self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
         return len(handles)
 
     # ------------------------------------------------------------------ the loop
@@ -292,23 +287,15 @@ class EngineLoop:
         error = EngineDead(f"the request ended because this rank has failed: {reason}", retry_after_secs=5)
         for handle in self.sched.handles():
             try:
-                if self.sched.is_alive(handle):
-                    self.sched.fail(handle, error, "NO_CAPACITY")
-                else:
-                    self.sched.abort(handle, "NO_CAPACITY")
+                self.sched.fail(handle, error, "NO_CAPACITY")
             except PageError as err:
                 log.error("pages of request %d are not freed: %s", handle, err)
 
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.StatsMessage. Checks the page ledger on the way."""
-        counts = self.sched.counts()
-        values = self.page_gauges()
-        values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
-        values.update(self.sched.order_gauges())
-        values["page_ledger_healthy"] = float(self.not_accepting_reason is None)
-        values["new_token_ratio"] = self.sched.new_token_ratio
-        values["max_running_requests"] = float(self.sched.limits.max_running_requests)
-        return values
+        pages = self.page_gauges()
+        is_healthy = self.not_accepting_reason is None
+        return {**pages, **self.sched.gauges(), "page_ledger_healthy": float(is_healthy)}
 
 
 class PoolSizes(NamedTuple):

@@ -235,9 +235,11 @@ class Scheduler:
         return min(coming, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
-        """End a request with an error; `code` is the reason given to the transfer peer."""
+        """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
         seq = self._alive(handle)
-        if seq is not None:
+        if seq is None:
+            self.abort(handle, code)
+        else:
             self._state.end_with_error(seq, error, code)
 
     def _alive(self, handle: int) -> Seq | None:
@@ -481,51 +483,40 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._state.seqs
 
-    @property
-    def retractions(self) -> int:
-        """Running requests sent back to the queue for memory, since the start."""
-        return self._state.retractions
+    def counters(self) -> dict[str, float]:
+        """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
+        state, queues = self._state, (self._state.waiting, self._state.opening)
+        counts = state.admission.turned_away.items()
+        sources = self.hit_tokens.items()
+        return {
+            **{f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts},
+            **{f'cached_prompt_tokens_by_source_total{{source="{source}"}}': tokens for source, tokens in sources},
+            "retractions_total": state.retractions,
+            "preemptions_total": state.preemptions,
+            "suspensions_total": state.suspensions,
+            "schedule_policy_degraded_total": sum(queue.policy.degraded_total for queue in queues),
+            "kv_quarantined_pages_total": state.memory.quarantined_pages,
+        }
 
-    @property
-    def preemptions(self) -> int:
-        """Running requests sent back to the queue for one of higher priority, since the start."""
-        return self._state.preemptions
+    def gauges(self) -> dict[str, float]:
+        """Gauges for metrics, beside those of `stats` and `sharing`.
 
-    def turned_away(self) -> dict[str, float]:
-        """Counters: waiting requests that ended without having started, by reason."""
-        counts = self._state.admission.turned_away.items()
-        return {f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts}
-
-    def order_gauges(self) -> dict[str, float]:
-        """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""
+        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others.
+        """
         policy = self._state.arrival_policy
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
-        gauges = {f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()}
         chosen = policy.chosen.items()
-        return gauges | {f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen}
-
-    @property
-    def policy_degraded(self) -> int:
-        """How often lpm turned to fcfs because of the queue's length."""
-        return sum(queue.policy.degraded_total for queue in (self._state.waiting, self._state.opening))
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Cached pages taken out of use since the start: a checksum failed, or a request on them ended in NaN."""
-        return self._state.memory.quarantined_pages
-
-    @property
-    def suspensions(self) -> int:
-        """Requests suspended by an operator, since the start."""
-        return self._state.suspensions
+        return {
+            **{f'requests{{state="{state}"}}': float(count) for state, count in self.counts().items()},
+            **{f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()},
+            **{f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen},
+            "new_token_ratio": self._state.memory.ratio.value,
+            "max_running_requests": float(self.limits.max_running_requests),
+        }
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
         return [] if self.kv_events is None else self.kv_events.snapshot(self._state.memory.cache.edges())
-
-    @property
-    def new_token_ratio(self) -> float:
-        return self._state.memory.ratio.value
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

@@ -89,5 +89,4 @@ def fairness(config: EngineConfig) -> FairnessRules:
         classes=classes,
         charge_decode=not c.disable_class_charge_decode,
         tenants=None if c.tenant_config is None else tenants.load(c.tenant_config, classes.names),
-        table_size=c.max_idle_tenants,
     )

@@ -159,7 +159,7 @@ class SimNode:
         self._loop = EngineLoop(
             self.sched, self, self._link, overlap=setting.overlap, device=SameThread(), clock=lambda: self.now
         )
-        self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.table_size)
+        self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.max_idle_tenants)
         self._next = 0
         self._step_ends = 0.0
         self._decisions = hashlib.sha256()

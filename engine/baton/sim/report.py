@@ -82,7 +82,7 @@ class RunSummary:
 def summarize(
     policy: str, node: SimNode, deadline_secs: float, wall_seconds: float, *, is_partial: bool = False
 ) -> RunSummary:
-    records = node.records
+    records, counters = node.records, node.sched.counters()
     begun = [r for r in records if r.first_token is not None]
     prompts = sum(r.prompt_tokens for r in begun)
     span = node.now - (records[0].arrival if records else 0.0)
@@ -98,8 +98,8 @@ def summarize(
         in_time=sum(ttft <= deadline_secs for ttft in ttfts(records)) / max(len(records), 1),
         hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
         utilization=node.busy_seconds / span if span > 0 else 0.0,
-        retractions=node.sched.retractions,
-        preemptions=node.sched.preemptions,
+        retractions=int(counters["retractions_total"]),
+        preemptions=int(counters["preemptions_total"]),
         starved=node.sched.stats.starved.total(),
         steps=node.steps,
         simulated_seconds=span,

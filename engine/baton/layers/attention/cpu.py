@@ -54,19 +54,10 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> None:
         """Raises ValueError when an index tensor has the wrong type or length, or leads out of the pool."""
         rows, tokens, pages = len(batch.kv_lens), len(batch.slot_mapping), len(batch.page_indices)
-        int32, int64 = torch.int32, torch.int64
-        self._rows = _native.KvRows(
-            self._kv.num_pages,
-            self._kv.page_size,
-            rows,
-            tokens,
-            pages,
-            address("qo_indptr", batch.qo_indptr, int32, (rows + 1,)),
-            address("kv_lens", batch.kv_lens, int32, (rows,)),
-            address("page_indptr", batch.page_indptr, int32, (rows + 1,)),
-            address("page_indices", batch.page_indices, int32, (pages,)),
-            address("slot_mapping", batch.slot_mapping, int64, (tokens,)),
-        )
+        lengths = {"qo_indptr": rows + 1, "kv_lens": rows, "page_indptr": rows + 1, "page_indices": pages}
+        arrays = [address(name, getattr(batch, name), torch.int32, (n,)) for name, n in lengths.items()]
+        slots = address("slot_mapping", batch.slot_mapping, torch.int64, (tokens,))
+        self._rows = _native.KvRows(self._kv.num_pages, self._kv.page_size, rows, tokens, pages, *arrays, slots)
         self._batch = batch  # keeps the tensors the rows point to
         self._tokens = tokens
 

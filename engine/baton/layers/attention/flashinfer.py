@@ -96,8 +96,12 @@ class FlashInferAttention(PagedAttention):
             raise ConfigError(f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}")
         library = library or flashinfer_loader.load()
         super().__init__(spec, kv)
-        self._scale = 1.0 / math.sqrt(spec.head_dim)
-        self._soft_cap = logits_soft_cap
+        self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
+        dtype, scale = kv.data.dtype, 1.0 / math.sqrt(spec.head_dim)
+        self._arithmetic = {
+            "logits_soft_cap": logits_soft_cap, "sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype
+        }  # fmt: skip
+        """Arguments that are the same for all plans."""
         self._library = library
         # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
         self._group = spec.num_heads // spec.num_kv_heads
@@ -211,20 +215,8 @@ class FlashInferAttention(PagedAttention):
         self._set_slots(slot_mapping)
 
     def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
-        spec, dtype = self._spec, self._kv.data.dtype
-        plan(
-            *rows,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self._kv.page_size,
-            window_left=window - 1 if window else -1,
-            logits_soft_cap=self._soft_cap,
-            sm_scale=self._scale,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-            **only_prefill,
-        )
+        left = window - 1 if window else -1
+        plan(*rows, *self._sizes, window_left=left, **self._arithmetic, **only_prefill)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         pages = self._layers[layer]

@@ -8,44 +8,25 @@ and is its reason. Waits release the GIL.
     both: comm = backend.open(id, rank, slabs, ...)             P is rank 0 and sends, D is rank 1 and receives
     k-th comm.send(slab, nbytes)  meets  k-th comm.recv(slab, nbytes), of the same size
     comm.abort() from another thread: the blocked call is to return soon
+
+Slabs are staging memory on the host; a backend with `works_on_device` takes them on the device too (tensors of uint8),
+and gets those when the pages are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from baton.runtime.communicators.gloo import GlooBackend
+    from baton.runtime.communicators.nccl import NcclBackend
 
 
-Slabs: TypeAlias = "Sequence[memoryview | Tensor]"
-"""Staging memory, on the host or (tensors of uint8) on the device."""
-
-
-class Communicator(Protocol):
-    def send(self, slab: int, nbytes: int) -> None: ...
-    def recv(self, slab: int, nbytes: int) -> None: ...
-    def abort(self) -> None: ...
-
-
-class Backend(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def works_on_device(self) -> bool:
-        """`open` takes slabs on the device too, and gets those when the pages are there."""
-
-    def unique_id(self) -> bytes: ...
-    def open(
-        self, unique_id: bytes, rank: int, slabs: Slabs, open_timeout_secs: float, op_timeout_secs: float
-    ) -> Communicator: ...
-
-
-def make_backend(config: EngineConfig, host: str, transports: Sequence[str]) -> Backend | None:
+def make_backend(config: EngineConfig, host: str, transports: Sequence[str]) -> GlooBackend | NcclBackend | None:
     """The backend of the staged transport among `transports`; None when there is none. `host`: where peers reach us.
 
     Raises ConfigError when it cannot work here.

@@ -150,17 +150,11 @@ class ModelRunner:
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
             token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
+        starts, samples = np.array(of_start, np.int64), np.array(of_sample, np.bool_)
+        growth = [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages]
+        new_pages = plan.new_pages if self._native_pool is not None else array("i")
         return StepInputs(
-            plan.step,
-            plan.num_decode,
-            slots,
-            np.array(of_start, np.int64),
-            lengths,
-            np.array(of_sample, np.bool_),
-            token_ids,
-            [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages],
-            plan.copies,
-            plan.new_pages if self._native_pool is not None else array("i"),
+            plan.step, plan.num_decode, slots, starts, lengths, samples, token_ids, growth, plan.copies, new_pages
         )
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,15 +12,15 @@ before it. A rank whose own arrays give another number (a message lost or altere
 from __future__ import annotations
 
 import zlib
-from array import array
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.cache.host import CopyRun
+from baton.cache.int_array import IntArray, pack, unpack
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -35,7 +35,7 @@ class Growth(NamedTuple):
 
     slot: int
     base: int
-    pages: array[int]
+    pages: IntArray
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class StepInputs:
     """[T]"""
     growth: list[Growth]
     copies: tuple[CopyRun, ...]
-    new_pages: array[int]
+    new_pages: IntArray
     """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer reads them."""
 
 
@@ -73,57 +73,24 @@ class StepIndices(NamedTuple):
     page_indices: Int32
 
 
-class _Message(msgspec.Struct, array_like=True):
-    number: int
-    num_decode: int
-    columns: bytes
-    """int64 [3, R]: slots, starts, lengths."""
-    samples: bytes
-    token_ids: bytes
-    """int32"""
-    growth: list[tuple[int, int, bytes]]
-    copies: list[tuple[bool, bytes, bytes]]
-    new_pages: bytes
-    check: int
+def _unpack(kind: Any, packed: bytes) -> Any:
+    """An array of the type that its field has: NDArray[X] is ndarray[..., dtype[X]]."""
+    if kind is IntArray:
+        return unpack(kind, packed)
+    return np.frombuffer(packed, get_args(get_args(kind)[1])[0]).copy()
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Message)
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack)
+_decoder = msgspec.msgpack.Decoder(tuple[StepInputs, int], dec_hook=_unpack)
 
 
 def encode(step: StepInputs, check: int) -> bytes:
-    return _encoder.encode(
-        _Message(
-            step.number,
-            step.num_decode,
-            np.stack((step.slots, step.starts, step.lengths)).tobytes(),
-            step.samples.tobytes(),
-            step.token_ids.astype(np.int32).tobytes(),
-            [(g.slot, g.base, g.pages.tobytes()) for g in step.growth],
-            [(run.to_host, run.pages.tobytes(), run.slots.tobytes()) for run in step.copies],
-            step.new_pages.tobytes(),
-            check,
-        )
-    )
+    return _encoder.encode((step, check))
 
 
 def decode(message: bytes) -> tuple[StepInputs, int]:
     """The step, and the number that `checksum` must give for it."""
-    m = _decoder.decode(message)
-    slots, starts, lengths = np.frombuffer(m.columns, np.int64).reshape(3, -1)
-    step = StepInputs(
-        m.number,
-        m.num_decode,
-        slots,
-        starts,
-        lengths,
-        np.frombuffer(m.samples, np.bool_),
-        np.frombuffer(m.token_ids, np.int32).astype(np.int64),
-        [Growth(slot, base, _ints(pages)) for slot, base, pages in m.growth],
-        tuple(CopyRun(to_host, _ints(pages), _ints(slots)) for to_host, pages, slots in m.copies),
-        _ints(m.new_pages),
-    )
-    return step, m.check
+    return _decoder.decode(message)
 
 
 def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
@@ -140,9 +107,3 @@ def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
     for part in parts:
         value = zlib.crc32(np.ascontiguousarray(part), value)
     return value
-
-
-def _ints(raw: bytes) -> array[int]:
-    made = array("i")
-    made.frombytes(raw)
-    return made

@@ -56,7 +56,7 @@ class FairnessRules:
     prompt_token_weight: float = 1.0
     output_token_weight: float = 2.0
     cached_token_weight: float = 0.1
-    table_size: int = 10_000
+    max_idle_tenants: int = 10_000
     """Tenants without waiting requests whose counters are remembered, per class."""
 
     @property
@@ -168,7 +168,7 @@ class FairQueue(SharingStrategy):
         self._number = {name: i for i, name in enumerate(self._names)}
         self._middle = self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
         self._rounds = DeficitRoundRobin([c.weight for c in classes], quantum)
-        self._counters = [VirtualCounters(rules.table_size) for _ in classes]
+        self._counters = [VirtualCounters(rules.max_idle_tenants) for _ in classes]
         self._waiting: list[Counter[str]] = [Counter() for _ in classes]
         """Per class and tenant; no zeros."""
         self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)

@@ -31,16 +31,6 @@ from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, 
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.sequence import Seq, SeqState
 
-HISTOGRAMS = {
-    "priority_waiting_time_seconds": STAGE_BUCKETS,
-    "request_overtaken": REQUEST_BUCKETS,
-    "decode_stall_seconds": GAP_BUCKETS,
-    "deadline_slack_seconds": SLACK_BUCKETS,
-    "kv_pull_duration_seconds": STAGE_BUCKETS,
-}
-"""Upper bounds of the buckets, by name: the front renders what the rank counted with these."""
-
-
 RATE_SMOOTHING = 0.1
 MAX_DUE_PER_PLAN = 256
 """Waits that a plan finds to have become too long: some 0.7 ms."""
@@ -103,11 +93,11 @@ class SchedStats:
         """Tokens of decode rows per second of steps that had some, smoothed."""
         self.recomputed_tokens = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
-        self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
-        self.overtaken = Histogram(HISTOGRAMS["request_overtaken"])
-        self.decode_stall = Histogram(HISTOGRAMS["decode_stall_seconds"])
-        self.deadline_slack = Histogram(HISTOGRAMS["deadline_slack_seconds"])
-        self.pull_durations = defaultdict[str, Histogram](lambda: Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
+        self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(STAGE_BUCKETS))
+        self.overtaken = Histogram(REQUEST_BUCKETS)
+        self.decode_stall = Histogram(GAP_BUCKETS)
+        self.deadline_slack = Histogram(SLACK_BUCKETS)
+        self.pull_durations = defaultdict[str, Histogram](lambda: Histogram(STAGE_BUCKETS))
         """D: durations of pulls by transport."""
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""

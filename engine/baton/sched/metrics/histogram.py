@@ -1,4 +1,4 @@
-"""Histograms as the scheduler keeps them: a count per bucket, a sum, a total. The front only renders them.
+"""Histograms as the scheduler keeps them: a count per bucket, and a sum. The front only renders them.
 
 The bucket families are defined here once, for the metrics of the front and of the ranks: exponential, factor 1.6 for
 seconds, powers of two for counts.
@@ -36,11 +36,12 @@ class Histogram:
     """Bucket i counts the observations in (bounds[i-1], bounds[i]]; the last bucket has no upper bound."""
 
     bounds: Sequence[float]
-    counts: list[int] = field(init=False)
+    counts: list[int] = field(default_factory=list)
+    """All 0 when not given."""
     sum: float = 0.0
 
     def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += times

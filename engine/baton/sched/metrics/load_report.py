@@ -1,16 +1,18 @@
 """Load of a rank: what a router needs to choose a rank, without a coordinator.
 
 The work that waits is reported by band of the order key, so that a router can ask how many tokens a new request would
-wait behind (`tokens_ahead`): with priorities a band holds the requests whose priority now, aging included, lies in it
-(sched.queue.priority_buckets). Priorities that age at the same rate everywhere order requests of different ranks
-consistently: P + R *
-(now - t0) orders like the constant P - R * t0, and t0 is stamped once.
+wait behind: what runs (`started_tokens`), and what waits in its band or a more important one. Its own band counts
+whole: who is there already arrived earlier. So the sum is exact but for those of its band that are less important than
+it, and for what has changed since the report.
+
+With priorities a band holds the requests whose priority now, aging included, lies in it (sched.queue.priority_buckets).
+Priorities that age at the same rate everywhere order requests of different ranks consistently: P + R * (now - t0)
+orders like the constant P - R * t0, and t0 is stamped once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.sched.policies.base import cached_tokens
@@ -103,17 +105,3 @@ def measure(state: SchedulerState) -> LoadReport:
         prefill_tokens_per_s=state.times.prefill_rate,
         decode_tokens_per_s=state.stats.decode_rate,
     )
-
-
-def tokens_ahead(bands: Mapping[str, WaitingLoad], started_tokens: int, priority: float | None = None) -> int:
-    """Tokens that a rank computes before the first token of a new request: what runs, and what waits before it.
-
-    Args:
-        bands, started_tokens: of the rank's Load.
-        priority: of the request, normalized (larger is better), plus what aging gave it since its t0; None: no
-            priorities are used, or it has none.
-    Its own band counts whole: who is there already arrived earlier. So the answer is exact but for those of its band
-    that are less important than it, and for what has changed since the report.
-    """
-    mine = BANDS.index(DEFAULT if priority is None else band(priority))
-    return started_tokens + sum(entry.tokens for name, entry in bands.items() if BANDS.index(name) <= mine)

@@ -20,6 +20,7 @@ class EmittedTokens(NamedTuple):
     tokens: tuple[int, ...]
     finish: FinishReason | None
     cached_tokens: int
+    """Prompt tokens that were not computed by this cluster's prefill for this request."""
     logprobs: TokenLogprobs | None = None
     error: tuple[str, str] | None = None
     """(error code, message) when finish is ERROR."""

@@ -7,8 +7,9 @@ wraps in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard 
 from __future__ import annotations
 
 import enum
-from array import array
 from dataclasses import dataclass, field
+
+from baton.cache.int_array import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,9 @@ class ValidatedRequest:
     """A request the scheduler may trust: 1 ≤ len(prompt), len(prompt) + max_new_tokens ≤ context length."""
 
     handle: int
-    """Unique in the front that sent it; columns of messages refer to it."""
+    """Unique in the front that sent it; rows of messages refer to it."""
     rid: str
-    prompt: array[int]
-    """Token ids, typecode 'i'."""
+    prompt: IntArray
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
     """The client's; None counts as lowest when priority scheduling is on (sched.queue.priority.PriorityRule)."""
@@ -79,7 +79,7 @@ class ValidatedRequest:
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; the value travels in TokenBatch.finish (0 = not finished)."""
+    """Why a request ended; the value travels in EmittedTokens.finish."""
 
     STOP = 1
     LENGTH = 2

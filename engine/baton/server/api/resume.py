@@ -33,7 +33,7 @@ class ResumeState:
     """Unix seconds: what the first engine's events say."""
 
 
-def read(request: RequestFields, most: int, vocab_size: int) -> ResumeState | None:
+def read_resume(request: RequestFields, most: int, vocab_size: int) -> ResumeState | None:
     """`baton_resume`. Raises BadRequest."""
     if request.baton_resume is None:
         return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from baton.config import EngineConfig
 from baton.config.classes import SERVICE_TIERS
@@ -27,23 +26,6 @@ from baton.server.api.fields import bad
 from baton.server.api.schema import RequestFields
 
 TENANT_HEADER = "x-tenant-id"
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Values of the body; None: not given."""
-
-    priority_class: str | None = None
-    tenant: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where the request belongs; "" where nothing is shared by it."""
-
-    priority: int | None
-    priority_class: str = ""
-    tenant: str = ""
 
 
 class Tenancy:
@@ -59,7 +41,8 @@ class Tenancy:
         unused = () if self._rules.classes.classes else ("priority_class",)
         return unused if self._rules.tenants is not None else (*unused, "tenant")
 
-    def read(self, request: RequestFields) -> Asked:
+    def read(self, request: RequestFields) -> tuple[str, str]:
+        """Class and tenant that the body names; "": none."""
         asked_class = tenant = None
         classes = self._rules.classes
         if classes.classes:
@@ -75,14 +58,16 @@ class Tenancy:
             tenant = request.tenant
             if tenant is not None and not (type(tenant) is str and TENANT_NAME.fullmatch(tenant)):
                 raise bad("tenant", f"is {str(tenant)[:64]!r}, must have {NAME_RULE}")
-        return Asked(asked_class, tenant)
+        return asked_class or "", tenant or ""
 
-    def resolve(self, asked: Asked, priority: int | None, headers: Mapping[str, str]) -> Placed:
+    def resolve(
+        self, asked_class: str, asked_tenant: str, priority: int | None, headers: Mapping[str, str]
+    ) -> tuple[int | None, str, str]:
+        """Priority, class and tenant of a request; "" where nothing is shared by it."""
         if not self._rules.enabled:
-            return Placed(priority)
-        tenant = "" if self._rules.tenants is None else asked.tenant or _of_headers(headers)
-        priority, name = self._rules.place(tenant, asked.priority_class, priority)
-        return Placed(priority, name, tenant)
+            return priority, "", ""
+        tenant = "" if self._rules.tenants is None else asked_tenant or _of_headers(headers)
+        return *self._rules.place(tenant, asked_class or None, priority), tenant
 
     def admit(self, tenant: str, prompt_tokens: int, now: float) -> None:
         """Raises RateLimited, with the seconds after which the request would pass."""

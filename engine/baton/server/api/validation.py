@@ -11,44 +11,21 @@ Input is checked here and nowhere behind: the scheduler trusts what it gets.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from baton.config import EngineConfig
-from baton.errors import (
-    BadRequest,
-    InvalidJson,
-    MissingField,
-    ModelNotFound,
-    PromptTooLong,
-    UnsupportedParameter,
-    by_code,
-)
+from baton.errors import BadRequest, InvalidJson, MissingField, PromptTooLong, UnsupportedParameter, by_code
 from baton.sched.types.request import Rendezvous, SamplingParams
-from baton.server.api import unsupported_fields
+from baton.server.api import fields, schema, unsupported_fields
 from baton.server.api.fields import bad, first, integers
-from baton.server.api.fields import read as read_fields
 from baton.server.api.placement import place, seed_for
-from baton.server.api.resume import ResumeState
-from baton.server.api.resume import read as read_resume
-from baton.server.api.schema import (
-    MAX_DEADLINE_MS,
-    MAX_ITEMS,
-    MAX_STOP_IDS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    GenerateSampling,
-    RequestFields,
-    SamplingFields,
-    StreamOptions,
-    TokenizeRequest,
-)
-from baton.server.api.tenancy import Asked, Tenancy
+from baton.server.api.resume import ResumeState, read_resume
+from baton.server.api.schema import MAX_DEADLINE_MS, MAX_ITEMS, MAX_STOP_IDS, RequestFields, SamplingFields
+from baton.server.api.tenancy import Tenancy
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer, TooManyTokens
@@ -112,9 +89,8 @@ class AcceptedRequest:
     """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
     return_token_ids: bool = False
     priority: int | None = None
-    asked: Asked = field(default_factory=Asked)
-    """Class and tenant as the body names them; `Tenancy.resolve` decides."""
     priority_class: str = ""
+    """As the body names it, and the tenant too, until `Tenancy.resolve` decides."""
     tenant: str = ""
     ttft_deadline_secs: float | None = None
     """Wanted time to the first token, from arrival."""
@@ -172,9 +148,9 @@ class RequestValidator:
     # ---- the three request forms -------------------------------------------------------------------------------
 
     async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = read_fields(ChatCompletionRequest, body), read_fields(SamplingFields, body)
+        request, sampling = fields.read(schema.ChatCompletionRequest, body), fields.read(SamplingFields, body)
         self._check_model(request.model)
-        unsupported_fields.refuse(body, unsupported_fields.CHAT)
+        ignored = self._ignored(body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields)
         messages = await self._messages(request.messages)
         template_kwargs = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
@@ -186,7 +162,7 @@ class RequestValidator:
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs", "needs logprobs: true")
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-        common = self._common(request, sampling, logprobs)
+        common = self._common(request, sampling, logprobs, ignored)
         max_tokens = _max_tokens(1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens)
         prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
         if prompts is None:
@@ -198,19 +174,18 @@ class RequestValidator:
                 kwargs=template_kwargs,
             )
             prompts = [ids]
-        accepted = self._accept(prompts, common, max_tokens, None, "messages")
-        return self._with_ignored(accepted, body, unsupported_fields.CHAT, ChatCompletionRequest, SamplingFields)
+        return self._accept(prompts, common, max_tokens, None, "messages")
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = read_fields(CompletionRequest, body), read_fields(SamplingFields, body)
+        request, sampling = fields.read(schema.CompletionRequest, body), fields.read(SamplingFields, body)
         self._check_model(request.model)
-        unsupported_fields.refuse(body, unsupported_fields.COMPLETION)
+        ignored = self._ignored(body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields)
         if request.best_of not in (None, sampling.n or 1):
             raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
         echo = request.echo or False
         if echo and request.logprobs is not None:
             raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
-        common = self._common(request, sampling, _or(request.logprobs, -1))
+        common = self._common(request, sampling, _or(request.logprobs, -1), ignored)
         max_tokens = _max_tokens(
             0 if echo else 1, max_tokens=sampling.max_tokens, max_completion_tokens=request.max_completion_tokens
         )
@@ -221,11 +196,11 @@ class RequestValidator:
         if echo:
             texts = raw if isinstance(raw[0], str) else await self._decode(prompts, accepted.text.skip_special_tokens)
             accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
-        return self._with_ignored(accepted, body, unsupported_fields.COMPLETION, CompletionRequest, SamplingFields)
+        return accepted
 
     async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
-        request = read_fields(GenerateRequest, body)
-        unsupported_fields.refuse(body, unsupported_fields.GENERATE)
+        request = fields.read(schema.GenerateRequest, body)
+        ignored = self._ignored(body, unsupported_fields.GENERATE, schema.GenerateRequest)
         if request.model != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
             self._check_model(request.model)
         nested = _or(request.sampling_params, {})
@@ -233,8 +208,8 @@ class RequestValidator:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
         if type(nested) is not dict:
             raise bad("sampling_params", "must be an object")
-        sampling = read_fields(GenerateSampling, nested, NESTED)
-        unsupported_fields.refuse(nested, unsupported_fields.SHARED, NESTED)
+        sampling = fields.read(schema.GenerateSampling, nested, NESTED)
+        ignored += self._ignored(nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED)
         name, value = first(request, "text", "prompt", "input_ids")
         if value is None:
             raise MissingField("text or input_ids is required", param="text")
@@ -245,19 +220,17 @@ class RequestValidator:
             raise UnsupportedParameter(
                 "logprobs of the prompt are not supported by this version", param="logprob_start_len"
             )
-        common = self._common(request, sampling, logprobs, NESTED)
+        common = self._common(request, sampling, logprobs, ignored, NESTED)
         limits = {NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")}
         max_tokens = _max_tokens(1, **limits)
         prompts = self._tokenized(request.input_ids, len(raw), name, many=is_batch) if name != "input_ids" else None
         prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
-        accepted = replace(accepted, is_batch=is_batch or accepted.n > 1)
-        accepted = self._with_ignored(accepted, body, unsupported_fields.GENERATE, GenerateRequest)
-        return self._with_ignored(accepted, nested, unsupported_fields.SHARED, GenerateSampling, prefix=NESTED)
+        return replace(accepted, is_batch=is_batch or accepted.n > 1)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
-        request = read_fields(TokenizeRequest, body)
+        request = fields.read(schema.TokenizeRequest, body)
         self._check_model(request.model)
         special = _or(request.add_special_tokens, request.messages is None)
 
@@ -275,7 +248,7 @@ class RequestValidator:
         return ids[0] if isinstance(prompt, str) else ids
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
-        request = read_fields(DetokenizeRequest, body)
+        request = fields.read(schema.DetokenizeRequest, body)
         self._check_model(request.model)
         value = _required(*first(request, "tokens", "input_ids"))
         if type(value) is not list:
@@ -291,9 +264,7 @@ class RequestValidator:
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in self.model_names:
-            raise ModelNotFound(
-                f"model {model[:200]!r} is not served here; this engine serves {self._facts.name!r}", param="model"
-            )
+            raise self._facts.not_served(model)
 
     def _check_ids(self, ids: Any, param: str) -> None:
         vocab = self._tokenizer.vocab_size
@@ -324,7 +295,7 @@ class RequestValidator:
 
     def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
         try:
-            return self._tokenizer.encode_within(text, self.context_length, add_special_tokens=special)
+            return self._tokenizer.encode(text, add_special_tokens=special, max_tokens=self.context_length)
         except TooManyTokens as err:
             raise self._too_long(f"has {err.count}", param) from err
 
@@ -384,7 +355,9 @@ class RequestValidator:
             self._check_prompt_ids(ids, param)
         return raw
 
-    def _common(self, request: RequestFields, s: SamplingFields, logprobs: int, prefix: str = "") -> _Common:
+    def _common(
+        self, request: RequestFields, s: SamplingFields, logprobs: int, ignored: list[str], prefix: str = ""
+    ) -> _Common:
         """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
         defaults = {} if prefix else self._facts.sampling_defaults
         vocab = self._tokenizer.vocab_size
@@ -405,8 +378,10 @@ class RequestValidator:
             logprobs=logprobs,
         )
         given_options = request.stream_options or {}
-        options = read_fields(StreamOptions, given_options, "stream_options.")
+        options = fields.read(schema.StreamOptions, given_options, "stream_options.")
+        known_options = schema.StreamOptions.__struct_fields__
         keys = (request.cache_salt, request.extra_key)
+        priority_class, tenant = self.tenancy.read(request)
         accepted = AcceptedRequest(
             rid=_rid(first(request, "rid", "request_id")[1]),
             items=(),
@@ -423,11 +398,12 @@ class RequestValidator:
             logprobs=logprobs,
             return_token_ids=request.return_token_ids or False,
             priority=self._priority(request.priority),
-            asked=self.tenancy.read(request),
+            priority_class=priority_class,
+            tenant=tenant,
             ttft_deadline_secs=_secs(request.ttft_deadline_ms),
             deadline_secs=_secs(request.deadline_ms),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
-            ignored=tuple(f"stream_options.{n}" for n in given_options if n not in StreamOptions.__struct_fields__),
+            ignored=(*(f"stream_options.{n}" for n in given_options if n not in known_options), *ignored),
         )
         return _Common(request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1])
 
@@ -450,14 +426,14 @@ class RequestValidator:
                 raise bad(name, f"of token {key} must be a number from -100 to 100")
         return tuple((int(key), float(value)) for key, value in table.items())
 
-    def _with_ignored(
-        self, accepted: AcceptedRequest, body: dict[str, Any], refused: Container[str], *schemas: type[Struct],
-        prefix: str = "",
-    ) -> AcceptedRequest:  # fmt: skip
-        """Return `accepted` with the fields of `body` that none of the schemas and tables knows."""
-        known = {name for schema in schemas for name in schema.__struct_fields__} - {*self.tenancy.unused_fields}
-        unknown = [n for n in body if n not in known and n not in refused and n not in unsupported_fields.IGNORED]
-        return replace(accepted, ignored=(*accepted.ignored, *(prefix + name for name in unknown)))
+    def _ignored(
+        self, body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]], *schemas: type[Struct], prefix: str = ""
+    ) -> list[str]:
+        """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""
+        unsupported_fields.refuse(body, refused, prefix)
+        known = {name for cls in schemas for name in cls.__struct_fields__} - {*self.tenancy.unused_fields}
+        ignored = (n for n in body if n not in known and n not in refused and n not in unsupported_fields.IGNORED)
+        return [prefix + name for name in ignored]
 
     def _accept(
         self, prompts: Sequence[Sequence[int]], common: _Common, max_tokens: int | None, default: int | None, param: str

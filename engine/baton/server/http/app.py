@@ -164,9 +164,7 @@ class HttpServer:
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self.facts.name:
-            raise errors.ModelNotFound(
-                f"model {name[:200]!r} is not served here; this engine serves {self.facts.name!r}", param="model"
-            )
+            raise self.facts.not_served(name)
         return json_response(self._model_card())
 
     async def model_info(self, request: web.Request) -> web.Response:

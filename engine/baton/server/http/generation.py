@@ -16,19 +16,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.metrics.request_timeline import FirstTokenStages
-from baton.sched.types.request import FinishReason
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
-from baton.server.worker.messages import LogprobsMessage, SubmitMessage
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
@@ -97,30 +97,28 @@ class ChoiceState:
             self.completion_tokens = len(resume.ids)
             self.seen = True
 
-    def on_stages(self, stages: FirstTokenStages) -> None:
-        self.stages = stages
-
-    def on_tokens(
-        self, tokens: Sequence[int], cached_tokens: int, logprobs: LogprobsMessage | None, finish: FinishReason | None
-    ) -> None:
+    def on_tokens(self, row: EmittedTokens) -> None:
         if self.done:
             return
-        self.cached_tokens = min(cached_tokens, self.item.asked_tokens)
-        text, ids, finish_name = self._text(list(tokens), finish)
+        self.stages = row.stages or self.stages
+        self.cached_tokens = min(row.cached_tokens, self.item.asked_tokens)
+        text, ids, finish_name = self._text(list(row.tokens), row.finish)
         if ids:
             self._owner.note_tokens(self, len(ids))
         self.completion_tokens += len(ids)
         delta = self._pending_delta()
         delta.text += text
         delta.tokens += ids
-        if logprobs is not None and self.item.params.logprobs >= 0:
+        if (found := row.logprobs) is not None and self.item.params.logprobs >= 0:
             if delta.logprobs is None:
                 delta.logprobs = TokenLogprobs()
-            delta.logprobs.extend(_rows(ids, logprobs, self.item.params.logprobs))
+            if ids:
+                top = list(zip(found.top_ids, found.top_logprobs, strict=True))[: self.item.params.logprobs]
+                delta.logprobs.extend(TokenLogprobs(ids, [found.chosen], [top]))
         if finish_name is not None:
             delta.finish = self.finish = finish_name
             self.done = True
-            if finish is None:  # a stop string: the rank does not know it yet
+            if row.finish is None:  # a stop string: the rank does not know it yet
                 self._owner.ranks.abort([self.handle])
         self._owner.wake()
 
@@ -165,16 +163,6 @@ class ChoiceState:
         return "".join(pieces), ids, name
 
 
-def _rows(ids: list[int], logprobs: LogprobsMessage, k: int) -> TokenLogprobs:
-    n = len(ids)
-    top = [
-        list(zip(i[:k], p[:k], strict=True))
-        for i, p in zip(logprobs.top_ids[:n], logprobs.top_logprobs[:n], strict=True)
-    ]
-    top += [[] for _ in range(n - len(top))]
-    return TokenLogprobs(ids, logprobs.chosen[:n], top)
-
-
 @dataclass(eq=False)
 class Generation:
     """All items of one accepted request."""
@@ -216,10 +204,10 @@ class Generation:
             for track in self.tracks:
                 item = track.item
                 rank = self.ranks.choose(item.dp_rank)
-                message = SubmitMessage(
+                request = ValidatedRequest(
                     handle=0,
                     rid=f"{self.rid}-{track.index}" if many else self.rid,
-                    prompt=item.prompt.tobytes(),
+                    prompt=item.prompt,
                     params=item.params,
                     priority=self.accepted.priority,
                     priority_class=self.accepted.priority_class,
@@ -232,7 +220,7 @@ class Generation:
                     ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
                 )
                 track.rank = rank
-                track.handle = self.ranks.submit(rank, message, track)
+                track.handle = self.ranks.submit(rank, request, track)
         except EngineError:
             self.close()
             raise

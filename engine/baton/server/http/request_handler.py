@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -118,17 +119,9 @@ class RequestHandler:
             if accepted.ignored:
                 self.metrics.ignored.inc(len(accepted.ignored))
             request_id = request[REQUEST_ID]
+            rid, spend = accepted.rid or request_id, partial(self._spend, accepted.tenant)
             generation = Generation(
-                accepted.rid or request_id,
-                accepted,
-                self.ranks,
-                self.tokenizer,
-                self.metrics,
-                endpoint,
-                arrived,
-                limit,
-                lambda count: self.validator.tenancy.spend(accepted.tenant, count, time.monotonic()),
-                parent,
+                rid, accepted, self.ranks, self.tokenizer, self.metrics, endpoint, arrived, limit, spend, parent
             )
             self._live.add(generation)
             generation.start()
@@ -146,7 +139,7 @@ class RequestHandler:
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
-                self.validator.tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
+                self._spend(accepted.tenant, -accepted.prompt_tokens)
             raise
         except (asyncio.CancelledError, ConnectionError):
             status, outcome = None, "client_disconnected"
@@ -169,13 +162,19 @@ class RequestHandler:
 
     def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
         """Set class and tenant, and take the tenant's tokens for its prompt. Raises RateLimited."""
-        placed = self.validator.tenancy.resolve(accepted.asked, accepted.priority, headers)
+        tenancy = self.validator.tenancy
+        priority, priority_class, tenant = tenancy.resolve(
+            accepted.priority_class, accepted.tenant, accepted.priority, headers
+        )
         try:
-            self.validator.tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
+            tenancy.admit(tenant, accepted.prompt_tokens, time.monotonic())
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
-        return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
+        return replace(accepted, priority=priority, priority_class=priority_class, tenant=tenant)
+
+    def _spend(self, tenant: str, tokens: int) -> None:
+        self.validator.tenancy.spend(tenant, tokens, time.monotonic())
 
     async def _stream(
         self, request: web.Request, generation: Generation, shape: ResponseFormat, headers: dict[str, str]

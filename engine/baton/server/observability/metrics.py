@@ -13,29 +13,20 @@ import itertools
 import math
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from baton.sched.metrics.collector import HISTOGRAMS
-from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS
+from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, Histogram
 from baton.server.observability import metric_aliases
-from baton.server.worker.messages import HistogramColumns, StatsMessage
+from baton.server.worker.messages import StatsMessage
 
 PREFIX = "baton_"
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -49,16 +40,11 @@ class Spec:
     name: str
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
 
 
 _gauge = partial(Spec, "gauge")
 _counter = partial(Spec, "counter")
-
-
-def _histogram(name: str, help: str, labels: tuple[str, ...] = ()) -> Spec:
-    return Spec("histogram", name, help, labels, HISTOGRAMS[name])
-
+_histogram = partial(Spec, "histogram")
 
 RANK = (
     _gauge(
@@ -190,7 +176,7 @@ class _RankCollector(Collector):
         self.reports: dict[int, StatsMessage] = {}
 
     def collect(self) -> Iterator[Metric]:
-        specs = {s.name: s for s in RANK}
+        helps = {s.name: s.help for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
             for family, table in zip(_FAMILIES, (report.gauges, report.counters, report.histograms), strict=True):
@@ -199,17 +185,16 @@ class _RankCollector(Collector):
                     labels = dict(_LABEL.findall(rest))
                     name = series.removesuffix("_total")
                     if series not in families:
-                        text = specs[name].help if name in specs else "reported by the rank"
+                        text = helps.get(name, "reported by the rank")
                         families[series] = family(PREFIX + series, text, labels=["dp_rank", *labels])
-                    is_columns = isinstance(value, HistogramColumns)
-                    values = (_cumulated(specs[name].buckets, value.counts), value.sum) if is_columns else (value,)
+                    values = (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
                     families[series].add_metric([str(dp_rank), *labels.values()], *values)
         yield from families.values()
 
 
-def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+def _cumulated(kept: Histogram) -> list[tuple[str, float]]:
     """Prometheus' form: for each upper bound all observations up to it."""
-    return list(zip(map(floatToGoString, (*bounds, math.inf)), itertools.accumulate(counts), strict=True))
+    return list(zip(map(floatToGoString, (*kept.bounds, math.inf)), itertools.accumulate(kept.counts), strict=True))
 
 
 class EngineMetrics:
@@ -219,12 +204,12 @@ class EngineMetrics:
         self, version: str = "", mode: str = "", model: str = "", page_size: int = 16, compat_names: str = "none"
     ) -> None:
         """`compat_names`: --metrics-compat."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
-        self.registry = CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
+        self.registry = prometheus.CollectorRegistry()
         self.table: dict[Spec, MetricWrapperBase] = {}
         """Metrics that the front writes."""
-        counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
-        histogram = partial(self._add, Histogram)
+        counter, gauge = partial(self._add, prometheus.Counter), partial(self._add, prometheus.Gauge)
+        histogram = partial(self._add, prometheus.Histogram)
         self.requests = counter(
             "http_requests", "requests answered, by endpoint and outcome ('ok' or an error code)", ("endpoint", "code")
         )
@@ -267,7 +252,7 @@ class EngineMetrics:
         self.kv_routes_refused = counter(
             "kv_routes_refused", "P: requests to the bootstrap server refused, or closed while silent"
         )
-        ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)
         self.registry.register(metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native))
@@ -275,7 +260,7 @@ class EngineMetrics:
     def _add(self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> M:
         """A metric that the front writes, with its row of the table."""
         made = kind(PREFIX + name, help, labels, registry=self.registry, **more)
-        self.table[Spec(kind.__name__.lower(), name, help, labels, more.get("buckets", ()))] = made
+        self.table[Spec(kind.__name__.lower(), name, help, labels)] = made
         return made
 
     def _native(self) -> Iterator[Metric]:
@@ -288,7 +273,7 @@ class EngineMetrics:
         self._ranks.reports[stats.dp_rank] = stats
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return prometheus.generate_latest(self.registry)
 
 
 FRONT = tuple(EngineMetrics().table)

@@ -137,19 +137,11 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
         # What happens at the border of two belongs to the first: the step that made the first token.
         happened = [event for event in events if event[0] <= end]
         events = events[len(happened) :]
-        span = Span(
-            trace=int.from_bytes(trace, "big"),
-            id=new_id(),
-            parent=parent,
-            name=name,
-            is_server=False,
-            start=unix(start),
-            end=unix(end),
-            attributes=who + attributes,
-            events=[(unix(at), what, more) for at, what, more in happened],
-            error=None,
+        noted = [(unix(at), what, more) for at, what, more in happened]
+        trace_id, attributes = int.from_bytes(trace, "big"), who + attributes
+        spans.append(
+            Span(trace_id, new_id(), parent, name, False, unix(start), unix(end), attributes, noted, error=None)
         )
-        spans.append(span)
     spans[-1] = spans[-1]._replace(error=timeline.error or None)
     return spans
 

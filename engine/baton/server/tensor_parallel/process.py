@@ -16,18 +16,8 @@ import msgspec
 import zmq
 
 from baton.config import EngineConfig
-from baton.server.tensor_parallel import transfer_node
-from baton.server.tensor_parallel.channel import (
-    ALIVE_EVERY_MS,
-    EVENTS_AT_ONCE,
-    STEP,
-    STOP,
-    Report,
-    TpGroup,
-    TpWorkers,
-    TransferEvents,
-    encode_report,
-)
+from baton.server.tensor_parallel import channel, transfer_node
+from baton.server.tensor_parallel.channel import TpGroup, TpWorkers, TransferEvents, encode_report
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
 
@@ -61,7 +51,6 @@ def run_worker(
 ) -> None:
     """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
     from baton.layers import collectives
-    from baton.layers.collectives import TpContext
     from baton.layers.shard import Shard
     from baton.runtime import build
 
@@ -69,12 +58,13 @@ def run_worker(
     orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
-    place = TpContext(Shard(team.tp_rank, team.tp_size), team.meeting_point, receive=lambda: orders.recv()[len(STEP) :])
+    shard = Shard(team.tp_rank, team.tp_size)
+    place = collectives.TpContext(shard, team.meeting_point, receive=lambda: orders.recv()[len(channel.STEP) :])
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
         node = transfer_setup.start(config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap)
-    reports.send(encode_report(Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
+    reports.send(encode_report(channel.Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
     _execute(team, loaded, node, orders, reports)
     log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
     if node is not None:
@@ -91,11 +81,11 @@ def _execute(
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
     # Each poll of the transfer runtime reports progress to its peers; without a runtime, nothing wakes the rank.
-    timeout_ms = ALIVE_EVERY_MS if node is not None else None
+    timeout_ms = channel.ALIVE_EVERY_MS if node is not None else None
     is_healthy = True
     while True:
         poller.poll(timeout_ms)
-        while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
+        while node is not None and (events := node.poll(channel.EVENTS_AT_ONCE)):
             said = [event[:2] if event[0] == "committed" else event for event in events]
             reports.send(encode_report(TransferEvents(team.tp_rank, said)))
         if node is not None and is_healthy and not node.healthy:
@@ -108,9 +98,9 @@ def _execute(
         except zmq.Again:
             continue
         kind, body = message[:1], message[1:]
-        if kind == STOP:
+        if kind == channel.STOP:
             return
-        if kind == STEP:
+        if kind == channel.STEP:
             loaded.runner.execute_remote(body)
         else:
             call, args = msgspec.msgpack.decode(body)

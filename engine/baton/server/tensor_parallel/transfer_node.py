@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 from baton.disagg.transfer_driver import TransferNode
@@ -151,22 +152,21 @@ class TpTransferNode:
         """Why a follower's runtime does not work any more."""
         self._merger = EventMerger(followers.team.tp_size, self._everywhere)
 
-    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
-        self._begin(room, "offer", room, attempt, prompt_hash, deadline_ms)
+    def _begin(self, call: str, room: int, *args: Any) -> None:
+        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
+        if room in self._merger:
+            raise ValueError(f"room {room} is live on another tensor-parallel rank")
+        call_or_raise(self._node, self._followers.team, call, (room, *args))
+        self._merger.begin(room)
+        self._followers.send_call(call, room, *args)
 
-    def open(
-        self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
-        prompt_hash: bytes, deadline_ms: int,
-    ) -> None:  # fmt: skip
-        self._begin(
-            room, "open", room, attempt, bootstrap_host, bootstrap_port, prefill_dp_rank, prompt_hash, deadline_ms
-        )
+    def _everywhere(self, call: str, *args: Any) -> None:
+        call_or_raise(self._node, self._followers.team, call, args)
+        self._followers.send_call(call, *args)
 
-    def publish(self, room: int, first_page: int, pages: bytes) -> None:
-        self._everywhere("publish", room, first_page, pages)
-
-    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
-        self._everywhere("finish", room, total_pages, last_page_tokens, payload)
+    offer, open = partialmethod(_begin, "offer"), partialmethod(_begin, "open")
+    publish, finish = partialmethod(_everywhere, "publish"), partialmethod(_everywhere, "finish")
+    drain = partialmethod(_everywhere, "drain")
 
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
         self._merger.granted(room, start_page, dst_pages)
@@ -190,9 +190,6 @@ class TpTransferNode:
         self._merger.check_none_is_late(now, self._late_secs)
         return merged
 
-    def drain(self) -> None:
-        self._everywhere("drain")
-
     def close(self) -> None:
         """The followers close theirs when they stop."""
         self._node.close()
@@ -212,18 +209,6 @@ class TpTransferNode:
         if self._failure is None:
             return text
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
-
-    def _begin(self, room: int, call: str, *args: Any) -> None:
-        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
-        if room in self._merger:
-            raise ValueError(f"room {room} is live on another tensor-parallel rank")
-        call_or_raise(self._node, self._followers.team, call, args)
-        self._merger.begin(room)
-        self._followers.send_call(call, *args)
-
-    def _everywhere(self, call: str, *args: Any) -> None:
-        call_or_raise(self._node, self._followers.team, call, args)
-        self._followers.send_call(call, *args)
 
 
 def call_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:

@@ -23,16 +23,12 @@ class FourByteTokenizer(Tokenizer):
         self.vocab_size = MASK + 1
         self.token_bytes: Callable[[int], bytes] = _bytes_of
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         data = text.encode("utf-8", "replace")
         ids = array("i", data + b"\0" * (-len(data) % TOKEN_BYTES))
-        return ids.tolist() if text.isascii() else [i & MASK for i in ids]
-
-    def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        ids = self.encode(text)
-        if len(ids) > max_tokens:
+        if max_tokens is not None and len(ids) > max_tokens:
             raise TooManyTokens(len(ids))
-        return ids
+        return ids.tolist() if text.isascii() else [i & MASK for i in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")

@@ -21,7 +21,7 @@ import msgspec
 import baton
 from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelNotFound
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -50,6 +50,10 @@ class ModelFacts:
     """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
     model_type: str = ""
     architectures: tuple[str, ...] = ()
+
+    def not_served(self, model: str) -> ModelNotFound:
+        text = f"model {model[:200]!r} is not served here; this engine serves {self.name!r}"
+        return ModelNotFound(text, param="model")
 
 
 def resolve(model_path: str) -> Path:

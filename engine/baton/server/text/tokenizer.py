@@ -79,14 +79,10 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
         self._offloaded = 0
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Raises TooManyTokens before the ids become Python objects, during which all threads wait."""
         (found,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
-
-    def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Like `encode`. Raises TooManyTokens before the ids become Python objects, during which all threads wait."""
-        (found,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if len(found) > max_tokens:
+        if max_tokens is not None and len(found) > max_tokens:
             raise TooManyTokens(len(found))
         return list(found.ids)
 
@@ -109,10 +105,10 @@ class Tokenizer:
             raise QueueFull(f"{MAX_WAITING} long prompts wait to be tokenized; try again later", retry_after_secs=1)
         self._offloaded += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        future.add_done_callback(self._one_less)
+        future.add_done_callback(self._on_offload_done)
         return await future
 
-    def _one_less(self, _: object) -> None:
+    def _on_offload_done(self, _: object) -> None:
         self._offloaded -= 1
 
     def token_text(self, token_id: int) -> str:

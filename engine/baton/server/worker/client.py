@@ -14,17 +14,16 @@ import asyncio
 import itertools
 import logging
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
 from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
-from baton.sched.metrics.request_timeline import FirstTokenStages
-from baton.sched.types.request import FinishReason
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker import messages
 
 log = logging.getLogger("baton.front")
@@ -38,17 +37,7 @@ SEND_QUEUE = 100_000
 class EventSink(Protocol):
     """Receives one item's rows."""
 
-    def on_stages(self, stages: FirstTokenStages) -> None:
-        """Times of the way to the first token; its tokens follow with `on_tokens`."""
-
-    def on_tokens(
-        self,
-        tokens: Sequence[int],
-        cached_tokens: int,
-        logprobs: messages.LogprobsMessage | None,
-        finish: FinishReason | None,
-    ) -> None: ...
-
+    def on_tokens(self, row: EmittedTokens) -> None: ...
     def on_error(self, error: EngineError) -> None: ...
 
 
@@ -148,7 +137,7 @@ class RankSet:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: RankClient, message: messages.SubmitMessage, sink: EventSink) -> int:
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: EventSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
@@ -157,8 +146,8 @@ class RankSet:
                 retry_after_secs=1,
             )
         handle = next(self._handles)
-        weight = len(message.prompt) // 4 + message.params.max_new_tokens
-        self._send(rank, msgspec.structs.replace(message, handle=handle))
+        weight = len(request.prompt) + request.params.max_new_tokens
+        self._send(rank, messages.SubmitMessage(replace(request, handle=handle)))
         rank.items[handle] = (sink, weight)
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank
@@ -244,30 +233,23 @@ class RankSet:
             self.died(message.dp_rank, message.message)
 
     def _tokens(self, batch: messages.TokenBatch) -> None:
-        counts, tokens = array("i", batch.counts), array("i", batch.tokens)
-        cached, finishes = array("i", batch.cached_tokens), array("b", batch.finish)
-        at = 0
-        for row, handle in enumerate(batch.handles):
-            mine = tokens[at : at + counts[row]]
-            at += counts[row]
+        for row in batch.rows:
+            handle = row.handle
             rank = self._of_handle.get(handle)
             if rank is None:
                 continue  # aborted while this batch was on its way
             sink, _ = rank.items[handle]
-            finish = FinishReason(finishes[row]) if finishes[row] else None
-            if finish is not None:
+            if row.finish is not None:
                 self._forget(handle)
             try:
-                if finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    error = _error(finish, batch.errors.get(row), batch.retry_after.get(row, 1))
+                if row.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                    error = _error(row)
                     if isinstance(error, NonfiniteLogits):
                         rank.nonfinite, rank.nonfinite_at = rank.nonfinite + 1, time.monotonic()
                     sink.on_error(error)
                 else:
                     rank.nonfinite = 0
-                    if (stages := batch.stages.get(row)) is not None:
-                        sink.on_stages(stages)
-                    sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
+                    sink.on_tokens(row)
             except Exception:  # one request's trouble must not cost the other rows of the batch
                 log.exception("handle %d: its tokens could not be processed", handle)
                 self.abort([handle])
@@ -309,11 +291,11 @@ class RankSet:
             socket.close(linger=0)
 
 
-def _error(finish: FinishReason, given: tuple[str, str] | None, retry_after_secs: int) -> EngineError:
+def _error(row: EmittedTokens) -> EngineError:
     """The rank's code and message as the exception that carries them to the client."""
     default = ("aborted", "the request was aborted")
-    if finish is FinishReason.ERROR:
+    if row.finish is FinishReason.ERROR:
         default = ("internal_error", "the rank gave no reason")
-    code, text = given or default
-    cls = by_code(code)
+    code, text = row.error or default
+    cls, retry_after_secs = by_code(code), 1 if row.retry_after_secs is None else row.retry_after_secs
     return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

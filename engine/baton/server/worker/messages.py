@@ -1,7 +1,7 @@
 """Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
 
-Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message
-per step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+Encoded with msgspec's msgpack; prompts travel as little-endian int32 bytes, all tokens of a step in one message. No
+pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,18 @@ from typing import Any
 
 import msgspec
 
+from baton.cache.int_array import pack, unpack
+from baton.sched.metrics.histogram import Histogram
 from baton.sched.metrics.load_report import LoadReport
-from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
-from baton.sched.types.request import Rendezvous, SamplingParams
+from baton.sched.metrics.request_timeline import RequestTimeline
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import ValidatedRequest
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """Checked request: the fields of request.ValidatedRequest by their names, the prompt as bytes.
+    """Front and ranks are processes of one machine, so they share the monotonic clock that a request's times are of."""
 
-    Front and ranks are processes of one machine, so they share the monotonic clock.
-    """
-
-    handle: int
-    rid: str
-    prompt: bytes
-    params: SamplingParams
-    priority: int | None = None
-    namespace: bytes = b""
-    rendezvous: Rendezvous | None = None
-    arrival: float = 0.0
-    deadline: float | None = None
-    ttft_deadline: float | None = None
-    priority_class: str = ""
-    tenant: str = ""
-    trace: bytes = b""
-    """server.observability.spans.ParentSpan, packed; empty: not traced."""
+    request: ValidatedRequest
 
 
 class AbortMessage(msgspec.Struct, tag="abort"):
@@ -57,34 +44,10 @@ class ControlMessage(msgspec.Struct, tag="control"):
 ToRank = SubmitMessage | AbortMessage | ControlMessage
 
 
-class LogprobsMessage(msgspec.Struct, array_like=True):
-    """Logprob columns of one row's new tokens: chosen[n], and per token the k most likely (ids, logprobs)."""
-
-    chosen: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-
-
 class TokenBatch(msgspec.Struct, tag="tokens"):
-    """Output of one step. Columns of equal length, one entry per row that has something to say."""
+    """Output of one step. A handle may have several rows, in order."""
 
-    handles: list[int]
-    counts: bytes
-    """int32[rows]: how many of `tokens` belong to each row (0 is legal with a finish)."""
-    tokens: bytes
-    """int32[sum(counts)]."""
-    finish: bytes
-    """int8[rows]: 0 or a FinishReason."""
-    cached_tokens: bytes
-    """int32[rows]: prompt tokens that were not computed by this cluster's prefill for this request."""
-    logprobs: dict[int, LogprobsMessage] = {}
-    """Row index → logprobs, only for rows that asked."""
-    errors: dict[int, tuple[str, str]] = {}
-    """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
-    retry_after: dict[int, int] = {}
-    """Row index → seconds, for errors of overload that say when to come back."""
-    stages: dict[int, FirstTokenStages] = {}
-    """Row index → times, for rows with a request's first token."""
+    rows: list[EmittedTokens]
 
 
 class ReplyMessage(msgspec.Struct, tag="reply"):
@@ -113,13 +76,6 @@ class ReadyMessage(FromRank, tag="ready"):
     info: dict[str, Any]
 
 
-class HistogramColumns(msgspec.Struct, array_like=True):
-    """A histogram's state: observations per bucket (the last one unbounded), not cumulated, and their sum."""
-
-    counts: list[int]
-    sum: float
-
-
 class StatsMessage(FromRank, tag="stats"):
     """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
@@ -129,9 +85,8 @@ class StatsMessage(FromRank, tag="stats"):
 
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
-    histograms: dict[str, HistogramColumns] = {}
-    """Keyed like the others; the buckets' bounds are those of the metric's name in
-    server.observability.metrics.RANK."""
+    histograms: dict[str, Histogram] = {}
+    """Keyed like the others."""
     load: LoadReport | None = None
     not_accepting_reason: str | None = None
     """Why the rank should get no new requests although it lives."""
@@ -167,6 +122,6 @@ ToFront = (
     | TimelinesMessage
 )
 
-encoder = msgspec.msgpack.Encoder()
-to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+encoder = msgspec.msgpack.Encoder(enc_hook=pack)
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=unpack)
 to_front_decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

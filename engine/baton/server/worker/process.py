@@ -20,14 +20,12 @@ import os
 import signal
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 
 from baton.config import EngineConfig, kv_events
@@ -222,7 +220,7 @@ class RankProcess:
             self._ingest(wait=not busy)
             outputs, busy = self.engine.step(time.monotonic())
             if outputs := self._stream.take(outputs):
-                self._send(token_batch(outputs))
+                self._send(messages.TokenBatch(outputs))
             if timelines := self.engine.take_timelines():
                 self._send(messages.TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
@@ -266,7 +264,7 @@ class RankProcess:
                 return
             message = messages.to_rank_decoder.decode(raw)
             if isinstance(message, messages.SubmitMessage):
-                self._submit(message)
+                self._submit(message.request)
             elif isinstance(message, messages.AbortMessage):
                 for handle in message.handles:
                     self.engine.sched.abort(handle)
@@ -274,14 +272,13 @@ class RankProcess:
             else:
                 self._send(self._control(message))
 
-    def _submit(self, message: messages.SubmitMessage) -> None:
-        fields = msgspec.structs.asdict(message) | {"prompt": array("i", message.prompt)}
+    def _submit(self, request: ValidatedRequest) -> None:
         try:
-            self.engine.submit(ValidatedRequest(**fields))
+            self.engine.submit(request)
         except EngineError as err:
             given, later = (err.code, err.message), err.retry_after_secs
-            refused = EmittedTokens(message.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
-            self._send(token_batch([refused]))
+            refused = EmittedTokens(request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
+            self._send(messages.TokenBatch([refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:
@@ -337,19 +334,12 @@ class RankProcess:
         counters = {
             **engine.counters,
             **(engine.driver.counters if engine.driver is not None else {}),
-            **sched.turned_away(),
+            **sched.counters(),
             **sched.stats.counters(),
             **sched.sharing.counters(),
             **sched.decisions.counters(),
-            "retractions_total": sched.retractions,
-            "preemptions_total": sched.preemptions,
-            "suspensions_total": sched.suspensions,
             "priority_hook_errors_total": 0 if engine.hook is None else engine.hook.errors,
-            "schedule_policy_degraded_total": sched.policy_degraded,
-            "kv_quarantined_pages_total": sched.quarantined_pages,
         }
-        for source, tokens in sched.hit_tokens.items():
-            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
             if file is not None:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
@@ -366,7 +356,7 @@ class RankProcess:
             reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
-        histograms = {name: messages.HistogramColumns(h.counts, h.sum) for name, h in sched.stats.histograms().items()}
+        histograms = sched.stats.histograms()
         self._send(messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
 
 
@@ -412,31 +402,6 @@ class StreamBuffer:
 
     def forget(self, handle: int) -> None:
         self._held.pop(handle, None)
-
-
-def token_batch(outputs: list[EmittedTokens]) -> messages.TokenBatch:
-    """Put everything a turn produced into one message of columns. A handle may have several rows, in order."""
-    tokens = array("i")
-    logprobs: dict[int, messages.LogprobsMessage] = {}
-    errors: dict[int, tuple[str, str]] = {}
-    for row, out in enumerate(outputs):
-        tokens.extend(out.tokens)
-        if out.logprobs is not None:
-            lp = out.logprobs
-            logprobs[row] = messages.LogprobsMessage([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
-        if out.error is not None:
-            errors[row] = out.error
-    return messages.TokenBatch(
-        handles=[out.handle for out in outputs],
-        counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
-        tokens=tokens.tobytes(),
-        finish=array("b", [out.finish or 0 for out in outputs]).tobytes(),
-        cached_tokens=array("i", [out.cached_tokens for out in outputs]).tobytes(),
-        logprobs=logprobs,
-        errors=errors,
-        retry_after={row: out.retry_after_secs for row, out in enumerate(outputs) if out.retry_after_secs is not None},
-        stages={row: out.stages for row, out in enumerate(outputs) if out.stages is not None},
-    )
 
 
 if __name__ == "__main__":
