@@ -15,8 +15,8 @@ use crate::transport::tcp;
 
 /// Connections in the middle of HELLO: a peer needs two round trips, a silent one is closed after
 /// `HELLO_TIMEOUT`.
-const HANDSHAKES: usize = 256;
-const HANDSHAKES_PER_SOURCE: usize = 64;
+const HANDSHAKES: usize = 512;
+const HANDSHAKES_PER_SOURCE: usize = 128;
 
 /// Runs until the listener cannot be used at all.
 pub async fn accept_loop(

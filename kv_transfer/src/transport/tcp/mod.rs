@@ -77,7 +77,7 @@ struct PullPart {
     of: Arc<DividedPull>,
 }
 
-/// Pull whose parts are under way: how many, their bytes, and the first error.
+/// Pull whose parts are under way: how many, their bytes, and the error that says most.
 struct DividedPull(Mutex<(usize, PullEnd)>);
 
 impl DividedPull {
@@ -86,7 +86,8 @@ impl DividedPull {
         let (parts, end) = &mut *self.0.lock();
         *parts -= 1;
         end.bytes += bytes;
-        if end.result.is_ok() {
+        let is_known = matches!(end.result, Err(PullError::Failed(..)));
+        if result.is_err() && !is_known {
             end.result = result;
         }
         (*parts == 0).then(|| end.clone())
@@ -150,6 +151,7 @@ impl DataStreams {
 
     fn connect(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
         let (commands, inbox) = mpsc::unbounded_channel();
+        let at = at + usize::from(self.addr.port()); // the first streams of all peers are spread
         plane.send(at, Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox));
         commands
     }
@@ -297,15 +299,18 @@ fn check_len(n: isize) -> io::Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reason_code::ReasonCode;
 
     #[test]
-    fn divided_pull_ends_with_its_last_part_by_the_first_error() {
+    fn divided_pull_ends_with_its_last_part_and_a_damaged_page_outranks_a_broken_stream() {
         let end = PullEnd { id: 7, bytes: 0, result: Ok(()) };
-        let pull = DividedPull(Mutex::new((3, end.clone())));
-        let broken = Err(PullError::Broken("reset".into()));
-        assert_eq!(pull.end_part(10, broken.clone()), None);
-        assert_eq!(pull.end_part(20, Err(PullError::Cancelled)), None);
-        let whole = PullEnd { bytes: 35, result: broken, ..end };
+        let pull = DividedPull(Mutex::new((4, end.clone())));
+        let broken = || Err(PullError::Broken("reset".into()));
+        let damaged = Err(PullError::Failed(ReasonCode::Checksum, "page 3".into()));
+        assert_eq!(pull.end_part(10, broken()), None);
+        assert_eq!(pull.end_part(20, damaged.clone()), None);
+        assert_eq!(pull.end_part(0, broken()), None);
+        let whole = PullEnd { bytes: 35, result: damaged, ..end };
         assert_eq!(pull.end_part(5, Ok(())), Some(whole));
     }
 }
