@@ -72,7 +72,7 @@ def test_rates_and_other_states() -> None:
 
 
 def tokens_ahead(load: LoadReport, priority: float | None = None) -> int:
-    """What a router counts before a new request: what runs, and what waits in its band and those before.
+    """What a router counts before a new request: what runs, and what waits in its band or a more important one.
 
     Args:
         priority: normalized (larger is better), plus what aging gave it since its t0; None: it has none.

@@ -369,4 +369,4 @@ pub fn root_of(sums: impl Iterator<Item = u64>) -> u64 {
 
 #[cfg(test)]
 #[path = "tests.rs"]
-mod tests;
+pub(crate) mod tests;

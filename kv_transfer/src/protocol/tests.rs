@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-pub(super) fn hello(nonce: &[u8]) -> Msg {
+pub(crate) fn hello(nonce: &[u8]) -> Msg {
     Msg::Hello(Hello {
         ver: VERSION,
         min_ver: MIN_VERSION,

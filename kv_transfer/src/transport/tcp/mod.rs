@@ -299,7 +299,38 @@ fn check_len(n: isize) -> io::Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::Msg;
+    use crate::protocol::tests::hello;
     use crate::reason_code::ReasonCode;
+
+    #[test]
+    fn dead_data_thread_is_reported_and_stop_ends_the_others() {
+        let Msg::Hello(hello) = hello(b"") else { unreachable!("it makes a HELLO") };
+        let context = DataContext {
+            pool: Arc::new(KvPool::create(4, 4096).expect("memory")),
+            identity: Arc::new(Identity { cluster_keys: None, hello }),
+            faults: Arc::default(),
+            announced: Arc::default(),
+            bad_frames: Arc::default(),
+            idle: KEEPALIVE,
+            report: Arc::new(|_| panic!("asked to, by a test")),
+        };
+        let (died, deaths) = std::sync::mpsc::channel();
+        let dead = move |why| died.send(why).expect("the test waits for it");
+        let mut plane = DataPlane::start(&context, 2, dead).expect("threads");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let refusing = listener.local_addr().expect("bound");
+        drop(listener);
+        let mut streams = DataStreams::new(refusing, "p".into(), SumKind::Xxh3);
+        let pull = || Pull { id: 1, pages: Vec::new(), cancel: Arc::default() };
+        assert!(streams.pull(&plane, pull()));
+        let why = deaths.recv_timeout(Duration::from_secs(30)).expect("its end is reported");
+        assert_eq!(why, "a thread panicked: asked to, by a test");
+        let alive = plane.threads.iter().filter(|(commands, _)| !commands.is_closed());
+        assert_eq!(alive.count(), 1, "the other thread still writes pages");
+        plane.stop();
+        assert!(!streams.pull(&plane, pull()), "no thread is left");
+    }
 
     #[test]
     fn divided_pull_ends_with_its_last_part_and_a_damaged_page_outranks_a_broken_stream() {
