@@ -59,9 +59,13 @@ def queries(panel: Mapping[str, Any]) -> dict[str, str]:
         legend = " ".join(f"{{{{{label}}}}}" for label in by)
         for quantile in QUANTILES:
             inner = f"sum by ({', '.join(['le', *by])}) (rate({name}_bucket{{{selector}}}[RATE]))"
-            shown[f"p{quantile * 100:g} {legend}".strip()] = f"histogram_quantile({quantile:g}, {inner})"
+            shown[f"p{quantile * 100:g} {legend}".strip()] = (
+                f"histogram_quantile({quantile:g}, {inner})"
+            )
     return {
-        legend: re.sub(r"\bNS\b", 'namespace=~"$namespace"', text).replace("[RATE]", "[$__rate_interval]")
+        legend: re.sub(r"\bNS\b", 'namespace=~"$namespace"', text).replace(
+            "[RATE]", "[$__rate_interval]"
+        )
         for legend, text in shown.items()
     }
 
@@ -71,7 +75,9 @@ def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     datasource = {"type": "prometheus", "uid": "${datasource}"}
     for number, panel in enumerate(panels):
         asked = queries(panel)
-        names = sorted({metric_of(name, known) for text in asked.values() for name in NAME.findall(text)})
+        names = sorted(
+            {metric_of(name, known) for text in asked.values() for name in NAME.findall(text)}
+        )
         about = [f"Metrics (docs/metrics.md): {', '.join(names)}."] if names else []
         if when := panel.get("when"):
             about.append(f"Empty until {when}.")
@@ -90,10 +96,20 @@ def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 "x": number % COLUMNS * WIDTH,
                 "y": number // COLUMNS * HEIGHT,
             },
-            "fieldConfig": {"defaults": {"unit": panel["unit"], "min": 0, "custom": custom}, "overrides": []},
-            "options": {"legend": legend, "tooltip": {"mode": "multi"}} if kind == "timeseries" else {},
+            "fieldConfig": {
+                "defaults": {"unit": panel["unit"], "min": 0, "custom": custom},
+                "overrides": [],
+            },
+            "options": {"legend": legend, "tooltip": {"mode": "multi"}}
+            if kind == "timeseries"
+            else {},
             "targets": [
-                {"refId": chr(ord("A") + at), "datasource": datasource, "expr": text, "legendFormat": legend}
+                {
+                    "refId": chr(ord("A") + at),
+                    "datasource": datasource,
+                    "expr": text,
+                    "legendFormat": legend,
+                }
                 for at, (legend, text) in enumerate(asked.items())
             ],
         }
@@ -132,14 +148,26 @@ def dashboard(source: Mapping[str, Any]) -> dict[str, Any]:
                 },
             ]
         },
-        "links": [{"title": "Baton", "type": "dashboards", "tags": ["baton"], "asDropdown": True, "includeVars": True}],
+        "links": [
+            {
+                "title": "Baton",
+                "type": "dashboards",
+                "tags": ["baton"],
+                "asDropdown": True,
+                "includeVars": True,
+            }
+        ],
         "panels": list(_panels(source["panels"])),
     }
 
 
 def prometheus_rule() -> dict[str, Any]:
     """All rules as the object that prometheus-operator reads."""
-    groups = [g for name in RULES for g in yaml.safe_load((MONITORING / "rules" / f"{name}.yml").read_text())["groups"]]
+    groups = [
+        g
+        for name in RULES
+        for g in yaml.safe_load((MONITORING / "rules" / f"{name}.yml").read_text())["groups"]
+    ]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -153,7 +181,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Dumper.add_representer(str, _text)
@@ -162,11 +192,16 @@ _Dumper.add_representer(str, _text)
 def outputs() -> dict[Path, str]:
     """All derived files with their content."""
     written = {
-        MONITORING / "dashboards" / f"{source['name']}.json": json.dumps(dashboard(source), indent=1) + "\n"
+        MONITORING / "dashboards" / f"{source['name']}.json": json.dumps(
+            dashboard(source), indent=1
+        )
+        + "\n"
         for source in dashboard_source()["dashboards"]
     }
     text = yaml.dump(prometheus_rule(), Dumper=_Dumper, sort_keys=False, width=1000)
-    note = "# Written by deploy/monitoring/generate.py from deploy/monitoring/rules: change those.\n"
+    note = (
+        "# Written by deploy/monitoring/generate.py from deploy/monitoring/rules: change those.\n"
+    )
     return written | {COMPONENT / "rules.yaml": note + text}
 
 

@@ -38,7 +38,9 @@ def check_selectors(objects: Sequence[Object]) -> Problems:
     """Each selector matches the pods it is meant for: those of the object's own name."""
     roles = workloads(objects)
     for role, workload in roles.items():
-        matched = [r for r, w in roles.items() if selects(workload["spec"]["selector"], pod_labels(w))]
+        matched = [
+            r for r, w in roles.items() if selects(workload["spec"]["selector"], pod_labels(w))
+        ]
         if matched != [role]:
             yield f"Deployment {role} selects the pods of {matched}"
         for spread in pod_spec(workload).get("topologySpreadConstraints", []):
@@ -70,11 +72,15 @@ def check_discovery(objects: Sequence[Object]) -> Problems:
         if container.get("restartPolicy") != "Always":
             yield f"{role} is no sidecar: the router would start only after it has ended"
     if engines:
-        yield from (f"the router has no {role} engine" for role in {"prefill", "decode"} - engines.keys())
+        yield from (
+            f"the router has no {role} engine" for role in {"prefill", "decode"} - engines.keys()
+        )
         return
     for role in ("prefill", "decode"):
         text = flag_value(args, f"--{role}-selector") or ""
-        selector = {"matchLabels": dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)}
+        selector = {
+            "matchLabels": dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
+        }
         matched = [r for r, w in roles.items() if selects(selector, pod_labels(w))]
         if matched != [role]:
             yield f"--{role}-selector {text} finds the pods of {matched}"
@@ -95,23 +101,33 @@ def check_ports(objects: Sequence[Object]) -> Problems:
     roles = workloads(objects)
     for role, workload in roles.items():
         expected = {row["name"]: row["port"] for row in table if row["to"] == role}
-        declared = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
+        declared = {
+            port["name"]: port["containerPort"] for port in main_container(workload)["ports"]
+        }
         if declared != expected:
             yield f"{role} declares {declared}, ports.yaml has {expected}"
         args = arguments(workload, objects)
-        flags = {"http": "--port", "bootstrap": "--disaggregation-bootstrap-port", "transfer": "--transfer-port"}
+        flags = {
+            "http": "--port",
+            "bootstrap": "--disaggregation-bootstrap-port",
+            "transfer": "--transfer-port",
+        }
         yield from (
             f"{role}: {flags[name]} is {flag_value(args, flags[name])}, ports.yaml has {port}"
             for name, port in expected.items()
             if flag_value(args, flags[name]) != str(port)
         )
-    engine_port = str(next(row["port"] for row in table if row["to"] == "prefill" and row["name"] == "http"))
+    engine_port = str(
+        next(row["port"] for row in table if row["to"] == "prefill" and row["name"] == "http")
+    )
     if "router" in roles and not sidecar_engines(objects):
         found = flag_value(arguments(roles["router"], objects), "--service-discovery-port")
         if found != engine_port:
             yield f"--service-discovery-port is not {engine_port}"
     for service in of_kind(objects, "Service"):
-        names = {port["name"] for port in main_container(roles[service["metadata"]["name"]])["ports"]}
+        names = {
+            port["name"] for port in main_container(roles[service["metadata"]["name"]])["ports"]
+        }
         for port in service["spec"]["ports"]:
             if port["targetPort"] not in names:
                 yield f"Service {service['metadata']['name']}: no container port {port['targetPort']}"
@@ -129,13 +145,19 @@ def allowed_connections(objects: Sequence[Object]) -> set[tuple[str, str, int, i
         found: set[str] = set()
         for rule in rules:
             if "podSelector" in rule and "namespaceSelector" not in rule:
-                found |= {r for r, w in roles.items() if selects(rule["podSelector"], pod_labels(w))}
+                found |= {
+                    r for r, w in roles.items() if selects(rule["podSelector"], pod_labels(w))
+                }
             else:
                 found.add(rule["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"])
         return found
 
     def side(role: str, direction: str, key: str) -> set[tuple[str, int, int]]:
-        applied = [p["spec"] for p in policies if selects(p["spec"]["podSelector"], pod_labels(roles[role]))]
+        applied = [
+            p["spec"]
+            for p in policies
+            if selects(p["spec"]["podSelector"], pod_labels(roles[role]))
+        ]
         applied = [spec for spec in applied if direction in spec["policyTypes"]]
         if not applied:
             return {(peer, 1, 65535) for peer in ("clients", *roles)}
@@ -151,7 +173,9 @@ def allowed_connections(objects: Sequence[Object]) -> set[tuple[str, str, int, i
     result = set()
     for role in roles:
         for peer, first, last in side(role, "Ingress", "from"):
-            if peer not in roles or any(to == role and low <= first and last <= high for to, low, high in egress[peer]):
+            if peer not in roles or any(
+                to == role and low <= first and last <= high for to, low, high in egress[peer]
+            ):
                 result.add((peer, role, first, last))
     return result
 
@@ -169,10 +193,17 @@ def check_network_policy(objects: Sequence[Object]) -> Problems:
     }
     found = allowed_connections(objects)
     yield from (f"ports.yaml has {row}, no policy allows it" for row in sorted(wanted - found))
-    yield from (f"policies allow {row}, ports.yaml does not have it" for row in sorted(found - wanted))
+    yield from (
+        f"policies allow {row}, ports.yaml does not have it" for row in sorted(found - wanted)
+    )
     for role, workload in workloads(objects).items():
         policies = [item["spec"] for item in of_kind(objects, "NetworkPolicy")]
-        types = {t for p in policies if selects(p["podSelector"], pod_labels(workload)) for t in p["policyTypes"]}
+        types = {
+            t
+            for p in policies
+            if selects(p["podSelector"], pod_labels(workload))
+            for t in p["policyTypes"]
+        }
         if types != {"Ingress", "Egress"}:
             yield f"{role}: traffic is denied by default only for {sorted(types)}"
 
@@ -189,7 +220,11 @@ def open_paths(role: str) -> set[str]:
 def check_probes(objects: Sequence[Object]) -> Problems:
     """Startup and readiness ask /readyz, liveness /livez, on the http port; a router may start without workers."""
     for role, workload in workloads(objects).items():
-        expected = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+        expected = {
+            "startupProbe": "/readyz",
+            "readinessProbe": "/readyz",
+            "livenessProbe": "/livez",
+        }
         if role == "router":
             expected["startupProbe"] = "/livez"
         has_tls = flag_value(arguments(workload, objects), "--tls-cert-path") is not None
@@ -201,8 +236,14 @@ def check_probes(objects: Sequence[Object]) -> Problems:
             if path not in open_paths(role):
                 yield f"{role}: the program does not serve {path} without a key"
     for role, container in sidecar_engines(objects).items():
-        port = int(flag_value(arguments(workloads(objects)["router"], objects, container), "--port") or 0)
-        for probe, path in {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
+        port = int(
+            flag_value(arguments(workloads(objects)["router"], objects, container), "--port") or 0
+        )
+        for probe, path in {
+            "startupProbe": "/readyz",
+            "readinessProbe": "/readyz",
+            "livenessProbe": "/livez",
+        }.items():
             get = container.get(probe, {}).get("httpGet", {})
             if get != {"path": path, "port": port}:
                 yield f"sidecar {role}: {probe} asks {get}, not {path} of port {port}"
@@ -216,7 +257,9 @@ def check_grace(objects: Sequence[Object]) -> Problems:
         spec, container = pod_spec(workload), main_container(workload)
         drain_flag = "--shutdown-grace-period-secs" if role == "router" else "--drain-timeout-secs"
         drain = float(flag_value(arguments(workload, objects), drain_flag) or 0)
-        pre_stop = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        pre_stop = (
+            container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        )
         grace = spec["terminationGracePeriodSeconds"]
         if not drain:
             yield f"{role}: {drain_flag} is not given"
@@ -227,7 +270,10 @@ def check_grace(objects: Sequence[Object]) -> Problems:
         drain += sum(float(flag_value(args, "--drain-timeout-secs") or "inf") for args in sidecars)
         if grace < pre_stop + drain + 10:
             yield f"{role}: killed after {grace} s, needs preStop {pre_stop} + drain {drain:g} + 10 s"
-        if str(grace) != values["ROUTER_GRACE_SECONDS" if role == "router" else "ENGINE_GRACE_SECONDS"]:
+        if (
+            str(grace)
+            != values["ROUTER_GRACE_SECONDS" if role == "router" else "ENGINE_GRACE_SECONDS"]
+        ):
             yield f"{role}: terminationGracePeriodSeconds {grace} is not that of config.env"
         if workload["spec"].get("minReadySeconds", 0) < 5:
             yield f"{role}: minReadySeconds lets a rollout go on before routers have probed the new pod"
@@ -243,7 +289,11 @@ def check_rollout(objects: Sequence[Object]) -> Problems:
         update = workload["spec"].get("strategy", {}).get("rollingUpdate", {})
         limits = main_container(workload).get("resources", {}).get("limits", {})
         takes_gpu = any(name.endswith("/gpu") for name in limits)
-        expected = {"maxSurge": 0, "maxUnavailable": 1} if takes_gpu else {"maxSurge": 1, "maxUnavailable": 0}
+        expected = (
+            {"maxSurge": 0, "maxUnavailable": 1}
+            if takes_gpu
+            else {"maxSurge": 1, "maxUnavailable": 0}
+        )
         if update != expected:
             yield f"{role}: rollingUpdate is {update}, not {expected}"
 
@@ -256,20 +306,31 @@ def check_hardening(objects: Sequence[Object]) -> Problems:
         pod["seccompProfile"] = {"type": "RuntimeDefault"}
         if spec.get("securityContext") != pod:
             yield f"{role}: securityContext of the pod is {spec.get('securityContext')}"
-        own = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        own = {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
         for container in containers(workload):
             if container.get("securityContext") != own:
                 yield f"{role}: securityContext of {container['name']} is {container.get('securityContext')}"
             if "memory" not in container.get("resources", {}).get("limits", {}):
                 yield f"{role}: {container['name']} has no memory limit"
-        yield from (f"{role}: {key} is set" for key in ("hostNetwork", "hostIPC", "hostPID") if spec.get(key))
+        yield from (
+            f"{role}: {key} is set"
+            for key in ("hostNetwork", "hostIPC", "hostPID")
+            if spec.get(key)
+        )
         for volume in spec.get("volumes", []):
             if "hostPath" in volume:
                 yield f"{role}: volume {volume['name']} is a path of the host"
             if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
                 yield f"{role}: volume {volume['name']} has no sizeLimit"
     for namespace in of_kind(objects, "Namespace"):
-        if namespace["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
+        if (
+            namespace["metadata"]["labels"].get("pod-security.kubernetes.io/enforce")
+            != "restricted"
+        ):
             yield "the namespace does not enforce the restricted profile"
 
 
@@ -279,14 +340,20 @@ def check_access(objects: Sequence[Object]) -> Problems:
     rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
     if "router" not in roles or sidecar_engines(objects):  # no pod asks the API server
         kinds = ("ServiceAccount", "Role", "RoleBinding")
-        yield from (f"{i['kind']} {i['metadata']['name']} has no use" for i in objects if i["kind"] in kinds)
+        yield from (
+            f"{i['kind']} {i['metadata']['name']} has no use" for i in objects if i["kind"] in kinds
+        )
         for role, workload in roles.items():
             if pod_spec(workload).get("automountServiceAccountToken") is not False:
                 yield f"{role}: automountServiceAccountToken"
         return
     if rules != [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]:
         yield f"Roles allow {rules}"
-    yield from (f"{i['kind']} {i['metadata']['name']}" for i in objects if i["kind"].startswith("ClusterRole"))
+    yield from (
+        f"{i['kind']} {i['metadata']['name']}"
+        for i in objects
+        if i["kind"].startswith("ClusterRole")
+    )
     account = pod_spec(roles["router"])["serviceAccountName"]
     bound = {s["name"] for binding in of_kind(objects, "RoleBinding") for s in binding["subjects"]}
     if bound != {account}:
@@ -296,7 +363,10 @@ def check_access(objects: Sequence[Object]) -> Problems:
             yield f"{role}: automountServiceAccountToken"
 
 
-EXTERNAL_SECRETS = {"baton-cluster-key": {"key", "second"}, "baton-api-keys": {"client", "control-plane"}}
+EXTERNAL_SECRETS = {
+    "baton-cluster-key": {"key", "second"},
+    "baton-api-keys": {"client", "control-plane"},
+}
 """Secrets that the base names and the operator makes, with their keys."""
 EXTERNAL_CLAIMS = {"baton-model"}
 EXTERNAL_FILES = {"baton-router-tls"}
@@ -333,9 +403,17 @@ def check_references(objects: Sequence[Object]) -> Problems:
                 if reference:
                     secret = have.get(("Secret", reference["name"]))
                     # kustomize appends a hash to the names of Secrets that it generates.
-                    named = [keys for name, keys in EXTERNAL_SECRETS.items() if reference["name"].startswith(name)]
+                    named = [
+                        keys
+                        for name, keys in EXTERNAL_SECRETS.items()
+                        if reference["name"].startswith(name)
+                    ]
                     external = named[0] if named else set()
-                    keys = set(secret.get("data", {})) | set(secret.get("stringData", {})) if secret else set(external)
+                    keys = (
+                        set(secret.get("data", {})) | set(secret.get("stringData", {}))
+                        if secret
+                        else set(external)
+                    )
                     if reference.get("optional"):
                         keys |= external
                     if reference["key"] not in keys:
@@ -359,14 +437,25 @@ def check_images(objects: Sequence[Object]) -> Problems:
 def make_certificate(directory: Path) -> None:
     """Write tls.crt and tls.key, self-signed."""
     files = ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     subprocess.run([*command, "-subj", "/CN=router", *files], check=True, capture_output=True)
 
 
 def check_flags(objects: Sequence[Object]) -> Problems:
     """The programs accept their arguments: engines' are parsed, a router is started until it asks for Kubernetes."""
     roles = workloads(objects)
-    engines = {role: arguments(workload, objects) for role, workload in roles.items() if role != "router"}
+    engines = {
+        role: arguments(workload, objects) for role, workload in roles.items() if role != "router"
+    }
     for role, container in sidecar_engines(objects).items():
         engines[role] = arguments(roles["router"], objects, container)
     router = arguments(roles["router"], objects) if "router" in roles else None
@@ -395,8 +484,19 @@ def check_router_starts(args: Sequence[str]) -> Problems:
     with tempfile.TemporaryDirectory() as mounted:
         if flag_value(args, "--tls-cert-path"):
             make_certificate(Path(mounted))
-        args = [arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/") for arg in args]
-        command = [sys.executable, "-m", "baton.cli", "router", *args, "--kubeconfig=/nonexistent", "--port=0"]
+        args = [
+            arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/")
+            for arg in args
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "baton.cli",
+            "router",
+            *args,
+            "--kubeconfig=/nonexistent",
+            "--port=0",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
     if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:

@@ -18,14 +18,25 @@ from deploy.tests.manifests import Object
 OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
 KEDA = "github.com/kedacore/keda/v2@v2.21.0"
 FILES = {
-    "PodMonitor": (OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml"),
-    "PrometheusRule": (OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml"),
+    "PodMonitor": (
+        OPERATOR,
+        "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
+    ),
+    "PrometheusRule": (
+        OPERATOR,
+        "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
+    ),
     "ScaledObject": (KEDA, "config/crd/bases/keda.sh_scaledobjects.yaml"),
     "InferencePool": (None, "inferencepools.yaml"),
     "HTTPRoute": (None, "httproutes.yaml"),
 }
 """Go module of each CRD and its path there; None: a part of it, in crds/ beside this file."""
-GROUPS = ("monitoring.coreos.com/", "keda.sh/", "inference.networking.k8s.io/", "gateway.networking.k8s.io/")
+GROUPS = (
+    "monitoring.coreos.com/",
+    "keda.sh/",
+    "inference.networking.k8s.io/",
+    "gateway.networking.k8s.io/",
+)
 DOWNLOAD_SECS = 300.0
 
 
@@ -44,7 +55,9 @@ def fetch(kind: str) -> Path | str:
     module, inside = FILES[kind]
     if module is None:
         return Path(__file__).parent / "crds" / inside
-    cache = os.environ.get("GOMODCACHE") or str(Path(os.environ.get("GOPATH") or Path.home() / "go") / "pkg" / "mod")
+    cache = os.environ.get("GOMODCACHE") or str(
+        Path(os.environ.get("GOPATH") or Path.home() / "go") / "pkg" / "mod"
+    )
     path = Path(cache) / module / inside
     if path.exists():
         return path
@@ -54,10 +67,14 @@ def fetch(kind: str) -> Path | str:
     command = [go, "mod", "download", module]
     try:
         # Outside of any module, so that no go.mod changes.
-        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=DOWNLOAD_SECS)
+        done = subprocess.run(
+            command, cwd="/", capture_output=True, text=True, timeout=DOWNLOAD_SECS
+        )
     except subprocess.TimeoutExpired:
         return f"{' '.join(command)} took longer than {DOWNLOAD_SECS:g} s"
-    return path if path.exists() else f"{' '.join(command)} did not make {path}: {done.stderr.strip()}"
+    return (
+        path if path.exists() else f"{' '.join(command)} did not make {path}: {done.stderr.strip()}"
+    )
 
 
 def _closed(schema: Any) -> Any:
@@ -67,7 +84,9 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = {key: _closed(part) for key, part in schema.items()}
-    may_be_open = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    may_be_open = (
+        schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    )
     if isinstance(schema.get("properties"), dict) and not may_be_open:
         result["additionalProperties"] = False
     if "(?i)" in schema.get("pattern", "") and isinstance(schema["pattern"], str):

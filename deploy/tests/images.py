@@ -50,7 +50,9 @@ def run(*command: str | Path, env: Mapping[str, str] | None = None, timeout: flo
     """Run a command; return its standard output, or raise with what it printed."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=timeout)
-    assert done.returncode == 0, f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    )
     return done.stdout
 
 
@@ -77,7 +79,9 @@ class Tools:
         env = {**os.environ, "PATH": path}
         if (debian / "usr/bin/buildah").exists():
             libraries = ":".join(str(found) for found in debian.glob("usr/lib/*-linux-gnu"))
-            env["LD_LIBRARY_PATH"] = f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+            env["LD_LIBRARY_PATH"] = f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(
+                ":"
+            )
             env["CONTAINERS_REGISTRIES_CONF"] = str(debian / "etc/containers/registries.conf")
         return Tools(env)
 
@@ -88,7 +92,11 @@ class Tools:
         store.mkdir(parents=True, exist_ok=True)
         policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
         command, *rest = args
-        own = [] if command in ("from", "copy", "add", "rm", "inspect") else ["--signature-policy", policy]
+        own = (
+            []
+            if command in ("from", "copy", "add", "rm", "inspect")
+            else ["--signature-policy", policy]
+        )
         paths = ["--root", store / "root", "--runroot", store / "run"]
         return run("buildah", *paths, command, *own, *rest, env=self.env).strip()
 
@@ -100,7 +108,9 @@ def unpack_packages(packages: Sequence[str], into: Path) -> None:
         fetch = ["apt-get", "download", "-q", *packages]
         done = subprocess.run(fetch, cwd=folder, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
-            raise CannotBuild(f"apt-get download {' '.join(packages)}: {done.stderr.strip()[-300:]}")
+            raise CannotBuild(
+                f"apt-get download {' '.join(packages)}: {done.stderr.strip()[-300:]}"
+            )
         for package in Path(folder).glob("*.deb"):
             run("dpkg", "-x", package, into)
 
@@ -113,10 +123,17 @@ def base_image(tools: Tools) -> str:
         unwanted = ("doc", "groff", "info", "linda", "lintian", "locale", "man")
         exclude = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in unwanted]
         hooks = next(
-            (p for p in (Path("/"), cache_directory() / "debian") if (p / "usr/share/mmdebstrap/hooks").exists()), None
+            (
+                p
+                for p in (Path("/"), cache_directory() / "debian")
+                if (p / "usr/share/mmdebstrap/hooks").exists()
+            ),
+            None,
         )
         assert hooks is not None, "mmdebstrap has no hooks directory"
-        merged = f"--hook-dir={hooks}/usr/share/mmdebstrap/hooks/merged-usr"  # else usrmerge brings perl
+        merged = (
+            f"--hook-dir={hooks}/usr/share/mmdebstrap/hooks/merged-usr"  # else usrmerge brings perl
+        )
         partial = archive.with_suffix(".partial.tar")
         run("mmdebstrap", "--variant=minbase", merged, *exclude, SUITE, partial, env=tools.env)
         partial.rename(archive)
@@ -136,7 +153,17 @@ def image_of(tools: Tools, name: str, path: Path, how: str = "copy", to: str = "
 
 def router_program() -> Path:
     """Compile the router with the profile of `make run`: `dist`, which images of users have, takes minutes longer."""
-    run("cargo", "build", "--release", "--locked", "--quiet", "-p", "baton-router", "--bin", "baton-router")
+    run(
+        "cargo",
+        "build",
+        "--release",
+        "--locked",
+        "--quiet",
+        "-p",
+        "baton-router",
+        "--bin",
+        "baton-router",
+    )
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     return ROOT / target / "release" / "baton-router"
 
@@ -146,7 +173,9 @@ def router_image(tools: Tools, name: str = "localhost/baton-router:test") -> str
     if shutil.which("cargo") is None:
         raise CannotBuild("cargo is not in PATH")
     image_of(tools, "localhost/router-program:test", router_program(), to="/baton-router")
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     tools.buildah(
         "build", "--isolation=chroot", "--ignorefile", Path(f"{DOCKERFILE}.dockerignore"), "--target=router",
         f"--build-arg=BASE={base_image(tools)}", "--build-arg=ROUTER_PROGRAM=localhost/router-program:test",
@@ -163,7 +192,9 @@ def unpack(tools: Tools, name: str, into: Path) -> Path:
 
 
 @contextlib.contextmanager
-def container(tools: Tools, bundle: Path, *args: str, env: Sequence[str] = ()) -> Iterator[Container]:
+def container(
+    tools: Tools, bundle: Path, *args: str, env: Sequence[str] = ()
+) -> Iterator[Container]:
     """Run an image's entry point with `args` in the host's network: read-only, unprivileged."""
     config: dict[str, Any] = json.loads((bundle / "config.json").read_text())
     process = config["process"]
@@ -173,7 +204,9 @@ def container(tools: Tools, bundle: Path, *args: str, env: Sequence[str] = ()) -
     process["args"] += args
     process["env"] += env
     config["root"]["readonly"] = True
-    config["mounts"].append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["mode=1777"]})
+    config["mounts"].append(
+        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["mode=1777"]}
+    )
     config["linux"]["namespaces"] = [{"type": kind} for kind in ("pid", "ipc", "uts", "mount")]
     config["linux"].pop("resources", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -194,13 +227,19 @@ class Container:
     def running(self) -> Iterator[Container]:
         command = [*self._runc, "run", "--bundle", str(self._bundle), self._name]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=self._env
+            )
         try:
             yield self
         finally:
-            subprocess.run([*self._runc, "kill", self._name, "KILL"], capture_output=True, env=self._env)
+            subprocess.run(
+                [*self._runc, "kill", self._name, "KILL"], capture_output=True, env=self._env
+            )
             self._process.wait(30)
-            subprocess.run([*self._runc, "delete", "--force", self._name], capture_output=True, env=self._env)
+            subprocess.run(
+                [*self._runc, "delete", "--force", self._name], capture_output=True, env=self._env
+            )
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")

@@ -18,8 +18,14 @@ Object = dict[str, Any]
 DEPLOY = Path(__file__).parents[1]
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
-COMPONENTS = sorted({path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml")} - {"timing"})
-TARGETS = ["base", *(f"overlays/{name}" for name in OVERLAYS), *(f"base+{name}" for name in COMPONENTS)]
+COMPONENTS = sorted(
+    {path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml")} - {"timing"}
+)
+TARGETS = [
+    "base",
+    *(f"overlays/{name}" for name in OVERLAYS),
+    *(f"base+{name}" for name in COMPONENTS),
+]
 """Directories, and the base with one component each; `timing` is part of the base."""
 NO_KUBECTL = (
     "kubectl is not installed, so no manifest is rendered or checked: put kubectl 1.27 or newer into PATH "
@@ -40,7 +46,8 @@ def render_text(target: str) -> str:
         return _kustomize(kubectl, KUBERNETES / directory)
     with tempfile.TemporaryDirectory() as combined:
         paths = [
-            os.path.relpath(KUBERNETES / p, Path(combined).resolve()) for p in (directory, f"components/{component}")
+            os.path.relpath(KUBERNETES / p, Path(combined).resolve())
+            for p in (directory, f"components/{component}")
         ]
         text = {"resources": paths[:1], "components": paths[1:]}
         (Path(combined) / "kustomization.yaml").write_text(yaml.safe_dump(text))
@@ -93,7 +100,11 @@ def main_container(workload: Object) -> Object:
 
 def settings(objects: Sequence[Object]) -> dict[str, str]:
     """Values of the generated ConfigMap baton-config."""
-    maps = [item for item in of_kind(objects, "ConfigMap") if item["metadata"]["name"].startswith("baton-config")]
+    maps = [
+        item
+        for item in of_kind(objects, "ConfigMap")
+        if item["metadata"]["name"].startswith("baton-config")
+    ]
     assert len(maps) == 1, f"{len(maps)} ConfigMaps baton-config"
     return maps[0]["data"]
 
@@ -104,7 +115,9 @@ def sidecar_engines(objects: Sequence[Object]) -> dict[str, Object]:
     return {c["name"]: c for c in pod_spec(router).get("initContainers", [])} if router else {}
 
 
-def arguments(workload: Object, objects: Sequence[Object], container: Object | None = None) -> list[str]:
+def arguments(
+    workload: Object, objects: Sequence[Object], container: Object | None = None
+) -> list[str]:
     """Arguments of a container (default: the first one) with $(NAME) replaced as the kubelet does; a pod's address is
     10.0.0.1."""
     values = {**settings(objects), "POD_IP": "10.0.0.1"}

@@ -21,7 +21,11 @@ DEPLOY = Path(__file__).parents[1]
 
 def timing() -> dict[str, int]:
     """Numbers of kubernetes/base/config.env, which all deployments follow."""
-    return {name: int(value) for name, value in env_file("kubernetes/base/config.env").items() if value.isdigit()}
+    return {
+        name: int(value)
+        for name, value in env_file("kubernetes/base/config.env").items()
+        if value.isdigit()
+    }
 
 
 def env_file(path: str | Path) -> dict[str, str]:
@@ -39,7 +43,10 @@ def engine_config(args: Sequence[str]) -> Any:
     """Return what `baton engine ARGS` parses, or fail with its message."""
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors), mock.patch.dict(os.environ, {"BATON_CLUSTER_KEY": "x" * 32}):
+        with (
+            contextlib.redirect_stderr(errors),
+            mock.patch.dict(os.environ, {"BATON_CLUSTER_KEY": "x" * 32}),
+        ):
             return config.parse(list(args))
     except SystemExit:
         raise AssertionError(f"baton engine {' '.join(args)}: {errors.getvalue()}") from None

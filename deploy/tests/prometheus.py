@@ -40,7 +40,9 @@ def require(program: str) -> str:
     if not unpacked.exists():
         why = _unpack(unpacked)
         if why is not None:
-            pytest.skip(f"{program} is not in PATH, and Debian's package prometheus could not be unpacked: {why}")
+            pytest.skip(
+                f"{program} is not in PATH, and Debian's package prometheus could not be unpacked: {why}"
+            )
     return str(unpacked)
 
 
@@ -49,14 +51,19 @@ def _unpack(wanted: Path) -> str | None:
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return "there is no apt-get"
     (CACHE / "debian").mkdir(parents=True, exist_ok=True)
-    with (CACHE / "prometheus.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=CACHE) as folder:
+    with (
+        (CACHE / "prometheus.lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=CACHE) as folder,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if wanted.exists():
             return None
         # apt-get's sandbox user may not write into a folder that only this user can enter.
         command = ["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", "prometheus"]
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DOWNLOAD_SECS)
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=DOWNLOAD_SECS
+            )
         except subprocess.TimeoutExpired:
             return f"apt-get download took longer than {DOWNLOAD_SECS:g} s"
         packages = list(Path(folder).glob("prometheus_*.deb"))
@@ -64,7 +71,11 @@ def _unpack(wanted: Path) -> str | None:
             return f"apt-get download prometheus: {done.stderr.strip() or done.stdout.strip()}"
         command = ["dpkg", "-x", str(packages[0]), str(CACHE / "debian")]
         done = subprocess.run(command, capture_output=True, text=True)
-        return None if done.returncode == 0 and wanted.exists() else f"{' '.join(command)}: {done.stderr.strip()}"
+        return (
+            None
+            if done.returncode == 0 and wanted.exists()
+            else f"{' '.join(command)}: {done.stderr.strip()}"
+        )
 
 
 class Server:
@@ -95,7 +106,9 @@ class Server:
         """Samples of an instant query: `metric` (labels) and `value` (time, text)."""
         asked = urllib.parse.urlencode({"query": expression})
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=STOP_SECS) as answer:
+            with urllib.request.urlopen(
+                f"{self.url}/api/v1/query?{asked}", timeout=STOP_SECS
+            ) as answer:
                 result = json.loads(answer.read())["data"]["result"]
         except urllib.error.HTTPError as err:
             with err:
@@ -123,9 +136,15 @@ class Server:
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[Server]:
     """Run `prometheus.yml` of the folder on a free port; its data goes into `data` there."""
-    command = [require("prometheus"), f"--config.file={folder / 'prometheus.yml'}", "--web.listen-address=127.0.0.1:0"]
+    command = [
+        require("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        "--web.listen-address=127.0.0.1:0",
+    ]
     command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=info"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         server = Server(process)
     except BaseException:

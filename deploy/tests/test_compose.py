@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tests.programs import DEPLOY, check_router_flags, engine_config, env_file, port_of, timing
+from deploy.tests.programs import (
+    DEPLOY,
+    check_router_flags,
+    engine_config,
+    env_file,
+    port_of,
+    timing,
+)
 
 COMPOSE = DEPLOY / "compose"
 OURS = ("router", "prefill", "decode", "prefill-gpu", "decode-gpu")
@@ -36,12 +43,16 @@ def resolve(text: str, values: dict[str, str]) -> str:
 
 def filled() -> dict[str, str]:
     """.env.example with a key wherever it asks for one."""
-    return {name: value or "key-of-a-test" for name, value in env_file("compose/.env.example").items()}
+    return {
+        name: value or "key-of-a-test" for name, value in env_file("compose/.env.example").items()
+    }
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return dict(yaml.safe_load(resolve((COMPOSE / "compose.yaml").read_text(), filled()))["services"])
+    return dict(
+        yaml.safe_load(resolve((COMPOSE / "compose.yaml").read_text(), filled()))["services"]
+    )
 
 
 def test_compose_refuses_to_start_without_keys() -> None:
@@ -59,10 +70,16 @@ def test_every_variable_is_in_the_example_or_has_a_default() -> None:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_profile_is_router_one_pair_and_monitoring(services: dict[str, Any], profile: str) -> None:
+def test_a_profile_is_router_one_pair_and_monitoring(
+    services: dict[str, Any], profile: str
+) -> None:
     assert env_file("compose/.env.example")["COMPOSE_PROFILES"] == "cpu"
     started = {name: s for name, s in services.items() if profile in s.get("profiles", [profile])}
-    roles = {alias for s in started.values() for alias in s.get("networks", {}).get("default", {}).get("aliases", ())}
+    roles = {
+        alias
+        for s in started.values()
+        for alias in s.get("networks", {}).get("default", {}).get("aliases", ())
+    }
     assert roles == {"prefill", "decode"}
     assert {"router", "prometheus", "grafana"} <= started.keys()
     assert len(started) == 5
@@ -81,7 +98,9 @@ def test_router_accepts_its_flags_and_finds_the_engines(services: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_engine_accepts_its_flags_and_uses_the_common_ports(services: dict[str, Any], name: str) -> None:
+def test_engine_accepts_its_flags_and_uses_the_common_ports(
+    services: dict[str, Any], name: str
+) -> None:
     role, _, gpu = name.partition("-")
     command = services[name]["command"]
     assert command[0] == "engine"
@@ -100,7 +119,9 @@ def test_engine_accepts_its_flags_and_uses_the_common_ports(services: dict[str, 
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_containers_are_hardened_and_stopped_after_their_drain(services: dict[str, Any], name: str) -> None:
+def test_containers_are_hardened_and_stopped_after_their_drain(
+    services: dict[str, Any], name: str
+) -> None:
     service = services[name]
     assert service["user"] == "65532:65532"
     assert service["read_only"] is True
@@ -124,17 +145,33 @@ def test_mounted_files_exist(services: dict[str, Any]) -> None:
     for service in services.values():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            if source.startswith(".") and source != env_file("compose/.env.example")["BATON_MODEL_DIR"]:
+            if (
+                source.startswith(".")
+                and source != env_file("compose/.env.example")["BATON_MODEL_DIR"]
+            ):
                 assert (COMPOSE / source).exists(), source
 
 
 def test_podman_compose_resolves_the_file(tmp_path: Path) -> None:
     if shutil.which("podman-compose") is None or shutil.which("podman") is None:
-        pytest.skip("podman and podman-compose are not in PATH: compose.yaml was resolved by this test's own code only")
+        pytest.skip(
+            "podman and podman-compose are not in PATH: compose.yaml was resolved by this test's own code only"
+        )
     values = tmp_path / "env"
     values.write_text("".join(f"{name}={value}\n" for name, value in filled().items()))
     for profile in ("cpu", "gpu"):
-        command = ["podman-compose", "--env-file", str(values), "--profile", profile, "-f", "compose.yaml", "config"]
-        done = subprocess.run(command, cwd=COMPOSE, capture_output=True, text=True, timeout=60, env=os.environ)
+        command = [
+            "podman-compose",
+            "--env-file",
+            str(values),
+            "--profile",
+            profile,
+            "-f",
+            "compose.yaml",
+            "config",
+        ]
+        done = subprocess.run(
+            command, cwd=COMPOSE, capture_output=True, text=True, timeout=60, env=os.environ
+        )
         assert done.returncode == 0, done.stderr
         assert "WARN" not in done.stderr

@@ -44,8 +44,12 @@ def test_there_are_five_dashboards() -> None:
 
 
 def test_queries_parse(tmp_path: Path) -> None:
-    records = [{"record": f"query:{number}", "expr": text} for number, text in enumerate(QUERIES.values())]
-    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": records}]}))
+    records = [
+        {"record": f"query:{number}", "expr": text} for number, text in enumerate(QUERIES.values())
+    ]
+    (tmp_path / "queries.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "all", "rules": records}]})
+    )
     done = promtool("check", "rules", tmp_path / "queries.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -55,7 +59,9 @@ def test_queries_use_only_metrics_and_labels_that_exist() -> None:
 
 
 def test_a_wrong_metric_in_a_panel_is_the_only_thing_named() -> None:
-    where, text = next((where, text) for where, text in QUERIES.items() if "baton_router_workers" in text)
+    where, text = next(
+        (where, text) for where, text in QUERIES.items() if "baton_router_workers" in text
+    )
     queries = {**QUERIES, where: text.replace("baton_router_workers", "baton_router_wokers")}
     wrong = {name: found for name, query in queries.items() if (found := unknown_names(query))}
     assert set(wrong) == {where}
@@ -67,13 +73,20 @@ def test_legends_use_labels_that_the_query_keeps() -> None:
         legend = where.rpartition(": ")[2]
         for label in NAME_IN_LEGEND.findall(legend):
             grouped = "by (" in text
-            assert not grouped or f"{label}," in text or f"{label})" in text, f"{where} shows {label}: {text}"
+            assert not grouped or f"{label}," in text or f"{label})" in text, (
+                f"{where} shows {label}: {text}"
+            )
 
 
 def test_every_metric_is_shown_or_listed_as_not_shown_once() -> None:
     known = metric_rows()
     shown = {metric_of(name, known) for text in QUERIES.values() for name in NAME.findall(text)}
-    listed = [name for groups in dashboard_source()["not_shown"].values() for names in groups for name in names]
+    listed = [
+        name
+        for groups in dashboard_source()["not_shown"].values()
+        for names in groups
+        for name in names
+    ]
     assert {name: n for name, n in Counter(listed).items() if n > 1} == {}
     assert shown & set(listed) == set()
     assert set(known) - shown - set(listed) == set(), (
@@ -88,7 +101,11 @@ def test_panels_have_a_unit_and_do_not_overlap(path: Path) -> None:
     for panel in panels(path):
         assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & taken, panel["title"]
         assert at["x"] + at["w"] <= GRID_WIDTH, panel["title"]
         taken |= cells
@@ -105,11 +122,18 @@ def test_the_data_source_is_a_variable_without_a_value(path: Path) -> None:
     wanted = {"type": "prometheus", "uid": "${datasource}"}
     for panel in board["panels"]:
         assert panel["datasource"] == wanted, panel["title"]
-        assert [target["datasource"] for target in panel["targets"]] == [wanted] * len(panel["targets"])
+        assert [target["datasource"] for target in panel["targets"]] == [wanted] * len(
+            panel["targets"]
+        )
     assert variables["namespace"]["datasource"] == wanted
 
 
 def test_every_series_is_of_the_chosen_fleet() -> None:
     for where, text in QUERIES.items():
-        names = len(NAME.findall(text)) + text.count("baton:") + text.count("up{") + text.count("ALERTS{")
+        names = (
+            len(NAME.findall(text))
+            + text.count("baton:")
+            + text.count("up{")
+            + text.count("ALERTS{")
+        )
         assert text.count('namespace=~".*"') == names, where

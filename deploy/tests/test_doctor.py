@@ -17,7 +17,16 @@ import pytest
 from baton.cli.doctor import check, kubernetes, main
 from baton.cli.doctor.check import CheckResult, CheckStatus
 from baton.cli.doctor.kubernetes import KubeView
-from deploy.tests.manifests import Object, main_container, named, of_kind, pod_labels, pod_spec, render, workloads
+from deploy.tests.manifests import (
+    Object,
+    main_container,
+    named,
+    of_kind,
+    pod_labels,
+    pod_spec,
+    render,
+    workloads,
+)
 
 NAMESPACE = "baton"
 FAKE = """#!{python}
@@ -54,7 +63,12 @@ def running(target: str) -> list[Object]:
 
 
 def view_of(objects: list[Object], gpus: int = 8) -> KubeView:
-    kinds = {"deployments": "Deployment", "pods": "Pod", "services": "Service", "configmaps": "ConfigMap"}
+    kinds = {
+        "deployments": "Deployment",
+        "pods": "Pod",
+        "services": "Service",
+        "configmaps": "ConfigMap",
+    }
     found = {plural: of_kind(objects, kind) for plural, kind in kinds.items()}
     found["nodes"] = [{"status": {"allocatable": {"nvidia.com/gpu": str(gpus)}}}] if gpus else [{}]
     view = KubeView(NAMESPACE, found)
@@ -71,7 +85,9 @@ def problems(view: KubeView) -> list[CheckResult]:
     return [result for result in kubernetes.check_namespace(view) if check.is_problem(result)]
 
 
-@pytest.mark.parametrize("target", ["base", "overlays/cpu-demo", "overlays/gpu", "base+tls", "base+tracing"])
+@pytest.mark.parametrize(
+    "target", ["base", "overlays/cpu-demo", "overlays/gpu", "base+tls", "base+tracing"]
+)
 def test_a_namespace_as_in_the_manifests_has_no_problems(target: str) -> None:
     results = kubernetes.check_namespace(view_of(running(target)))
     assert not [result for result in results if check.is_problem(result)]
@@ -115,16 +131,31 @@ def _pod_status(objects: list[Object], status: dict[str, Any]) -> None:
 
 def _image_missing(objects: list[Object]) -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
-    _pod_status(objects, {"phase": "Pending", "containerStatuses": [{"name": "engine", "state": {"waiting": waiting}}]})
+    _pod_status(
+        objects,
+        {
+            "phase": "Pending",
+            "containerStatuses": [{"name": "engine", "state": {"waiting": waiting}}],
+        },
+    )
 
 
 def _unscheduled(objects: list[Object]) -> None:
-    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: insufficient nvidia.com/gpu"}
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "message": "0/3 nodes: insufficient nvidia.com/gpu",
+    }
     _pod_status(objects, {"phase": "Pending", "conditions": [condition]})
 
 
 def _out_of_memory(objects: list[Object]) -> None:
-    ended = {"name": "engine", "state": {}, "lastState": {"terminated": {"reason": "OOMKilled"}}, "restartCount": 3}
+    ended = {
+        "name": "engine",
+        "state": {},
+        "lastState": {"terminated": {"reason": "OOMKilled"}},
+        "restartCount": 3,
+    }
     _pod_status(objects, {"phase": "Running", "containerStatuses": [ended]})
 
 
@@ -133,20 +164,48 @@ def _not_ready(objects: list[Object]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[list[Object]], None], str, str]] = {
-    "readiness": (_readiness_on_livez, "kube.probes", "deployment/decode: its readiness probe asks /livez"),
-    "liveness": (_liveness_on_readyz, "kube.probes", "deployment/prefill: its liveness probe asks /readyz"),
-    "startup": (_no_startup_probe, "kube.probes", "deployment/prefill has a liveness probe and no startup probe"),
+    "readiness": (
+        _readiness_on_livez,
+        "kube.probes",
+        "deployment/decode: its readiness probe asks /livez",
+    ),
+    "liveness": (
+        _liveness_on_readyz,
+        "kube.probes",
+        "deployment/prefill: its liveness probe asks /readyz",
+    ),
+    "startup": (
+        _no_startup_probe,
+        "kube.probes",
+        "deployment/prefill has a liveness probe and no startup probe",
+    ),
     "service": (_misspelt_service, "kube.selectors", "service/router selects no pod"),
-    "flag": (_misspelt_flag, "kube.selectors", "--decode-selector of deployment/router selects no pod"),
+    "flag": (
+        _misspelt_flag,
+        "kube.selectors",
+        "--decode-selector of deployment/router selects no pod",
+    ),
     "grace": (
         _grace_too_short,
         "kube.grace",
         "after 30 s, but they need 315 s: preStop 5 + --drain-timeout-secs 300 + 10",
     ),
     "pause": (_no_prestop, "kube.grace", "deployment/router has no preStop pause"),
-    "image": (_image_missing, "kube.pods", "pod/decode-1: container engine waits, ImagePullBackOff: no such image"),
-    "pending": (_unscheduled, "kube.pods", "pod/decode-1: it is not scheduled: 0/3 nodes: insufficient nvidia.com/gpu"),
-    "memory": (_out_of_memory, "kube.pods", "container engine exceeded its memory limit (3 restarts)"),
+    "image": (
+        _image_missing,
+        "kube.pods",
+        "pod/decode-1: container engine waits, ImagePullBackOff: no such image",
+    ),
+    "pending": (
+        _unscheduled,
+        "kube.pods",
+        "pod/decode-1: it is not scheduled: 0/3 nodes: insufficient nvidia.com/gpu",
+    ),
+    "memory": (
+        _out_of_memory,
+        "kube.pods",
+        "container engine exceeded its memory limit (3 restarts)",
+    ),
     "replicas": (_not_ready, "kube.workloads", "deployment/decode: 1 of 2 replicas are ready"),
 }
 
@@ -199,13 +258,17 @@ def test_empty_namespace_is_a_failure() -> None:
 def answers_of(objects: list[Object]) -> dict[str, dict[str, Any]]:
     """Output of kubectl, keyed by its arguments."""
     view = view_of(objects)
-    kinds = {kind: {"out": json.dumps({"items": view.of_kind(kind)})} for kind in (*kubernetes.KINDS,)}
+    kinds = {
+        kind: {"out": json.dumps({"items": view.of_kind(kind)})} for kind in (*kubernetes.KINDS,)
+    }
     found = {f"get {kind} -o json": answer for kind, answer in kinds.items()}
     template = '{{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
     for name, keys in view.secrets.items():
         found[f"get secret {name} -o go-template={template}"] = {"out": "\n".join(keys or [])}
     for verb in kubernetes.ROUTER_VERBS:
-        found[f"auth can-i {verb} pods --as=system:serviceaccount:{NAMESPACE}:baton-router"] = {"out": "yes\n"}
+        found[f"auth can-i {verb} pods --as=system:serviceaccount:{NAMESPACE}:baton-router"] = {
+            "out": "yes\n"
+        }
     return found
 
 
@@ -222,14 +285,20 @@ def run_doctor(
     return code, capsys.readouterr().out
 
 
-def test_command_reads_a_namespace_through_kubectl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reads_a_namespace_through_kubectl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers = answers_of(running("base"))
     code, shown = run_doctor(tmp_path, answers, capsys)
     assert code == 0, shown
     assert "service/router 2 of 2" in shown
     secret = next(words for words in answers if words.startswith("get secret baton-cluster-key"))
     del answers[secret]
-    answers["get nodes -o json"] = {"out": "", "err": "Error from server (Forbidden): nodes is forbidden\n", "code": 1}
+    answers["get nodes -o json"] = {
+        "out": "",
+        "err": "Error from server (Forbidden): nodes is forbidden\n",
+        "code": 1,
+    }
     denied = next(words for words in answers if "can-i watch" in words)
     answers[denied] = {"out": "no\n", "code": 1}
     code, shown = run_doctor(tmp_path, answers, capsys)
@@ -238,7 +307,11 @@ def test_command_reads_a_namespace_through_kubectl(tmp_path: Path, capsys: pytes
     assert "baton-router may not watch pods" in shown
 
 
-def test_unreachable_api_server_is_one_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_api_server_is_one_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, shown = run_doctor(tmp_path, {}, capsys)
     assert code == 2
-    assert shown.startswith("fail  kube.api  namespace baton cannot be read: Error from server (NotFound)")
+    assert shown.startswith(
+        "fail  kube.api  namespace baton cannot be read: Error from server (NotFound)"
+    )

@@ -12,7 +12,16 @@ from pathlib import Path
 import openai
 import pytest
 
-from deploy.tests.images import DOCKER, DOCKERFILE, ROOT, CannotBuild, Tools, container, router_image, unpack
+from deploy.tests.images import (
+    DOCKER,
+    DOCKERFILE,
+    ROOT,
+    CannotBuild,
+    Tools,
+    container,
+    router_image,
+    unpack,
+)
 from deploy.tests.manifests import main_container, of_kind, render
 from tests.support.cluster import Cluster, eventually, get
 
@@ -85,12 +94,18 @@ def test_cpu_packages_are_the_locked_ones_without_cuda(tmp_path: Path) -> None:
         (tmp_path / name.name).write_text(name.read_text())
     command = ["bash", str(tmp_path / "install_packages.sh"), "--print"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    locked = set(re.findall(r"^[\w.-]+==\S+", (ROOT / "engine" / "requirements.lock").read_text(), re.MULTILINE))
+    locked = set(
+        re.findall(
+            r"^[\w.-]+==\S+", (ROOT / "engine" / "requirements.lock").read_text(), re.MULTILINE
+        )
+    )
     chosen = set(re.findall(r"^[\w.-]+==\S+", printed, re.MULTILINE))
     assert chosen <= locked
     left_out = {name.split("==")[0] for name in locked - chosen}
     assert {"triton", "nvidia-cublas", "nvidia-nccl-cu13", "cuda-bindings"} <= left_out
-    assert {name for name in left_out if not re.match(r"torch$|triton$|cuda-|nvidia-", name)} == set()
+    assert {
+        name for name in left_out if not re.match(r"torch$|triton$|cuda-|nvidia-", name)
+    } == set()
     torch = [line for line in printed.splitlines() if line.startswith("torch==")]
     assert len(torch) == 1
     assert printed.count("--hash=sha256:") > len(chosen)
@@ -138,14 +153,18 @@ class TestRouterImage:
         assert compressed <= ROUTER_COMPRESSED_BYTES
 
     def test_has_no_python(self, bundle: Path) -> None:
-        assert [path for path in (bundle / "rootfs" / "usr").rglob("*python*") if path.is_file()] == []
+        assert [
+            path for path in (bundle / "rootfs" / "usr").rglob("*python*") if path.is_file()
+        ] == []
 
     def test_names_its_version_and_revision(self, bundle: Path) -> None:
         annotations = json.loads((bundle / "config.json").read_text())["annotations"]
         version = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.M)
         assert version
         assert annotations["org.opencontainers.image.version"] == version[1]
-        assert re.fullmatch(r"[0-9a-f]{40}|unknown", annotations["org.opencontainers.image.revision"])
+        assert re.fullmatch(
+            r"[0-9a-f]{40}|unknown", annotations["org.opencontainers.image.revision"]
+        )
 
     def test_serves_a_request_read_only_and_unprivileged(self, tools: Tools, bundle: Path) -> None:
         with Cluster.up("--transport", "tcp") as cluster, contextlib.ExitStack() as stack:
@@ -158,8 +177,12 @@ class TestRouterImage:
 
             answers = []
             for base in (cluster.url, url):
-                with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=60) as client:
-                    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+                with openai.OpenAI(
+                    base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=60
+                ) as client:
+                    answer = client.chat.completions.create(
+                        model="demo", messages=QUESTION, temperature=0
+                    )
                 answers.append(answer.choices[0].message.content)
             assert answers[0]
             assert answers[0] == answers[1]
@@ -167,6 +190,8 @@ class TestRouterImage:
             status = router.execute("cat", "/proc/1/status").stdout
             assert "Uid:\t65532\t65532\t65532\t65532" in status
             assert set(re.findall(r"^Cap\w+:\t(\w+)$", status, re.MULTILINE)) == {"0" * 16}
-            assert "Read-only file system" in router.execute("touch", "/usr/local/bin/written").stderr
+            assert (
+                "Read-only file system" in router.execute("touch", "/usr/local/bin/written").stderr
+            )
             assert router.execute("touch", "/tmp/written").returncode == 0
             assert router.stop(30) == 0, router.output()

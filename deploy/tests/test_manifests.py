@@ -58,7 +58,11 @@ def test_base_has_neither_secrets_nor_custom_resources() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_all_objects_are_in_one_namespace(target: str) -> None:
-    elsewhere = [i for i in render(target) if i["kind"] != "Namespace" and i["metadata"].get("namespace") != "baton"]
+    elsewhere = [
+        i
+        for i in render(target)
+        if i["kind"] != "Namespace" and i["metadata"].get("namespace") != "baton"
+    ]
     assert elsewhere == []
 
 
@@ -67,10 +71,16 @@ def test_topology_spreads_roles_over_zones_and_keeps_pairs_together() -> None:
     for workload in roles.values():
         keys = [spread["topologyKey"] for spread in pod_spec(workload)["topologySpreadConstraints"]]
         assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
-    terms = pod_spec(roles["decode"])["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    terms = pod_spec(roles["decode"])["affinity"]["podAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
     (term,) = (term["podAffinityTerm"] for term in terms)
     assert term["topologyKey"] == "topology.kubernetes.io/zone"
-    near = [role for role, workload in roles.items() if selects(term["labelSelector"], pod_labels(workload))]
+    near = [
+        role
+        for role, workload in roles.items()
+        if selects(term["labelSelector"], pod_labels(workload))
+    ]
     assert near == ["prefill"]
 
 
@@ -85,12 +95,20 @@ def test_inference_pool_has_all_engines_by_their_port_and_roles() -> None:
         ports = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
         assert pool["targetPorts"] == [{"number": ports["http"]}]
     (rule,) = named(objects, "HTTPRoute", "baton")["spec"]["rules"]
-    assert [(ref["kind"], ref["name"]) for ref in rule["backendRefs"]] == [("InferencePool", "baton")]
+    assert [(ref["kind"], ref["name"]) for ref in rule["backendRefs"]] == [
+        ("InferencePool", "baton")
+    ]
 
 
 def test_rdma_gives_engines_a_device() -> None:
-    limits = {role: main_container(w)["resources"]["limits"] for role, w in workloads(render("base+rdma")).items()}
-    assert {role for role, limit in limits.items() if "rdma/hca_shared" in limit} == {"prefill", "decode"}
+    limits = {
+        role: main_container(w)["resources"]["limits"]
+        for role, w in workloads(render("base+rdma")).items()
+    }
+    assert {role for role, limit in limits.items() if "rdma/hca_shared" in limit} == {
+        "prefill",
+        "decode",
+    }
 
 
 # ---- mutations: each defect is found by exactly the check that is there for it ----
@@ -119,11 +137,15 @@ def _port_missing_in_policy(objects: list[Object]) -> None:
 
 
 def _policy_too_wide(objects: list[Object]) -> None:
-    named(objects, "NetworkPolicy", "engine")["spec"]["ingress"].append({"ports": [{"port": 30000}]})
+    named(objects, "NetworkPolicy", "engine")["spec"]["ingress"].append(
+        {"ports": [{"port": 30000}]}
+    )
 
 
 def _capability_kept(objects: list[Object]) -> None:
-    main_container(workloads(objects)["router"])["securityContext"]["capabilities"] = {"drop": ["NET_RAW"]}
+    main_container(workloads(objects)["router"])["securityContext"]["capabilities"] = {
+        "drop": ["NET_RAW"]
+    }
 
 
 def _verb_removed(objects: list[Object]) -> None:
@@ -151,7 +173,9 @@ def _discovery_of_both_roles(objects: list[Object]) -> None:
 
 def _secret_key_misspelt(objects: list[Object]) -> None:
     env = main_container(workloads(objects)["decode"])["env"]
-    next(v for v in env if v["name"] == "BATON_CLUSTER_KEY")["valueFrom"]["secretKeyRef"]["key"] = "cluster"
+    next(v for v in env if v["name"] == "BATON_CLUSTER_KEY")["valueFrom"]["secretKeyRef"]["key"] = (
+        "cluster"
+    )
 
 
 def _latest_tag(objects: list[Object]) -> None:

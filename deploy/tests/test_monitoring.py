@@ -35,7 +35,12 @@ def scrape_config() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "target", [name for name in TARGETS if name in {"base+monitoring", "base+autoscale-keda", "overlays/inferencepool"}]
+    "target",
+    [
+        name
+        for name in TARGETS
+        if name in {"base+monitoring", "base+autoscale-keda", "overlays/inferencepool"}
+    ],
 )
 def test_custom_resources_fit_the_strict_schema(target: str) -> None:
     found = [item for item in render(target) if is_custom(item)]
@@ -60,17 +65,23 @@ def test_all_roles_are_scraped_on_a_port_that_policies_open_to_prometheus() -> N
         assert selects(spec["selector"], pod_labels(workload)), role
         ports = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
         port = ports[endpoint["port"]]
-        assert any((peer, role, port, port) in connections for peer in ("monitoring", "clients")), role
+        assert any((peer, role, port, port) in connections for peer in ("monitoring", "clients")), (
+            role
+        )
     labels = {rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]}
     assert labels["component"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_component"]
 
 
 def test_prometheus_scrapes_the_ports_of_the_table_with_the_labels_of_the_rules() -> None:
     ports = {
-        row["to"]: row["port"] for row in yaml.safe_load((DEPLOY / "ports.yaml").read_text()) if row["name"] == "http"
+        row["to"]: row["port"]
+        for row in yaml.safe_load((DEPLOY / "ports.yaml").read_text())
+        if row["name"] == "http"
     }
     jobs = {job["job_name"]: job for job in scrape_config()["scrape_configs"]}
-    assert {name for name in jobs if name != "baton-files"} == {f"baton-{role}" for role in COMPONENTS}
+    assert {name for name in jobs if name != "baton-files"} == {
+        f"baton-{role}" for role in COMPONENTS
+    }
     for role in COMPONENTS:
         job = jobs[f"baton-{role}"]
         assert job["dns_sd_configs"] == [{"names": [role], "type": "A", "port": ports[role]}]
@@ -80,7 +91,9 @@ def test_prometheus_scrapes_the_ports_of_the_table_with_the_labels_of_the_rules(
         assert derived is not None
         assert (component["target_label"], derived[1]) == ("component", role)
     example = yaml.safe_load((MONITORING / "targets" / "hosts.yml.example").read_text())
-    assert [group["labels"] for group in example] == [{"namespace": "baton", "component": role} for role in COMPONENTS]
+    assert [group["labels"] for group in example] == [
+        {"namespace": "baton", "component": role} for role in COMPONENTS
+    ]
     assert [{target.rpartition(":")[2] for target in g["targets"]} for g in example] == [
         {str(ports[r])} for r in COMPONENTS
     ]
@@ -103,15 +116,24 @@ def test_each_engine_role_has_one_autoscaler_which_owns_its_replicas(target: str
     roles = workloads(render(target))
     assert set(scalers(target)) == {"prefill", "decode"}
     for role, scaler in scalers(target).items():
-        assert scaler["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": role}
-        assert "replicas" not in roles[role]["spec"], f"applying the manifests again would undo the scaling of {role}"
+        assert scaler["spec"]["scaleTargetRef"] == {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "name": role,
+        }
+        assert "replicas" not in roles[role]["spec"], (
+            f"applying the manifests again would undo the scaling of {role}"
+        )
     assert roles["router"]["spec"]["replicas"] == 2
 
 
 def test_both_autoscalers_scale_alike() -> None:
     for role, hpa in scalers("base+autoscale-hpa").items():
         keda = scalers("base+autoscale-keda")[role]
-        assert keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["spec"]["behavior"]
+        assert (
+            keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+            == hpa["spec"]["behavior"]
+        )
         assert hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] >= 600
         limits = (hpa["spec"]["minReplicas"], hpa["spec"]["maxReplicas"])
         assert limits == (keda["spec"]["minReplicaCount"], keda["spec"]["maxReplicaCount"])
@@ -119,7 +141,9 @@ def test_both_autoscalers_scale_alike() -> None:
 
 
 def test_autoscalers_read_the_recording_rule_of_their_role() -> None:
-    (adapted,) = yaml.safe_load((MONITORING / "prometheus-adapter.yml").read_text())["externalRules"]
+    (adapted,) = yaml.safe_load((MONITORING / "prometheus-adapter.yml").read_text())[
+        "externalRules"
+    ]
     assert adapted["seriesQuery"] in recorded()
     assert adapted["seriesQuery"] in adapted["metricsQuery"]
     for role, hpa in scalers("base+autoscale-hpa").items():

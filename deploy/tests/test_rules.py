@@ -15,7 +15,14 @@ from prometheus_client.utils import floatToGoString
 
 from baton.sched.metrics.collector import SchedStats
 from baton.server.observability import metrics
-from deploy.monitoring.generate import COMPONENT, METRICS_PAGE, MONITORING, metric_of, metric_rows, outputs
+from deploy.monitoring.generate import (
+    COMPONENT,
+    METRICS_PAGE,
+    MONITORING,
+    metric_of,
+    metric_rows,
+    outputs,
+)
 from deploy.tests import prometheus
 
 RULES = MONITORING / "rules"
@@ -66,12 +73,18 @@ def test_every_alert_has_a_unit_test_in_which_one_fleet_is_well() -> None:
             for fleet in ("bad", "good")
         }
         assert metrics_of["bad"] == metrics_of["good"], case["name"]
-        expected = [sample["labels"] for check in case["promql_expr_test"] for sample in check["exp_samples"]]
+        expected = [
+            sample["labels"]
+            for check in case["promql_expr_test"]
+            for sample in check["exp_samples"]
+        ]
         assert expected == [f'{{namespace="bad",alertname="{case["name"]}"}}']
 
 
 def test_the_unit_test_of_an_alert_fails_without_it(tmp_path: Path) -> None:
-    recording, alerts = (yaml.safe_load((RULES / f"{name}.yml").read_text()) for name in ("recording", "alerts"))
+    recording, alerts = (
+        yaml.safe_load((RULES / f"{name}.yml").read_text()) for name in ("recording", "alerts")
+    )
     cases = yaml.safe_load((RULES / "tests" / "alerts.yml").read_text())
     for group in alerts["groups"]:
         for rule in group["rules"]:
@@ -97,11 +110,26 @@ def unknown_names(expression: str) -> list[str]:
     wrong = [name for name in named - recorded if metric_of(name, known) not in known]
     for name, selector in SELECTOR.findall(bare):
         kind, labels = known.get(metric_of(name, known), ("", frozenset()))
-        allowed = set(labels) | TARGET_LABELS | (RULE_LABELS if name in recorded | OF_PROMETHEUS else set())
+        allowed = (
+            set(labels)
+            | TARGET_LABELS
+            | (RULE_LABELS if name in recorded | OF_PROMETHEUS else set())
+        )
         allowed |= {"le"} if name.endswith("_bucket") and kind == "histogram" else set()
-        wrong += [f"{name}{{{label}}}" for label in re.findall(r"(\w+)\s*[=!]", selector) if label not in allowed]
-    labels_of_all = {label for _, labels in known.values() for label in labels} | TARGET_LABELS | RULE_LABELS | {"le"}
-    grouped = {label.strip() for group in GROUPING.findall(bare) for label in group.split(",")} - {""}
+        wrong += [
+            f"{name}{{{label}}}"
+            for label in re.findall(r"(\w+)\s*[=!]", selector)
+            if label not in allowed
+        ]
+    labels_of_all = (
+        {label for _, labels in known.values() for label in labels}
+        | TARGET_LABELS
+        | RULE_LABELS
+        | {"le"}
+    )
+    grouped = {label.strip() for group in GROUPING.findall(bare) for label in group.split(",")} - {
+        ""
+    }
     return sorted([*wrong, *(grouped - labels_of_all)])
 
 
@@ -131,22 +159,38 @@ def test_unknown_names_are_found(expression: str, wrong: list[str]) -> None:
 def bucket_bounds(name: str) -> set[str]:
     """Values of the label `le` of a histogram, as /metrics has them."""
     table = metrics.EngineMetrics().table.items()
-    bounds = {metrics.exported_name(spec): made._upper_bounds for spec, made in table if spec.kind == "histogram"}
+    bounds = {
+        metrics.exported_name(spec): made._upper_bounds
+        for spec, made in table
+        if spec.kind == "histogram"
+    }
     kept = SchedStats(1.0, lambda _: "")
     for by_label in (kept.waiting_time, kept.pull_durations):
         by_label["any"].observe(0.0)
-    bounds |= {metrics.PREFIX + key.partition("{")[0]: made.bounds for key, made in kept.histograms().items()}
+    bounds |= {
+        metrics.PREFIX + key.partition("{")[0]: made.bounds
+        for key, made in kept.histograms().items()
+    }
     if name in bounds:
         return {floatToGoString(bound) for bound in bounds[name] if bound < math.inf}
     text = METRICS_PAGE.read_text()
-    said = re.search(r"share (\d+) buckets, factor ([\d.]+) from ([\d.]+) s to \d+ s, rounded to four\s+digits", text)
-    assert said is not None, "docs/metrics.md no longer says which buckets a router's histograms have"
+    said = re.search(
+        r"share (\d+) buckets, factor ([\d.]+) from ([\d.]+) s to \d+ s, rounded to four\s+digits",
+        text,
+    )
+    assert said is not None, (
+        "docs/metrics.md no longer says which buckets a router's histograms have"
+    )
     exact = [float(said[3]) * float(said[2]) ** i for i in range(int(said[1]))]
     return {f"{round(bound, 3 - math.floor(math.log10(bound))):g}" for bound in exact}
 
 
 def test_latency_thresholds_are_bounds_of_buckets() -> None:
-    thresholds = [found for rule in rules() for found in re.findall(r'(\w+)_bucket\{[^}]*le="([^"]+)"', rule["expr"])]
+    thresholds = [
+        found
+        for rule in rules()
+        for found in re.findall(r'(\w+)_bucket\{[^}]*le="([^"]+)"', rule["expr"])
+    ]
     assert {name for name, _ in thresholds} == {
         "baton_router_ttft_seconds", "baton_itl_seconds", "baton_kv_pull_duration_seconds",
     }  # fmt: skip
@@ -161,7 +205,9 @@ def test_each_alert_says_how_urgent_it_is_and_where_its_runbook_is() -> None:
     for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("page", "ticket"), name
         assert rule["annotations"]["summary"].endswith("."), name
-        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{name.lower()}"), name
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{name.lower()}"), (
+            name
+        )
 
 
 def test_each_alert_has_a_section_of_the_runbooks() -> None:

@@ -127,19 +127,30 @@ class Job:
             "BATON_DIR": str(self.directory), "BATON_ROUTER_PORT": str(self.first),
             "BATON_ENGINE_PORT": str(self.first + 1), "BATON_DRAIN_SECONDS": "60",
         }  # fmt: skip
-        self.args = [str(SCRIPT), "--model-path=demo", "--cpu-threads=1", "--disaggregation-transfer-backend=tcp"]
+        self.args = [
+            str(SCRIPT),
+            "--model-path=demo",
+            "--cpu-threads=1",
+            "--disaggregation-transfer-backend=tcp",
+        ]
         self._processes: list[subprocess.Popen[bytes]] = []
         self.start()
 
     def spawn(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("wb") as log:
-            process = subprocess.Popen(command, env=self.env, cwd="/", stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, env=self.env, cwd="/", stdout=log, stderr=subprocess.STDOUT
+            )
         self._processes.append(process)
         return process
 
     def start(self) -> None:
         (self.folder / "steps").mkdir()
-        self.env |= {"STEPS": str(self.folder / "steps"), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.env |= {
+            "STEPS": str(self.folder / "steps"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "x",
+        }
         for name, text in PROGRAMS.items():
             write_program(self.programs / name, text)
         self.script = self.spawn("script", "bash", *self.args)
@@ -163,10 +174,14 @@ class Job:
 
     def output(self) -> str:
         paths = [*self.folder.glob("*.out"), *self.directory.glob("*.log")]
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths
+        )
 
     def key(self, name: str) -> str:
-        return dict(line.split("=", 1) for line in (self.directory / "keys").read_text().split())[name]
+        return dict(line.split("=", 1) for line in (self.directory / "keys").read_text().split())[
+            name
+        ]
 
     def client(self) -> openai.OpenAI:
         key = self.key("BATON_API_KEY")
@@ -178,7 +193,11 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
                 is_ours = f"--port={self.first + (1 if role == 'prefill' else 2)}" in words
-                if is_ours and words[0] == sys.executable and f"--disaggregation-mode={role}" in words:
+                if (
+                    is_ours
+                    and words[0] == sys.executable
+                    and f"--disaggregation-mode={role}" in words
+                ):
                     return child.pid
         return 0
 
@@ -193,11 +212,27 @@ class SlurmJob(Job):
         (munge / "key").chmod(0o400)
         for path in (munge, munge / "key"):
             shutil.chown(path, "root", "root")
-        paths = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
-        self.spawn("munged", "munged", "--foreground", "--force", *(f"--{k}={munge}/{v}" for k, v in paths.items()))
+        paths = {
+            "socket": "socket",
+            "key-file": "key",
+            "log-file": "log",
+            "pid-file": "pid",
+            "seed-file": "seed",
+        }
+        self.spawn(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{k}={munge}/{v}" for k, v in paths.items()),
+        )
         host = socket.gethostname().partition(".")[0]
         text = CONFIGURATION.format(
-            folder=self.folder, host=host, first=self.first + 398, second=self.first + 399, cpus=os.cpu_count()
+            folder=self.folder,
+            host=host,
+            first=self.first + 398,
+            second=self.first + 399,
+            cpus=os.cpu_count(),
         )
         configuration = self.folder / "slurm.conf"
         configuration.write_text(text)
@@ -207,16 +242,27 @@ class SlurmJob(Job):
         eventually("munge listens", (munge / "socket").exists)
         for daemon in ("slurmctld", "slurmd"):
             self.spawn(daemon, daemon, "-D", "-f", str(configuration))
-        eventually("the node is idle", lambda: "idle" in self.ask("sinfo", "--noheader", "--format=%T"), 60)
-        options = ["--nodes=1", f"--cpus-per-task={os.cpu_count()}", f"--output={self.folder}/script.out", "--parsable"]
+        eventually(
+            "the node is idle", lambda: "idle" in self.ask("sinfo", "--noheader", "--format=%T"), 60
+        )
+        options = [
+            "--nodes=1",
+            f"--cpus-per-task={os.cpu_count()}",
+            f"--output={self.folder}/script.out",
+            "--parsable",
+        ]
         self.number = self.ask("sbatch", *options, *self.args).strip()
         assert self.number, self.output()
 
     def ask(self, *command: str) -> str:
-        return subprocess.run(command, env=self.env, cwd="/", capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            command, env=self.env, cwd="/", capture_output=True, text=True, timeout=60
+        ).stdout
 
     def field(self, name: str) -> str:
-        return dict(word.split("=", 1) for word in self.ask("scontrol", "show", "job", self.number).split())[name]
+        return dict(
+            word.split("=", 1) for word in self.ask("scontrol", "show", "job", self.number).split()
+        )[name]
 
     def is_running(self) -> bool:
         return self.field("JobState") in ("PENDING", "RUNNING")
@@ -230,15 +276,21 @@ class SlurmJob(Job):
 
     def close(self) -> None:
         self.ask("scancel", "--full", "--signal=KILL", self.number)
-        eventually("no step is left", lambda: not self.engine("prefill") and not self.engine("decode"), 60)
+        eventually(
+            "no step is left", lambda: not self.engine("prefill") and not self.engine("decode"), 60
+        )
         super().close()
 
 
 @pytest.fixture(params=["stand-ins", "slurm"])
 def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
+    missing = [
+        name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None
+    ]
     if request.param == "slurm" and (missing or os.geteuid() != 0):
-        pytest.skip(f"SLURM is not tested: needs root and {', '.join(missing)} (Debian: slurm-wlm munge)")
+        pytest.skip(
+            f"SLURM is not tested: needs root and {', '.join(missing)} (Debian: slurm-wlm munge)"
+        )
     with tempfile.TemporaryDirectory(prefix="baton-slurm-") as folder:
         Path(folder).chmod(0o755)
         started = (SlurmJob if request.param == "slurm" else Job)(Path(folder))

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.tests.programs import DEPLOY, check_router_flags, engine_config, env_file, port_of, timing
+from deploy.tests.programs import (
+    DEPLOY,
+    check_router_flags,
+    engine_config,
+    env_file,
+    port_of,
+    timing,
+)
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = {"baton-router.service": "ROUTER", "baton-engine@.service": "ENGINE"}
@@ -45,7 +52,9 @@ def command(unit: str, values: dict[str, str]) -> list[str]:
 def test_unit_is_killed_only_after_its_drain(unit: str) -> None:
     role = UNITS[unit]
     assert directives(unit)["TimeoutStopSec"] == [str(timing()[f"{role}_GRACE_SECONDS"])]
-    assert env_file("systemd/baton.env.example")[f"{role}_DRAIN_SECONDS"] == str(timing()[f"{role}_DRAIN_SECONDS"])
+    assert env_file("systemd/baton.env.example")[f"{role}_DRAIN_SECONDS"] == str(
+        timing()[f"{role}_DRAIN_SECONDS"]
+    )
     assert timing()[f"{role}_GRACE_SECONDS"] >= timing()[f"{role}_DRAIN_SECONDS"] + 10
 
 
@@ -76,8 +85,14 @@ def test_engines_accept_their_commands_and_are_where_the_router_looks() -> None:
 
 
 def test_keys_are_empty_in_the_example_and_in_no_unit() -> None:
-    keys = {name: value for name, value in env_file("systemd/baton.env.example").items() if "KEY" in name}
-    assert keys == dict.fromkeys(("BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ROUTER_FLAG_CONTROL_PLANE_API_KEYS"), "")
+    keys = {
+        name: value
+        for name, value in env_file("systemd/baton.env.example").items()
+        if "KEY" in name
+    }
+    assert keys == dict.fromkeys(
+        ("BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ROUTER_FLAG_CONTROL_PLANE_API_KEYS"), ""
+    )
     for unit in UNITS:
         assert "KEY" not in (SYSTEMD / unit).read_text()
 
@@ -93,7 +108,9 @@ def installed(tmp_path: Path) -> dict[str, Path]:
     """Units as on a host that has the programs: systemd-analyze looks whether they exist."""
     paths = {}
     for unit in UNITS:
-        text = re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={sys.executable}", (SYSTEMD / unit).read_text())
+        text = re.sub(
+            r"(?m)^ExecStart=\S+", f"ExecStart={sys.executable}", (SYSTEMD / unit).read_text()
+        )
         paths[unit] = tmp_path / unit.replace("@", "@prefill")
         paths[unit].write_text(text)
     return paths
@@ -101,7 +118,9 @@ def installed(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_systemd_knows_every_directive(installed: dict[str, Path], unit: str) -> None:
-    done = subprocess.run([require_systemd(), "verify", str(installed[unit])], capture_output=True, text=True)
+    done = subprocess.run(
+        [require_systemd(), "verify", str(installed[unit])], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -115,6 +134,12 @@ def test_misspelt_directive_is_found(installed: dict[str, Path]) -> None:
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_is_hardened(unit: str) -> None:
     program = require_systemd()
-    args = ["security", "--offline=true", "--no-pager", f"--threshold={EXPOSURE}", str(SYSTEMD / unit)]
+    args = [
+        "security",
+        "--offline=true",
+        "--no-pager",
+        f"--threshold={EXPOSURE}",
+        str(SYSTEMD / unit),
+    ]
     done = subprocess.run([program, *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

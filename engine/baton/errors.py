@@ -15,7 +15,9 @@ class EngineError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_secs: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_secs: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -23,7 +25,14 @@ class EngineError(Exception):
 
     def body(self) -> dict[str, object]:
         """The OpenAI error object, exactly as it goes over the wire."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 class BadRequest(EngineError):

@@ -7,7 +7,10 @@
 //! work is no property of the code.
 //!
 //! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64 --tcp-streams 4]`
-#![allow(clippy::unwrap_used, reason = "a benchmark may stop at the first surprise")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a benchmark may stop at the first surprise"
+)]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -40,7 +43,12 @@ impl Shape {
         let page_bytes = get("--page-kib", 64) << 10;
         let pages = (get("--mib", 256) << 20) / page_bytes;
         let tcp_streams = get("--tcp-streams", 4);
-        Self { reps: get("--reps", 15), pages, page_bytes, tcp_streams }
+        Self {
+            reps: get("--reps", 15),
+            pages,
+            page_bytes,
+            tcp_streams,
+        }
     }
 
     fn node(
@@ -66,7 +74,9 @@ impl Shape {
     /// both processes.
     fn order(&self, step: usize) -> Vec<u32> {
         let step = (step..).find(|step| gcd(*step, self.pages) == 1).unwrap();
-        (0..self.pages).map(|i| (i * step % self.pages) as u32).collect()
+        (0..self.pages)
+            .map(|i| (i * step % self.pages) as u32)
+            .collect()
     }
 }
 
@@ -110,11 +120,15 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 fn ids(pages: &[u32]) -> Vec<u8> {
-    pages.iter().flat_map(|&p| (p as i32).to_le_bytes()).collect()
+    pages
+        .iter()
+        .flat_map(|&p| (p as i32).to_le_bytes())
+        .collect()
 }
 
 fn page_ptr(pool: &KvPool, page: u32) -> *mut u8 {
-    pool.data_ptr().wrapping_add(page as usize * pool.page_bytes())
+    pool.data_ptr()
+        .wrapping_add(page as usize * pool.page_bytes())
 }
 
 // ---- the child: prefill node and plain sender
@@ -174,7 +188,10 @@ struct Bench {
 impl Bench {
     fn start(shape: Shape) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+        let args: Vec<String> = std::env::args()
+            .skip(1)
+            .filter(|arg| arg != "--bench")
+            .collect();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(args)
             .env("BATON_BENCH_CHILD", server.port().to_string())
@@ -183,7 +200,9 @@ impl Bench {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         let dst = shape.pool();
         Self {
             shape,
@@ -222,7 +241,8 @@ impl Bench {
         let room = self.room;
         self.say(&format!("room {room}"));
         let node = node(self);
-        node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000).unwrap();
+        node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000)
+            .unwrap();
         let deadline = Instant::now() + TIMEOUT;
         while !node.rooms_json(Some(room)).contains("FINAL") {
             assert!(Instant::now() < deadline, "{}", node.rooms_json(Some(room)));
@@ -239,7 +259,10 @@ impl Bench {
         let took = start.elapsed().as_secs_f64();
         match end {
             NodeEvent::Committed { stats, .. } => {
-                assert_eq!((stats.transport, stats.pages), (transport, self.shape.pages as u64));
+                assert_eq!(
+                    (stats.transport, stats.pages),
+                    (transport, self.shape.pages as u64)
+                );
             }
             other => panic!("{other:?}"),
         }
@@ -331,10 +354,25 @@ fn main() {
     );
     let mut report = json!({"pages": shape.pages, "page_bytes": shape.page_bytes, "n": shape.reps});
     for (name, pull, plain, what) in [
-        ("shm", 0, 1, "a verified shm pull, of a plain non-temporal copy"),
-        ("copy_with_hash", 4, 1, "copy with checksum in one process, of the plain copy"),
+        (
+            "shm",
+            0,
+            1,
+            "a verified shm pull, of a plain non-temporal copy",
+        ),
+        (
+            "copy_with_hash",
+            4,
+            1,
+            "copy with checksum in one process, of the plain copy",
+        ),
         ("tcp", 2, 3, "a verified tcp pull, of a plain socket loop"),
-        ("tcp_streams", 5, 2, "a tcp pull by several streams, of one by one stream"),
+        (
+            "tcp_streams",
+            5,
+            2,
+            "a tcp pull by several streams, of one by one stream",
+        ),
     ] {
         let (low, median, high) = quartiles(times.iter().map(|t| t[plain] / t[pull]).collect());
         println!("{median:.2} [{low:.2}, {high:.2}]  {what}");

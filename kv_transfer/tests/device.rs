@@ -17,12 +17,19 @@ fn node(transports: &Value, more: &Value) -> Value {
         "transports": transports, "slabs": 2, "slab_bytes": 8 * PAGE,
         "comm_open_ms": 30_000, "comm_op_ms": 30_000, "comm_abort_ms": 10_000,
     });
-    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     config
 }
 
 fn rank(role: &str, on_device: bool, config: &Value) -> Rank {
-    if on_device { Rank::start_on_device(role, config) } else { Rank::start(role, config) }
+    if on_device {
+        Rank::start_on_device(role, config)
+    } else {
+        Rank::start(role, config)
+    }
 }
 
 /// Two pools on devices.
@@ -56,12 +63,20 @@ fn of(rank: &Rank) -> &Memory {
 }
 
 fn fallbacks(rank: &Rank) -> f64 {
-    rank.stats()["counters"]["kv_transport_fallbacks_total"].as_f64().unwrap()
+    rank.stats()["counters"]["kv_transport_fallbacks_total"]
+        .as_f64()
+        .unwrap()
 }
 
 #[test]
 fn every_transport_relays_between_devices() {
-    for (via, streams) in [("cuda_ipc", 1), ("nccl", 1), ("gloo", 1), ("tcp", 1), ("tcp", 4)] {
+    for (via, streams) in [
+        ("cuda_ipc", 1),
+        ("nccl", 1),
+        ("gloo", 1),
+        ("tcp", 1),
+        ("tcp", 4),
+    ] {
         let config = json!({"tcp_streams": streams});
         let pair = pair(&json!([via]), &config, &config);
         for room in 1..=3 {
@@ -71,7 +86,10 @@ fn every_transport_relays_between_devices() {
         pair.assert_idle();
         let opened = of(&pair.d).opened.load(Ordering::Relaxed);
         assert_eq!(opened, usize::from(via == "cuda_ipc"), "once per peer");
-        let (p, d) = (pair.p.memory.clone().unwrap(), pair.d.memory.clone().unwrap());
+        let (p, d) = (
+            pair.p.memory.clone().unwrap(),
+            pair.d.memory.clone().unwrap(),
+        );
         drop(pair);
         for memory in [p, d] {
             assert_eq!(memory.pinned.load(Ordering::Relaxed), 0, "{via}");
@@ -118,7 +136,11 @@ fn broken_transport_is_replaced_by_the_next() {
     of(&pair.d).fails.lock().push("copy");
     assert_eq!(relay(&pair, 2), "nccl");
     of(&pair.d).fails.lock().clear();
-    assert_eq!(relay(&pair, 3), "nccl", "cuda_ipc stays off until the pair connects again");
+    assert_eq!(
+        relay(&pair, 3),
+        "nccl",
+        "cuda_ipc stays off until the pair connects again"
+    );
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.p.pipes.stick(true); // and its aborts hang
     pair.d.pipes.stick(true);
@@ -182,7 +204,9 @@ fn a_wrong_page_is_found_on_the_device() {
         let pair = pair(&json!([via]), &json!({}), &json!({}));
         pair.open(1);
         pair.p.prefill(1, &span(0, 4), 4);
-        until("the checksums are taken", || pair.p.detail("pages_hashed") == 4);
+        until("the checksums are taken", || {
+            pair.p.detail("pages_hashed") == 4
+        });
         of(&pair.p).write(2, &of(&pair.p).read(1)); // without a new generation: what no owner does
         pair.grant(1, &span(100, 4));
         assert_eq!(pair.d.end_code(1), "CHECKSUM", "{via}");
@@ -199,7 +223,9 @@ fn the_pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     pair.grant(1, &span(100, 40));
     pair.p.prefill(1, &span(0, 40), 40);
     assert_eq!(pair.d.end_code(1), "PEER_DEAD");
-    until("D lets go", || of(&pair.d).open.load(Ordering::Relaxed) == 0);
+    until("D lets go", || {
+        of(&pair.d).open.load(Ordering::Relaxed) == 0
+    });
     pair.p.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     assert_eq!(relay(&pair, 2), "cuda_ipc");
@@ -215,10 +241,14 @@ fn pages_of_a_dead_peer_are_not_read_even_if_all_were_announced() {
     let pages = 1200; // two pulls, of several copies each
     pair.grant(1, &span(100, pages));
     pair.p.prefill(1, &span(0, pages), 400);
-    until("a copy is made", || of(&pair.d).copies.load(Ordering::Relaxed) > 0);
+    until("a copy is made", || {
+        of(&pair.d).copies.load(Ordering::Relaxed) > 0
+    });
     pair.p.node.close();
     assert_eq!(pair.d.end_code(1), "PEER_DEAD");
-    until("D lets go", || of(&pair.d).open.load(Ordering::Relaxed) == 0);
+    until("D lets go", || {
+        of(&pair.d).open.load(Ordering::Relaxed) == 0
+    });
     assert_eq!(pair.d.detail("pulls_in_flight"), 0);
 }
 
@@ -229,10 +259,15 @@ fn a_cancelled_pull_writes_nothing_more() {
     pair.open(1);
     pair.grant(1, &span(100, 1000));
     pair.p.prefill(1, &span(0, 1000), 1000);
-    until("a copy is made", || of(&pair.d).copies.load(Ordering::Relaxed) > 0);
+    until("a copy is made", || {
+        of(&pair.d).copies.load(Ordering::Relaxed) > 0
+    });
     pair.d.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.d.end_code(1), "ABORTED");
-    let (made, before) = (of(&pair.d).copies.load(Ordering::Relaxed), of(&pair.d).read(1050));
+    let (made, before) = (
+        of(&pair.d).copies.load(Ordering::Relaxed),
+        of(&pair.d).read(1050),
+    );
     assert!(made < 4, "1000 pages are 4 copies");
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     assert_eq!(relay(&pair, 2), "cuda_ipc");

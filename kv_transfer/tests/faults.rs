@@ -32,7 +32,9 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 20);
         pair.d.wait_state(1, "ADMITTED");
-        until("all pages are announced", || pair.p.detail("pages_hashed") == 20);
+        until("all pages are announced", || {
+            pair.p.detail("pages_hashed") == 20
+        });
         pair.p.pool.begin_write(&[7]); // the late-reader bug: P evicts and reuses a page under the lease
         pair.grant(1, &span(500, 20));
         assert_eq!(
@@ -51,7 +53,11 @@ fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
     for transport in ["shm", "tcp"] {
         let hold = Hold::new();
         let held = fault(&json!({"on": "COPIED", "do": hold.rule()}).to_string());
-        let (p, d) = if transport == "shm" { (json!({}), held) } else { (held, json!({})) };
+        let (p, d) = if transport == "shm" {
+            (json!({}), held)
+        } else {
+            (held, json!({}))
+        };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let dst = span(500, 1);
         pair.open(1);
@@ -76,7 +82,9 @@ fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 20);
         pair.d.wait_state(1, "ADMITTED");
-        until("all pages are announced", || pair.p.detail("pages_hashed") == 20);
+        until("all pages are announced", || {
+            pair.p.detail("pages_hashed") == 20
+        });
         // SAFETY: inside the pool. An engine that forgets begin_write does exactly this.
         unsafe { pair.p.pool.data_ptr().add(3 * PAGE + 100).write(0xEE) };
         pair.grant(1, &span(500, 20));
@@ -94,7 +102,10 @@ fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
     for transport in TRANSPORTS {
         let pair = Pair::with(
             &on(transport, json!({})),
-            &on(transport, fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#)),
+            &on(
+                transport,
+                fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#),
+            ),
         );
         pair.open(1);
         pair.grant(1, &span(500, 20));
@@ -163,12 +174,20 @@ fn good_rooms_between_damaged_ones_prevent_quarantine() {
 
 #[test]
 fn after_the_end_no_page_is_written() {
-    for (transport, streams) in TRANSPORTS.map(|via| (via, 1)).into_iter().chain([("tcp", 4)]) {
+    for (transport, streams) in TRANSPORTS
+        .map(|via| (via, 1))
+        .into_iter()
+        .chain([("tcp", 4)])
+    {
         let mut slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 50}, "repeat": true}"#);
         slow["tcp_streams"] = json!(streams);
         let fast = json!({"tcp_streams": streams});
         // The side that is slow is the one that moves the bytes: D by shm, P by tcp and gloo.
-        let (p, d) = if transport == "shm" { (fast, slow) } else { (slow, fast) };
+        let (p, d) = if transport == "shm" {
+            (fast, slow)
+        } else {
+            (slow, fast)
+        };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let (src, dst) = (span(0, 1000), span(0, 1000));
         for room in 1..=3 {
@@ -205,7 +224,10 @@ fn after_the_end_no_page_is_written() {
                     ("COMMITTED".into(), "DONE".into())
                 );
             }
-            assert!(pair.d.holds(&dst, 4242 + room, 0), "a late write by {transport}");
+            assert!(
+                pair.d.holds(&dst, 4242 + room, 0),
+                "a late write by {transport}"
+            );
         }
         pair.assert_idle();
     }
@@ -230,7 +252,10 @@ fn damaged_page_in_one_part_of_a_pull_fails_its_room_only() {
 
 #[test]
 fn a_broken_shm_falls_back_to_tcp() {
-    let pair = Pair::with(&json!({}), &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#));
+    let pair = Pair::with(
+        &json!({}),
+        &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#),
+    );
     let dst = span(500, 20);
     pair.open(1);
     pair.grant(1, &dst);
@@ -240,7 +265,10 @@ fn a_broken_shm_falls_back_to_tcp() {
         other => panic!("{other:?}"),
     }
     assert!(pair.d.holds(&dst, 1, 0));
-    assert_eq!(pair.d.stats()["counters"]["kv_transport_fallbacks_total"], 1.0);
+    assert_eq!(
+        pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
+        1.0
+    );
     assert_eq!(pair.p.end_code(1), "DONE");
     pair.relay(2);
     pair.assert_idle();
@@ -248,8 +276,10 @@ fn a_broken_shm_falls_back_to_tcp() {
 
 #[test]
 fn without_a_second_transport_a_broken_shm_ends_the_room() {
-    let pair =
-        Pair::with(&json!({}), &on("shm", fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#)));
+    let pair = Pair::with(
+        &json!({}),
+        &on("shm", fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#)),
+    );
     pair.open(1);
     pair.grant(1, &span(500, 20));
     pair.p.prefill(1, &span(0, 20), 20);
@@ -267,14 +297,33 @@ fn lost_messages_end_at_a_deadline_or_a_lease_and_leave_nothing() {
     // Where one end is to be the first, the other has much more time.
     let (short, lease, long) = (400, 3000, 30_000);
     let cases = [
-        ("decode", "OPEN", (short, "DEADLINE"), (lease, "LEASE_EXPIRED")),
-        ("prefill", "PROGRESS", (short, "DEADLINE"), (long, "DEADLINE")),
+        (
+            "decode",
+            "OPEN",
+            (short, "DEADLINE"),
+            (lease, "LEASE_EXPIRED"),
+        ),
+        (
+            "prefill",
+            "PROGRESS",
+            (short, "DEADLINE"),
+            (long, "DEADLINE"),
+        ),
         ("prefill", "FINAL", (short, "DEADLINE"), (long, "DEADLINE")),
-        ("decode", "DONE", (long, "COMMITTED"), (lease, "LEASE_EXPIRED")),
+        (
+            "decode",
+            "DONE",
+            (long, "COMMITTED"),
+            (lease, "LEASE_EXPIRED"),
+        ),
     ];
     for (who, message, (deadline_ms, d_end), (lease_ms, p_end)) in cases {
         let rule = fault(&format!(r#"{{"on": "{message}", "do": "drop"}}"#));
-        let (mut p, d) = if who == "prefill" { (rule, json!({})) } else { (json!({}), rule) };
+        let (mut p, d) = if who == "prefill" {
+            (rule, json!({}))
+        } else {
+            (json!({}), rule)
+        };
         p["lease_ms"] = json!(lease_ms);
         let pair = Pair::with(&p, &d);
         pair.open_with(1, HASH, deadline_ms);
@@ -321,13 +370,26 @@ fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
             "prefill",
             &json!({"cluster_key": key, "fault": {"rules": [{"on": "FINAL", "do": "flip"}]}}),
         );
-        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
-        let pair = Pair { server, p, d: Rank::start("decode", &json!({"cluster_key": key})) };
+        p.node
+            .register("127.0.0.1", server.port(), TIMEOUT)
+            .unwrap();
+        let pair = Pair {
+            server,
+            p,
+            d: Rank::start("decode", &json!({"cluster_key": key})),
+        };
         pair.open_with(1, HASH, 3000);
         pair.grant(1, &span(500, 5));
         pair.p.prefill(1, &span(0, 5), 5);
-        let code = if key.is_some() { "AUTH" } else { "TRANSPORT_BROKEN" };
-        assert_eq!((pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()), (code, code));
+        let code = if key.is_some() {
+            "AUTH"
+        } else {
+            "TRANSPORT_BROKEN"
+        };
+        assert_eq!(
+            (pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()),
+            (code, code)
+        );
         pair.relay(2);
         pair.assert_idle();
     }
@@ -381,7 +443,9 @@ fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
         let registered = p.node.register("127.0.0.1", server.port(), TIMEOUT);
         assert_eq!(registered.is_ok(), is_keyed, "{registered:?}");
-        d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+        d.node
+            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
         match d.end(1) {
             NodeEvent::Failed { code, .. } => assert!(code.as_str() == "AUTH" && !code.retryable()),
             other => panic!("{other:?}"),
@@ -392,14 +456,21 @@ fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
 
 #[test]
 fn key_changes_node_by_node_without_a_refusal() {
-    let steps = [("old", None), ("old", Some("new")), ("new", Some("old")), ("new", None)];
+    let steps = [
+        ("old", None),
+        ("old", Some("new")),
+        ("new", Some("old")),
+        ("new", None),
+    ];
     let config = |(own, second): (&str, Option<&str>)| json!({"cluster_key": own, "second_cluster_key": second, "transports": ["tcp"]});
     let pairs = steps.windows(2).flat_map(|w| [(w[0], w[1]), (w[1], w[0])]);
     for (p_keys, d_keys) in pairs {
         let server_keys = ClusterKeys::new(p_keys.0.into(), p_keys.1.map(Into::into));
         let server = BootstrapServer::start("127.0.0.1", 0, Some(server_keys)).unwrap();
         let p = Rank::start("prefill", &config(p_keys));
-        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+        p.node
+            .register("127.0.0.1", server.port(), TIMEOUT)
+            .unwrap();
         let d = Rank::start("decode", &config(d_keys));
         let pair = Pair { server, p, d };
         pair.relay(1);
@@ -411,10 +482,14 @@ fn key_changes_node_by_node_without_a_refusal() {
 fn second_key_is_no_key_to_ask_with() {
     let server = BootstrapServer::start("127.0.0.1", 0, Some("old".into())).unwrap();
     let p = Rank::start("prefill", &json!({"cluster_key": "old"}));
-    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    p.node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
     let keys = json!({"cluster_key": "new", "second_cluster_key": "old"});
     let d = Rank::start("decode", &keys);
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     match d.end(1) {
         NodeEvent::Failed { code, .. } => assert_eq!(code.as_str(), "AUTH"),
         other => panic!("{other:?}"),
@@ -427,8 +502,14 @@ fn with_a_key_everything_works_over_every_transport() {
         let server = BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).unwrap();
         let config = on(transport, json!({"cluster_key": "secret"}));
         let p = Rank::start("prefill", &config);
-        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
-        let pair = Pair { server, p, d: Rank::start("decode", &config) };
+        p.node
+            .register("127.0.0.1", server.port(), TIMEOUT)
+            .unwrap();
+        let pair = Pair {
+            server,
+            p,
+            d: Rank::start("decode", &config),
+        };
         pair.relay(1);
         pair.relay(2);
         pair.assert_idle();
@@ -440,10 +521,14 @@ fn without_a_cluster_key_kv_comes_from_loopback_only() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     // TEST-NET-1: no host has these addresses, and no packet must be sent to them.
     let p = Rank::start("prefill", &json!({"advertise_host": "192.0.2.1"}));
-    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    p.node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
     let d = Rank::start("decode", &json!({}));
     for (room, bootstrap) in [(1, "192.0.2.2"), (2, "127.0.0.1")] {
-        d.node.open(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS).unwrap();
+        d.node
+            .open(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
         match d.end(room) {
             NodeEvent::Failed { code, message, .. } => {
                 assert_eq!(code.as_str(), "AUTH");
@@ -463,7 +548,15 @@ fn bootstrap_server_that_never_answers_delays_no_other_room() {
     let pair = Pair::new("shm");
     pair.d
         .node
-        .open(1, 0, "127.0.0.1", hole.local_addr().unwrap().port(), 0, HASH, NEVER_MS)
+        .open(
+            1,
+            0,
+            "127.0.0.1",
+            hole.local_addr().unwrap().port(),
+            0,
+            HASH,
+            NEVER_MS,
+        )
         .unwrap();
     pair.relay(2);
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
@@ -475,10 +568,16 @@ const NEVER_MS: u64 = 3_600_000;
 
 #[test]
 fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let d = Rank::start("decode", &json!({}));
     let open = |room: u64, rank: i64| {
-        d.node.open(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS).unwrap()
+        d.node
+            .open(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS)
+            .unwrap()
     };
     for (room, rank) in [(1, 0), (2, 0), (3, -1)] {
         open(room, rank); // with a rank, and without
@@ -494,7 +593,9 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
     }
     let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
     let p = Rank::start("prefill", &json!({}));
-    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    p.node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
     let mut room = 10;
     until("the rank is probed again", || {
         room += 1;
@@ -531,7 +632,10 @@ fn stalled_engine_fails_its_rooms_although_its_transfer_runtime_lives() {
     pair.p.prefill(3, &span(20, 5), 5);
     pair.open(3);
     pair.grant(3, &span(600, 5));
-    assert_eq!((pair.d.end_code(3), pair.p.end_code(3)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(3), pair.p.end_code(3)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -539,12 +643,19 @@ fn stalled_engine_fails_its_rooms_although_its_transfer_runtime_lives() {
 fn decode_waits_for_a_prefill_rank_that_registers_late() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     let d = Rank::start("decode", &json!({}));
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.node.grant(1, 0, &ids(&span(500, 5))).unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
-    p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
-    assert_eq!((d.end_code(1), p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    p.node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
+    assert_eq!(
+        (d.end_code(1), p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     p.assert_idle();
     d.assert_idle();
 }
@@ -553,7 +664,10 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
 fn registering_without_a_server_fails_in_time_with_the_reason() {
     let p = Rank::start("prefill", &json!({}));
     let start = Instant::now();
-    let err = p.node.register("127.0.0.1", 1, Duration::from_millis(300)).unwrap_err();
+    let err = p
+        .node
+        .register("127.0.0.1", 1, Duration::from_millis(300))
+        .unwrap_err();
     assert!(start.elapsed() < TIMEOUT);
     assert!(err.to_string().contains("refused"), "{err}");
 }
@@ -569,13 +683,23 @@ fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     let start = Instant::now();
     pair.p.node.close();
     assert_eq!(pair.d.end_code(1), "PEER_DEAD");
-    assert!(start.elapsed() < Duration::from_secs(2), "closing takes {:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(2),
+        "closing takes {:?}",
+        start.elapsed()
+    );
     pair.open(2); // before there is a successor
     pair.grant(2, &span(500, 5));
     pair.p = Rank::start("prefill", &json!({"transports": ["shm"]}));
-    pair.p.node.register("127.0.0.1", pair.server.port(), TIMEOUT).unwrap();
+    pair.p
+        .node
+        .register("127.0.0.1", pair.server.port(), TIMEOUT)
+        .unwrap();
     pair.p.prefill(2, &span(0, 5), 5);
-    assert_eq!((pair.d.end_code(2), pair.p.end_code(2)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(2), pair.p.end_code(2)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -584,29 +708,47 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let first = Rank::start("prefill", &json!({}));
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-    first.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    first
+        .node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
     // The successor takes the same port, but the route still names the first incarnation for a
     // while.
-    let stale: Value =
-        ask(server.port(), "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0");
+    let stale: Value = ask(
+        server.port(),
+        "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0",
+    );
     assert_eq!(stale["instance_id"], first.node.incarnation());
     drop(first);
     let second = Rank::start("prefill", &json!({"port": port}));
     let body = json!({"role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": port, "instance_id": stale["instance_id"]}).to_string();
     ask(server.port(), &format!("PUT /route|{body}"));
     let d = Rank::start("decode", &json!({}));
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, 400).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, 400)
+        .unwrap();
     match d.end(1) {
         NodeEvent::Failed { code, message, .. } => {
-            assert!(code.as_str() == "UNREACHABLE" && message.contains("incarnation"), "{message}")
+            assert!(
+                code.as_str() == "UNREACHABLE" && message.contains("incarnation"),
+                "{message}"
+            )
         }
         other => panic!("{other:?}"),
     }
-    d.node.open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.node.grant(2, 0, &ids(&span(500, 5))).unwrap();
-    second.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+    second
+        .node
+        .register("127.0.0.1", server.port(), TIMEOUT)
+        .unwrap();
     second.prefill(2, &span(0, 5), 5);
-    assert_eq!((d.end_code(2), second.end_code(2)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (d.end_code(2), second.end_code(2)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     second.assert_idle();
     d.assert_idle();
 }
@@ -653,7 +795,10 @@ impl ChildNode {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut node = Self { said: BufReader::new(child.stdout.take().unwrap()), child };
+        let mut node = Self {
+            said: BufReader::new(child.stdout.take().unwrap()),
+            child,
+        };
         node.wait_for("ready");
         node
     }
@@ -690,10 +835,14 @@ impl Drop for ChildNode {
 #[test]
 #[ignore = "not a test: the process that other tests kill"]
 fn child_prefill() {
-    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else { return };
+    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else {
+        return;
+    };
     let transport = std::env::var("BATON_TEST_TRANSPORT").unwrap();
     let p = Rank::start("prefill", &json!({"transports": [transport]}));
-    p.node.register("127.0.0.1", port.parse().unwrap(), TIMEOUT).unwrap();
+    p.node
+        .register("127.0.0.1", port.parse().unwrap(), TIMEOUT)
+        .unwrap();
     println!("\nready");
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -718,14 +867,22 @@ fn a_killed_prefill_process_is_noticed_by_its_socket() {
         let mut p = ChildNode::start(&server, transport);
         let d = Rank::start("decode", &json!({}));
         p.say("offer");
-        d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+        d.node
+            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
         d.node.grant(1, 0, &ids(&span(500, 20))).unwrap();
         p.say("publish");
-        until("pages are pulled", || d.detail("pull")[transport]["pages"] == 20);
+        until("pages are pulled", || {
+            d.detail("pull")[transport]["pages"] == 20
+        });
         p.signal(libc::SIGKILL);
         let start = Instant::now();
         assert_eq!(d.end_code(1), "PEER_DEAD");
-        assert!(start.elapsed().as_millis() < KILL_MS, "{:?}", start.elapsed());
+        assert!(
+            start.elapsed().as_millis() < KILL_MS,
+            "{:?}",
+            start.elapsed()
+        );
         d.assert_idle();
     }
 }
@@ -736,12 +893,18 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({}));
     p.say("offer");
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     p.say("publish");
     p.say("finish");
-    until("everything is announced", || d.rooms(1)["timeline"].to_string().contains("FINAL"));
+    until("everything is announced", || {
+        d.rooms(1)["timeline"].to_string().contains("FINAL")
+    });
     p.signal(libc::SIGKILL);
-    until("the peer's death is known", || d.stats()["gauges"]["kv_peers"] == 0.0);
+    until("the peer's death is known", || {
+        d.stats()["gauges"]["kv_peers"] == 0.0
+    });
     let dst = span(500, 20);
     d.node.grant(1, 0, &ids(&dst)).unwrap();
     assert_eq!(d.end_code(1), "COMMITTED");
@@ -755,7 +918,9 @@ fn a_stopped_prefill_process_is_given_up_after_three_heartbeats() {
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({"heartbeat_ms": 300}));
     p.say("offer");
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.wait_state(1, "ADMITTED");
     p.signal(libc::SIGSTOP);
     let start = Instant::now();
@@ -765,7 +930,11 @@ fn a_stopped_prefill_process_is_given_up_after_three_heartbeats() {
         "two beats may be missing: {:?}",
         start.elapsed()
     );
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
     d.assert_idle();
 }
 
@@ -786,7 +955,10 @@ impl Dice {
 
 #[test]
 fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
-    let seed = std::env::var("BATON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_921);
+    let seed = std::env::var("BATON_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(20_260_921);
     for transport in TRANSPORTS {
         println!("BATON_SEED={seed} {transport}");
         let mut dice = Dice(seed);
@@ -794,8 +966,10 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
             let rules: Vec<Value> = names.iter().map(|name| json!({"on": name, "nth": 5 + dice.roll(60), "do": (["dup", "kill", "flip", "drop"][dice.roll(4) as usize])})).collect();
             json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200, "copy_threads": 4, "tcp_streams": 4})
         };
-        let p_faults =
-            on(transport, rules(&mut dice, &["OPEN_OK", "PROGRESS", "FINAL", "HEARTBEAT"]));
+        let p_faults = on(
+            transport,
+            rules(&mut dice, &["OPEN_OK", "PROGRESS", "FINAL", "HEARTBEAT"]),
+        );
         let mut d_faults = on(transport, rules(&mut dice, &["OPEN", "DONE", "ABORT"]));
         d_faults["fault"]["rules"]
             .as_array_mut()
@@ -815,7 +989,8 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
                 if dice.roll(6) == 0 {
                     pair.d.node.abort(room, "CLIENT_GONE").unwrap();
                 }
-                pair.p.publish(room, &pages(room), 1 + dice.roll(9) as usize);
+                pair.p
+                    .publish(room, &pages(room), 1 + dice.roll(9) as usize);
                 if dice.roll(6) == 0 {
                     pair.p.node.abort(room, "CLIENT_GONE").unwrap();
                 }
@@ -850,7 +1025,11 @@ fn limit_of_rooms_is_reported_and_temporary() {
     for room in 1..=4 {
         pair.open(room);
     }
-    let err = pair.d.node.open(5, 0, "127.0.0.1", 1, 0, HASH, 1).unwrap_err();
+    let err = pair
+        .d
+        .node
+        .open(5, 0, "127.0.0.1", 1, 0, HASH, 1)
+        .unwrap_err();
     assert!(err.to_string().contains("max_rooms"), "{err}");
     for room in 1..=4 {
         pair.grant(room, &span(room as u32 * 50, 5));
@@ -869,8 +1048,15 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
     let limit = json!({"max_rooms": ROOMS, "lease_ms": 600_000});
     for is_late in [true, false] {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        let (p, d) = (Rank::start("prefill", &limit), Rank::start("decode", &limit));
-        let register = || p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+        let (p, d) = (
+            Rank::start("prefill", &limit),
+            Rank::start("decode", &limit),
+        );
+        let register = || {
+            p.node
+                .register("127.0.0.1", server.port(), TIMEOUT)
+                .unwrap()
+        };
         if !is_late {
             register();
         }
@@ -879,7 +1065,9 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
             p.node.offer(room, 0, HASH, NEVER_MS).unwrap();
             p.node.publish(room, 0, &ids(&[0])).unwrap();
             p.node.finish(room, 1, 1, vec![0; 4096]).unwrap(); // 20 MiB of answers in all, more than may wait
-            d.node.open(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS).unwrap();
+            d.node
+                .open(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
+                .unwrap();
             d.node.grant(room, 1, &[]).unwrap(); // it has the page
         }
         if is_late {

@@ -101,7 +101,11 @@ impl Visitor {
 
     fn read(&mut self, ids: &[u32], generation: u64) {
         let (ids, gens) = (ids.to_vec(), vec![generation; ids.len()]);
-        self.send(&Msg::Read { ticket: 1, ids, gens });
+        self.send(&Msg::Read {
+            ticket: 1,
+            ids,
+            gens,
+        });
     }
 
     fn closed(&mut self) {
@@ -117,11 +121,17 @@ fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
     pair.grant(1, &dst);
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.publish(1, &src, 4);
-    until("the pages are announced and pulled", || pair.d.holds(&dst, 1, 0));
+    until("the pages are announced and pulled", || {
+        pair.d.holds(&dst, 1, 0)
+    });
     let _control = Visitor::new(&pair.p, "stranger", Channel::Control);
     let mut data = Visitor::new(&pair.p, "stranger", Channel::Data);
     data.read(&src[1..2], pair.p.pool.generation(1));
-    let refused = Msg::Stale { ticket: 1, page: 1, code: Some(ReasonCode::LeaseExpired) };
+    let refused = Msg::Stale {
+        ticket: 1,
+        page: 1,
+        code: Some(ReasonCode::LeaseExpired),
+    };
     assert_eq!(data.answer(), refused);
     assert_eq!(counter(&pair.p, "kv_reads_refused_total"), 1.0);
     pair.p.finish(1, src.len());
@@ -163,14 +173,21 @@ fn read_of_more_than_8_mib_ends_its_stream() {
 
 #[test]
 fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
-    let p = Rank::start("prefill", &json!({"heartbeat_ms": 60_000, "lease_ms": 1500}));
+    let p = Rank::start(
+        "prefill",
+        &json!({"heartbeat_ms": 60_000, "lease_ms": 1500}),
+    );
     for room in [1, 2] {
         p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
         p.publish(room, &[room as u32], 1);
     }
     let (mut control, mut data) = reader(&p, "d", 1);
     let (_other_control, mut other) = reader(&p, "other", 2);
-    let refused = |page| Msg::Stale { ticket: 1, page, code: Some(ReasonCode::LeaseExpired) };
+    let refused = |page| Msg::Stale {
+        ticket: 1,
+        page,
+        code: Some(ReasonCode::LeaseExpired),
+    };
     other.read(&[1], p.pool.generation(1));
     assert_eq!(other.answer(), refused(1), "the page is of another room");
     data.read(&[1, 2], p.pool.generation(1));
@@ -192,7 +209,15 @@ fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
     });
     let answer = control.answer_until(|msg| matches!(msg, Msg::SlabStale { .. }));
     let (comm, ticket, page, code) = (1, 7, 1, Some(ReasonCode::LeaseExpired));
-    assert_eq!(answer, Msg::SlabStale { comm, ticket, page, code });
+    assert_eq!(
+        answer,
+        Msg::SlabStale {
+            comm,
+            ticket,
+            page,
+            code
+        }
+    );
     assert_eq!(counter(&p, "kv_reads_refused_total"), 4.0);
 }
 
@@ -215,7 +240,9 @@ fn data_streams_belong_to_a_peer_are_few_and_end_when_silent() {
     assert!(matches!(last.answer(), Msg::Stale { .. }));
     last.read(&span(0, 600), 2);
     last.closed(); // more bytes than one answer may have
-    until("it is counted", || counter(&p, "kv_bad_frames_total") == 1.0);
+    until("it is counted", || {
+        counter(&p, "kv_bad_frames_total") == 1.0
+    });
 
     let hasty = json!({"heartbeat_ms": 60_000, "data_idle_ms": 50});
     let p = Rank::start("prefill", &hasty);
@@ -231,7 +258,10 @@ fn recorded_hello_is_refused() {
     let Ok(Msg::Challenge { nonce }) = Handshake::open_plain(&challenge) else {
         panic!("no challenge");
     };
-    let hello = Msg::Hello(Hello { nonce: vec![7; 16], ..identity("d", None).hello });
+    let hello = Msg::Hello(Hello {
+        nonce: vec![7; 16],
+        ..identity("d", None).hello
+    });
     let recorded = Handshake::new(Some(b"secret")).seal_hello(&hello, &nonce);
     block(first.write_all(&recorded)).unwrap();
     let answer = frame(&mut first);
@@ -259,7 +289,9 @@ fn silent_connections_do_not_block_a_pair() {
         silent.push(connect(&pair.p));
     }
     pair.relay(1);
-    until("silent connections made space", || counter(&pair.p, "kv_hellos_evicted_total") > 0.0);
+    until("silent connections made space", || {
+        counter(&pair.p, "kv_hellos_evicted_total") > 0.0
+    });
     // A length that no HELLO has is refused before its bytes are awaited.
     let mut loud = connect(&pair.p);
     block(loud.write_all(&u32::to_le_bytes(1 << 20))).unwrap();
@@ -292,7 +324,9 @@ fn rank_of_another_cluster_key_is_refused() {
     });
     block(client.register(&serde_json::from_value(route).unwrap())).unwrap();
     let d = Rank::start("decode", &json!({"cluster_key": "ours"}));
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     assert_eq!(d.end_code(1), "AUTH");
 }
 
@@ -322,8 +356,13 @@ fn one_peer_cannot_fill_the_table_of_pending_opens() {
         }
     };
     assert_eq!(refusal, ReasonCode::NoCapacity);
-    assert_eq!(counter(&pair.p, r#"kv_rejects_total{code="NO_CAPACITY"}"#), 1.0);
+    assert_eq!(
+        counter(&pair.p, r#"kv_rejects_total{code="NO_CAPACITY"}"#),
+        1.0
+    );
     let before = pair.p.detail("opens_waiting").as_u64();
     pair.open(1);
-    until("the other peer's OPEN waits", || pair.p.detail("opens_waiting").as_u64() > before);
+    until("the other peer's OPEN waits", || {
+        pair.p.detail("opens_waiting").as_u64() > before
+    });
 }

@@ -27,7 +27,11 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
         pair.p.finish(1, 30);
         match pair.d.end(1) {
             NodeEvent::Committed {
-                payload, total_pages: 30, last_page_tokens: 3, stats, ..
+                payload,
+                total_pages: 30,
+                last_page_tokens: 3,
+                stats,
+                ..
             } => {
                 assert_eq!(payload, 1u64.to_le_bytes());
                 assert_eq!(
@@ -93,7 +97,10 @@ fn a_full_hit_commits_without_any_page() {
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
-    assert_eq!(pair.d.stats()["counters"]["kv_pulls_total{transport=\"none\"}"], 1.0);
+    assert_eq!(
+        pair.d.stats()["counters"]["kv_pulls_total{transport=\"none\"}"],
+        1.0
+    );
     pair.assert_idle();
 }
 
@@ -105,7 +112,10 @@ fn open_before_its_offer_waits_and_is_then_served() {
         pair.grant(1, &span(500, 5));
         until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
         pair.p.prefill(1, &span(0, 5), 2);
-        assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("COMMITTED".into(), "DONE".into())
+        );
         assert_eq!(pair.p.detail("opens_early"), 1);
         pair.assert_idle();
     }
@@ -125,26 +135,37 @@ fn prefill_does_not_wait_for_decode_and_its_lease_ends() {
     pair.p.prefill(1, &span(0, 5), 5);
     assert_eq!(pair.p.end_code(1), "LEASE_EXPIRED");
     pair.open(1);
-    assert_eq!(pair.d.end_code(1), "LEASE_EXPIRED", "a late OPEN is refused at once");
+    assert_eq!(
+        pair.d.end_code(1),
+        "LEASE_EXPIRED",
+        "a late OPEN is refused at once"
+    );
     pair.assert_idle();
 }
 
 #[test]
 fn a_lease_lives_as_long_as_decode_asks_for_it() {
-    let pair =
-        Pair::with(&json!({"lease_ms": 1500, "heartbeat_ms": 100}), &json!({"heartbeat_ms": 100}));
+    let pair = Pair::with(
+        &json!({"lease_ms": 1500, "heartbeat_ms": 100}),
+        &json!({"heartbeat_ms": 100}),
+    );
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
     pair.d.wait_state(1, "ADMITTED");
     let start = std::time::Instant::now();
-    until("more than a lease has passed", || start.elapsed().as_millis() > 2000);
+    until("more than a lease has passed", || {
+        start.elapsed().as_millis() > 2000
+    });
     assert_eq!(
         pair.p.state(1).as_deref(),
         Some("LEASED"),
         "renewed by heartbeats that name the room"
     );
     pair.grant(1, &span(500, 5));
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -154,7 +175,10 @@ fn decode_can_abort_at_every_stage() {
     let pair = Pair::with(&json!({"transports": ["shm"]}), &slow);
     let abort = |room| pair.d.node.abort(room, "CLIENT_GONE").unwrap();
 
-    pair.d.node.open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS).unwrap(); // no server listens there
+    pair.d
+        .node
+        .open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS)
+        .unwrap(); // no server listens there
     abort(1);
     assert_eq!(pair.d.end_code(1), "ABORTED", "resolving");
 
@@ -162,7 +186,9 @@ fn decode_can_abort_at_every_stage() {
     until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
     abort(2);
     assert_eq!(pair.d.end_code(2), "ABORTED", "waiting");
-    until("P forgets the waiting OPEN", || pair.p.detail("opens_waiting") == 0);
+    until("P forgets the waiting OPEN", || {
+        pair.p.detail("opens_waiting") == 0
+    });
 
     pair.p.node.offer(3, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(3);
@@ -199,7 +225,11 @@ fn prefill_can_abort_at_every_stage() {
     abort(1);
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE", "waiting, no decode rank");
     pair.open(1);
-    assert_eq!(pair.d.end_code(1), "CLIENT_GONE", "the decode rank comes later");
+    assert_eq!(
+        pair.d.end_code(1),
+        "CLIENT_GONE",
+        "the decode rank comes later"
+    );
 
     pair.open(2);
     until("the OPEN waits", || pair.p.detail("opens_waiting") == 1);
@@ -210,7 +240,9 @@ fn prefill_can_abort_at_every_stage() {
     pair.open(3);
     pair.grant(3, &span(500, 10));
     pair.p.publish(3, &span(0, 5), 5);
-    until("the first pages are pulled", || pair.d.detail("pull")["shm"]["pages"] == 5);
+    until("the first pages are pulled", || {
+        pair.d.detail("pull")["shm"]["pages"] == 5
+    });
     abort(3);
     assert_eq!(
         (pair.d.end_code(3), pair.p.end_code(3)),
@@ -241,8 +273,14 @@ fn mismatching_nodes_are_refused_with_the_reason() {
     pair.open_with(1, b"another prompt", DEADLINE_MS);
     assert_eq!(pair.d.end_code(1), "PROMPT_MISMATCH");
 
-    let other = Rank::start("decode", &json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}));
-    other.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    let other = Rank::start(
+        "decode",
+        &json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}),
+    );
+    other
+        .node
+        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     assert_eq!(other.end_code(1), "LAYOUT_MISMATCH");
     other.assert_idle();
 
@@ -262,13 +300,26 @@ fn mismatching_nodes_are_refused_with_the_reason() {
 fn room_number_belongs_to_one_request_and_its_last_reader() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
-    assert!(matches!(pair.p.node.offer(1, 1, HASH, DEADLINE_MS), Err(NodeError::DuplicateRoom(1))));
+    assert!(matches!(
+        pair.p.node.offer(1, 1, HASH, DEADLINE_MS),
+        Err(NodeError::DuplicateRoom(1))
+    ));
     pair.open(1);
-    assert!(matches!(pair.d.node.open(1, 0, "h", 1, 0, HASH, 1), Err(NodeError::DuplicateRoom(1))));
+    assert!(matches!(
+        pair.d.node.open(1, 0, "h", 1, 0, HASH, 1),
+        Err(NodeError::DuplicateRoom(1))
+    ));
     pair.d.wait_state(1, "ADMITTED");
     let second = Rank::start("decode", &json!({}));
-    second.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
-    assert_eq!(pair.d.end_code(1), "DUP_ROOM", "the room is read by the last to ask");
+    second
+        .node
+        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
+    assert_eq!(
+        pair.d.end_code(1),
+        "DUP_ROOM",
+        "the room is read by the last to ask"
+    );
     let dst = span(500, 5);
     second.node.grant(1, 0, &ids(&dst)).unwrap();
     pair.p.publish(1, &span(0, 5), 5);
@@ -282,9 +333,15 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    second.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    second
+        .node
+        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     assert_eq!(second.end_code(1), "CLIENT_GONE", "attempt 0 is over");
-    second.node.open(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    second
+        .node
+        .open(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     until("attempt 1 waits", || pair.p.detail("opens_waiting") == 1);
     second.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(second.end_code(1), "ABORTED");
@@ -294,12 +351,18 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
 #[test]
 fn invalid_calls_are_errors_at_once() {
     let pair = Pair::new("shm");
-    assert!(matches!(pair.d.node.abort(1, "NO_SUCH_CODE"), Err(NodeError::UnknownCode(_))));
+    assert!(matches!(
+        pair.d.node.abort(1, "NO_SUCH_CODE"),
+        Err(NodeError::UnknownCode(_))
+    ));
     assert!(matches!(
         pair.d.node.grant(1, 0, &ids(&[POOL_PAGES as u32])),
         Err(NodeError::Pages(_))
     ));
-    assert!(matches!(pair.p.node.offer(1, 0, &[0; 65], 1), Err(NodeError::TooLarge { .. })));
+    assert!(matches!(
+        pair.p.node.offer(1, 0, &[0; 65], 1),
+        Err(NodeError::TooLarge { .. })
+    ));
     assert!(matches!(
         pair.p.node.finish(1, 1, 1, vec![0; 3 << 20]),
         Err(NodeError::TooLarge { .. })
@@ -329,11 +392,20 @@ fn a_request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
 fn a_room_without_a_rank_finds_it_by_its_number() {
     let pair = Pair::with(&json!({"dp_size": 2, "dp_rank": 1}), &json!({}));
     pair.p.node.offer(5, 0, HASH, DEADLINE_MS).unwrap();
-    pair.d.node.open(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS).unwrap();
+    pair.d
+        .node
+        .open(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS)
+        .unwrap();
     pair.d.wait_state(5, "ADMITTED");
     pair.d.node.abort(5, "CLIENT_GONE").unwrap();
-    assert_eq!((pair.d.end_code(5), pair.p.end_code(5)), ("ABORTED".into(), "CLIENT_GONE".into()));
-    pair.d.node.open(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200).unwrap(); // 4 % 2 = rank 0, which is not there
+    assert_eq!(
+        (pair.d.end_code(5), pair.p.end_code(5)),
+        ("ABORTED".into(), "CLIENT_GONE".into())
+    );
+    pair.d
+        .node
+        .open(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200)
+        .unwrap(); // 4 % 2 = rank 0, which is not there
     assert_eq!(pair.d.end_code(4), "UNREACHABLE");
     pair.assert_idle();
 }
@@ -349,7 +421,10 @@ fn a_draining_node_finishes_what_it_has_and_takes_nothing_new() {
     pair.grant(1, &span(500, 5));
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -379,8 +454,10 @@ fn sixty_four_rooms_at_once() {
         let config =
             json!({"transports": [transport], "copy_threads": threads, "tcp_streams": threads});
         let pair = Pair::with(&config, &config);
-        let (src, dst) =
-            (|room: u64| span(room as u32 * 16, 16), |room: u64| span((63 - room as u32) * 16, 16));
+        let (src, dst) = (
+            |room: u64| span(room as u32 * 16, 16),
+            |room: u64| span((63 - room as u32) * 16, 16),
+        );
         for room in 0..64 {
             if room % 3 == 0 {
                 pair.open(room); // before the offer

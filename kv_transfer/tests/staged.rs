@@ -18,7 +18,10 @@ fn staged(extra: &Value) -> Value {
         "transports": ["gloo", "tcp"], "slabs": 2, "slab_bytes": 8 * PAGE,
         "comm_open_ms": 3000, "comm_op_ms": 2000, "comm_abort_ms": 500,
     });
-    config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(extra.as_object().unwrap().clone());
     config
 }
 
@@ -42,7 +45,9 @@ fn relay(pair: &Pair, room: u64) -> &'static str {
 }
 
 fn communicators(rank: &Rank, state: &str) -> f64 {
-    rank.stats()["gauges"][format!("kv_communicators{{state=\"{state}\"}}")].as_f64().unwrap()
+    rank.stats()["gauges"][format!("kv_communicators{{state=\"{state}\"}}")]
+        .as_f64()
+        .unwrap()
 }
 
 fn ended(rank: &Rank, end: &str) -> f64 {
@@ -53,7 +58,9 @@ fn ended(rank: &Rank, end: &str) -> f64 {
 
 fn assert_all_gone(rank: &Rank) {
     for state in ["opening", "open", "aborting", "abandoned"] {
-        until(&format!("none is {state}"), || communicators(rank, state) == 0.0);
+        until(&format!("none is {state}"), || {
+            communicators(rank, state) == 0.0
+        });
     }
 }
 
@@ -64,7 +71,13 @@ fn one_communicator_serves_the_rooms_of_a_pair() {
         assert_eq!(relay(&pair, room), "gloo");
     }
     assert_eq!(pair.d.pipes.opened.load(Ordering::Relaxed), 1);
-    assert_eq!((communicators(&pair.d, "open"), communicators(&pair.p, "open")), (1.0, 1.0));
+    assert_eq!(
+        (
+            communicators(&pair.d, "open"),
+            communicators(&pair.p, "open")
+        ),
+        (1.0, 1.0)
+    );
     assert_eq!(ended(&pair.d, "failed"), 0.0);
     pair.assert_idle();
 }
@@ -78,11 +91,19 @@ fn a_lost_message_costs_the_communicator_and_not_the_room() {
         ("SLAB_SEND", true), // P posts its send, D never posts the receive
     ] {
         let (faulty, sound) = (fault(message, &json!("drop")), staged(&json!({})));
-        let pair = if at_p { Pair::with(&faulty, &sound) } else { Pair::with(&sound, &faulty) };
+        let pair = if at_p {
+            Pair::with(&faulty, &sound)
+        } else {
+            Pair::with(&sound, &faulty)
+        };
         assert_eq!(relay(&pair, 1), "tcp", "{message} lost");
         assert_eq!(relay(&pair, 2), "tcp", "{message}: the breaker is open");
         assert_eq!(ended(&pair.d, "failed"), 1.0, "{message}");
-        assert_eq!(pair.d.stats()["counters"]["kv_transport_fallbacks_total"], 1.0, "{message}");
+        assert_eq!(
+            pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
+            1.0,
+            "{message}"
+        );
         assert_all_gone(&pair.d);
         assert_all_gone(&pair.p);
         pair.assert_idle();
@@ -98,7 +119,11 @@ fn a_doubled_message_is_ignored_or_costs_the_communicator() {
         ("SLAB_SEND", true, "tcp"),
     ] {
         let (faulty, sound) = (fault(message, &json!("dup")), staged(&json!({})));
-        let pair = if at_p { Pair::with(&faulty, &sound) } else { Pair::with(&sound, &faulty) };
+        let pair = if at_p {
+            Pair::with(&faulty, &sound)
+        } else {
+            Pair::with(&sound, &faulty)
+        };
         assert_eq!(relay(&pair, 1), by, "{message} doubled");
         pair.assert_idle();
     }
@@ -116,7 +141,11 @@ fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
     assert_all_gone(&pair.p);
     pair.p.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    assert_eq!(relay(&pair, 2), "gloo", "a new connection has a new communicator");
+    assert_eq!(
+        relay(&pair, 2),
+        "gloo",
+        "a new connection has a new communicator"
+    );
     pair.assert_idle();
 }
 
@@ -147,7 +176,9 @@ fn hanging_abort_is_given_up_and_the_room_completes() {
     let pair = Pair::with(&staged(&json!({})), &staged(&json!({})));
     pair.d.pipes.stick(true);
     assert_eq!(relay(&pair, 1), "tcp");
-    until("D gives it up", || communicators(&pair.d, "abandoned") == 1.0);
+    until("D gives it up", || {
+        communicators(&pair.d, "abandoned") == 1.0
+    });
     assert_eq!(ended(&pair.d, "abandoned"), 1.0);
     assert_all_gone(&pair.p);
     assert_eq!(relay(&pair, 2), "tcp");
@@ -173,7 +204,10 @@ fn without_a_second_transport_a_broken_communicator_ends_the_room() {
         config["transports"] = json!(["gloo"]);
         config
     };
-    let pair = Pair::with(&only(fault("SLAB_SEND", &json!("drop"))), &only(staged(&json!({}))));
+    let pair = Pair::with(
+        &only(fault("SLAB_SEND", &json!("drop"))),
+        &only(staged(&json!({}))),
+    );
     pair.open(1);
     pair.grant(1, &span(100, 40));
     pair.p.prefill(1, &span(0, 40), 40);
@@ -188,7 +222,10 @@ fn without_a_second_transport_a_broken_communicator_ends_the_room() {
 fn a_peer_without_the_transport_is_served_by_tcp() {
     let pair = Pair::with(&json!({"transports": ["tcp"]}), &staged(&json!({})));
     assert_eq!(relay(&pair, 1), "tcp");
-    assert_eq!(pair.d.stats()["counters"]["kv_transport_fallbacks_total"], 0.0);
+    assert_eq!(
+        pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
+        0.0
+    );
     pair.assert_idle();
 }
 
@@ -205,16 +242,25 @@ fn an_idle_communicator_makes_place_for_another_pair() {
         } else {
             let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
             let other = Rank::start("prefill", p);
-            other.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+            other
+                .node
+                .register("127.0.0.1", server.port(), TIMEOUT)
+                .unwrap();
             let port = server.port();
             std::mem::forget(server); // it lives as long as the test's process
             (port, other)
         };
-        let (p, d) = if full_at_p { (&first.p, &other) } else { (&other, &first.d) };
+        let (p, d) = if full_at_p {
+            (&first.p, &other)
+        } else {
+            (&other, &first.d)
+        };
         let full = if full_at_p { p } else { d };
         let mut by = vec![];
         for room in 10..13 {
-            d.node.open(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS).unwrap();
+            d.node
+                .open(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS)
+                .unwrap();
             d.node.grant(room, 0, &ids(&span(100, 40))).unwrap();
             p.prefill(room, &span(0, 40), 16);
             match d.end(room) {
@@ -229,7 +275,10 @@ fn an_idle_communicator_makes_place_for_another_pair() {
                 until("and gone", || communicators(full, "aborting") == 0.0);
             }
         }
-        assert!(d.detail("pull")["tcp"]["pages"].as_u64() > Some(0), "at P: {full_at_p}");
+        assert!(
+            d.detail("pull")["tcp"]["pages"].as_u64() > Some(0),
+            "at P: {full_at_p}"
+        );
         assert_eq!(by[2], "gloo", "at P: {full_at_p}, {by:?}");
         assert_eq!(ended(full, "failed"), 0.0);
         first.p.assert_idle();
@@ -246,9 +295,11 @@ fn the_backend_and_the_list_of_transports_must_agree() {
         let config = config("decode", &json!({"transports": transports})).to_string();
         TransferNode::start_with(pool.clone(), &config, backend)
     };
-    for (transports, backend) in
-        [(json!(["gloo"]), false), (json!(["nccl"]), true), (json!(["tcp"]), true)]
-    {
+    for (transports, backend) in [
+        (json!(["gloo"]), false),
+        (json!(["nccl"]), true),
+        (json!(["tcp"]), true),
+    ] {
         let err = start(transports.clone(), backend).err().unwrap();
         assert!(matches!(err, NodeError::Config(_)), "{transports}: {err}");
     }

@@ -14,7 +14,9 @@ pub fn now_ms() -> u64 {
 
 /// Time since 1970 by the wall clock; zero on a host whose clock is not set.
 pub fn unix_time() -> Duration {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
 }
 
 /// Whole milliseconds since `then`.

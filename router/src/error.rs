@@ -15,9 +15,15 @@ pub enum RouteError {
     #[error("the body is not a JSON object: {detail}")]
     InvalidJson { detail: String },
     #[error("{param} {problem}")]
-    InvalidValue { param: &'static str, problem: String },
+    InvalidValue {
+        param: &'static str,
+        problem: String,
+    },
     #[error("query parameter or field {param} is missing: {hint}")]
-    MissingField { param: &'static str, hint: &'static str },
+    MissingField {
+        param: &'static str,
+        hint: &'static str,
+    },
     #[error("missing or wrong API key; send 'Authorization: Bearer KEY' with the key of --api-key")]
     InvalidApiKey,
     #[error(
@@ -55,7 +61,10 @@ pub enum RouteError {
     #[error(
         "request bodies hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
     )]
-    BodyMemoryFull { held_bytes: usize, limit_bytes: usize },
+    BodyMemoryFull {
+        held_bytes: usize,
+        limit_bytes: usize,
+    },
     #[error("malformed request head: {problem}")]
     MalformedHead { problem: &'static str },
     #[error("the request's target (path and query) is longer than {limit_bytes} bytes; shorten it")]
@@ -63,7 +72,10 @@ pub enum RouteError {
     #[error(
         "the head has more than {limit_headers} headers or {limit_bytes} bytes; shorten it or raise --max-header-bytes"
     )]
-    HeadTooLarge { limit_bytes: usize, limit_headers: usize },
+    HeadTooLarge {
+        limit_bytes: usize,
+        limit_headers: usize,
+    },
     #[error("{problem}")]
     UnsupportedMediaType { problem: String },
     #[error("the body ended early: {detail}")]
@@ -77,7 +89,12 @@ pub enum RouteError {
     #[error(
         "the first token is predicted in {predicted_ms} ms at the best {role} worker, the limit is {limit_ms} ms (--max-ttft-ms or the request's own); try again later, or add workers"
     )]
-    TooLate { role: Role, predicted_ms: u64, limit_ms: u64, excess_ms: u64 },
+    TooLate {
+        role: Role,
+        predicted_ms: u64,
+        limit_ms: u64,
+        excess_ms: u64,
+    },
     #[error(
         "{prefill} prefill and {decode} decode workers are ready, but no two fit together; GET /workers tells in what they differ"
     )]
@@ -103,7 +120,11 @@ pub enum RouteError {
     )]
     Undiscovered { synced: usize, sources: usize },
     #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]
-    NoWorker { role: Role, known: usize, ready: usize },
+    NoWorker {
+        role: Role,
+        known: usize,
+        ready: usize,
+    },
     #[error(
         "none of the {ready} ready {role} workers can resume the answer: it needs the feature resume and an equal fingerprint; see GET /workers"
     )]
@@ -113,11 +134,19 @@ pub enum RouteError {
     )]
     Exhausted { cause: String },
     #[error("{role} worker {worker}: {cause}")]
-    Upstream { role: Role, worker: String, cause: String },
+    Upstream {
+        role: Role,
+        worker: String,
+        cause: String,
+    },
     #[error(
         "{role} worker {worker} sent no byte for {waited_ms} ms; see its queue, or raise --request-timeout-secs"
     )]
-    UpstreamSilent { role: Role, worker: String, waited_ms: u64 },
+    UpstreamSilent {
+        role: Role,
+        worker: String,
+        waited_ms: u64,
+    },
     #[error(
         "the request's own deadline passed, {waited_ms} ms after it came; give it more, or add workers"
     )]
@@ -133,7 +162,11 @@ pub enum RouteError {
     #[error(
         "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; shorten it, or start the engine with a larger --context-length or --max-total-tokens"
     )]
-    PromptTooLong { param: &'static str, size: String, limit_tokens: u64 },
+    PromptTooLong {
+        param: &'static str,
+        size: String,
+        limit_tokens: u64,
+    },
     #[error(
         "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; shorten them"
     )]
@@ -149,7 +182,10 @@ pub enum RouteError {
 impl RouteError {
     /// axum cannot read the path or the query.
     pub fn unreadable(param: &'static str, why: String) -> Self {
-        RouteError::InvalidValue { param, problem: format!("cannot be read: {why}") }
+        RouteError::InvalidValue {
+            param,
+            problem: format!("cannot be read: {why}"),
+        }
     }
 
     /// Stable code and HTTP status.
@@ -256,10 +292,16 @@ pub struct ErrorCode(pub &'static str);
 impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let status = self.status();
-        let mut response =
-            (status, [(header::CONTENT_TYPE, "application/json")], self.body()).into_response();
+        let mut response = (
+            status,
+            [(header::CONTENT_TYPE, "application/json")],
+            self.body(),
+        )
+            .into_response();
         if let Some(secs) = self.retry_after_secs() {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(secs));
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, HeaderValue::from(secs));
         }
         response.extensions_mut().insert(ErrorCode(self.code()));
         response
@@ -273,7 +315,10 @@ mod tests {
 
     #[test]
     fn body_is_the_nested_object_with_a_string_code() {
-        let err = RouteError::InvalidValue { param: "n", problem: "must be at least 1".into() };
+        let err = RouteError::InvalidValue {
+            param: "n",
+            problem: "must be at least 1".into(),
+        };
         let body: serde_json::Value = serde_json::from_slice(&err.body()).unwrap();
         assert_eq!(body["error"]["code"], "invalid_value");
         assert_eq!(body["error"]["param"], "n");
@@ -288,7 +333,11 @@ mod tests {
             limit_ms: 2000,
             excess_ms,
         };
-        for (err, secs) in [(RouteError::Draining, "1"), (late(1), "1"), (late(6001), "7")] {
+        for (err, secs) in [
+            (RouteError::Draining, "1"),
+            (late(1), "1"),
+            (late(6001), "7"),
+        ] {
             let response = err.into_response();
             assert_eq!(response.status(), 503);
             assert_eq!(response.headers()[header::RETRY_AFTER], secs);

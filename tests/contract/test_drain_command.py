@@ -48,18 +48,24 @@ def wait_until(fact: Callable[[], Any], secs: float = 60.0) -> None:
 
 def environment(key: str | None = None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "BATON_API_KEY"}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")]
+    )
     return env | ({} if key is None else {"BATON_API_KEY": key})
 
 
 def baton_drain(*words: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton.cli", "drain", *words]
-    return subprocess.run(command, env=environment(key), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment(key), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def start_drain(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "baton.cli", "drain", *words]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def hold_stream(engine: FakeEngine, go_on: Path, results: list[str]) -> threading.Thread:
@@ -80,7 +86,9 @@ def state(engine: FakeEngine, **headers: str) -> str:
     return str(httpx.get(engine.url + "/get_server_info", headers=headers).json()["state"])
 
 
-def test_wait_shows_what_is_left_and_ends_when_it_is_safe_to_stop(path: str, tmp_path: Path) -> None:
+def test_wait_shows_what_is_left_and_ends_when_it_is_safe_to_stop(
+    path: str, tmp_path: Path
+) -> None:
     with fake_engine("--model-path", path) as engine:
         results: list[str] = []
         thread = hold_stream(engine, tmp_path / "go_on", results)
@@ -88,7 +96,9 @@ def test_wait_shows_what_is_left_and_ends_when_it_is_safe_to_stop(path: str, tmp
         assert process.stdout is not None
         looks = [process.stdout.readline() for _ in range(2)]
         for look in looks:
-            assert look.startswith(f"{engine.url}  draining  1 requests, 1 streams, 1 running, oldest "), look
+            assert look.startswith(
+                f"{engine.url}  draining  1 requests, 1 streams, 1 running, oldest "
+            ), look
         (tmp_path / "go_on").touch()
         rest, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
@@ -98,7 +108,9 @@ def test_wait_shows_what_is_left_and_ends_when_it_is_safe_to_stop(path: str, tmp
         assert engine.stop() == 0
         thread.join()
         assert results[0].endswith("data: [DONE]\n\n")
-        assert results[0].count('"finish_reason":"length"') == 1, "stopping it after the drain lost nothing"
+        assert results[0].count('"finish_reason":"length"') == 1, (
+            "stopping it after the drain lost nothing"
+        )
 
 
 def test_timeout_names_what_remains_and_undo_returns_the_engine(path: str, tmp_path: Path) -> None:
@@ -106,11 +118,16 @@ def test_timeout_names_what_remains_and_undo_returns_the_engine(path: str, tmp_p
         thread = hold_stream(engine, tmp_path / "go_on", [])
         done = baton_drain(engine.url, "--wait", "--timeout", "0")
         assert done.returncode == 3
-        assert f"not drained after 0 s: {engine.url}: 1 requests, 1 streams, 1 running" in done.stdout
+        assert (
+            f"not drained after 0 s: {engine.url}: 1 requests, 1 streams, 1 running" in done.stdout
+        )
         as_json = baton_drain(engine.url, "--wait", "--timeout", "0", "--json")
         report = json.loads(as_json.stdout.splitlines()[-1])
         assert (as_json.returncode, report["is_drained"]) == (3, False)
-        assert (report["targets"][0]["state"], report["targets"][0]["left"]["streams"]) == ("draining", 1)
+        assert (report["targets"][0]["state"], report["targets"][0]["left"]["streams"]) == (
+            "draining",
+            1,
+        )
         assert "not drained after 0 s" in as_json.stderr
         assert state(engine) == "draining", "a timeout does not undo the drain"
         back = baton_drain(engine.url, "--undo")
@@ -177,13 +194,18 @@ def test_key_and_unreachable_targets(path: str) -> None:
         ((), "no target; give the URL of an engine"),
         (("localhost:30000",), "localhost:30000: give http://HOST:PORT"),
         (("http://x", "--undo", "--wait"), "--undo goes with neither --wait nor --status"),
-        (("http://x", "--undo", "--status", "--wait"), "--undo goes with neither --wait nor --status"),
+        (
+            ("http://x", "--undo", "--status", "--wait"),
+            "--undo goes with neither --wait nor --status",
+        ),
         (("http://x", "--timeout", "-1"), "--timeout -1: give seconds from 0"),
         (("http://x", "--timeout", "soon"), "--timeout-secs soon: give a number"),
         (("http://x", "--waitt"), "there is no such flag; is it --wait?"),
     ],
 )
-def test_wrong_flags_are_refused(words: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(
+    words: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from baton.cli import main
 
     with pytest.raises(SystemExit) as ended:
@@ -195,7 +217,9 @@ def test_wrong_flags_are_refused(words: Sequence[str], complaint: str, capsys: p
 # ---- pods ----------------------------------------------------------------------------------------------------------
 
 
-def pod(name: str, engine: FakeEngine, *, container: str = "engine", **status: Any) -> dict[str, Any]:
+def pod(
+    name: str, engine: FakeEngine, *, container: str = "engine", **status: Any
+) -> dict[str, Any]:
     url = httpx.URL(engine.url)
     ports = [{"name": "http", "containerPort": url.port}]
     containers = [{"name": "sidecar"}, {"name": container, "ports": ports}]
@@ -220,7 +244,9 @@ class Cluster:
         return [json.loads(line) for line in self._calls.read_text().splitlines()]
 
 
-def test_engines_of_a_kubernetes_node_are_drained_from_inside_their_pods(path: str, tmp_path: Path) -> None:
+def test_engines_of_a_kubernetes_node_are_drained_from_inside_their_pods(
+    path: str, tmp_path: Path
+) -> None:
     cluster = Cluster(tmp_path)
     flags = ("--kubectl", f"{cluster.kubectl} --context x", "--namespace", "prod")
     with (
@@ -230,7 +256,12 @@ def test_engines_of_a_kubernetes_node_are_drained_from_inside_their_pods(path: s
         inside = {"authorization": "Bearer inside"}
         ending = pod("decode-old", decode)
         ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-        cluster.has(pod("prefill-0", prefill), pod("decode-0", decode), ending, pod("p", prefill, phase="Pending"))
+        cluster.has(
+            pod("prefill-0", prefill),
+            pod("decode-0", decode),
+            ending,
+            pod("p", prefill, phase="Pending"),
+        )
         done = baton_drain("node/a", "--wait", *flags)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[-1] == "safe to stop: pod/prefill-0, pod/decode-0"

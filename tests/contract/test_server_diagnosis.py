@@ -32,7 +32,10 @@ def engine() -> Iterator[FakeEngine]:
 
 def ask(engine: FakeEngine, body: Any, key: str = API_KEY) -> httpx.Response:
     return httpx.post(
-        f"{engine.url}/debug/diagnosis", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30
+        f"{engine.url}/debug/diagnosis",
+        json=body,
+        headers={"authorization": f"Bearer {key}"},
+        timeout=30,
     )
 
 
@@ -115,7 +118,9 @@ def test_rank_of_a_prefill_node_is_reached_through_its_bootstrap_server(engine: 
         found = look(engine, port)
     assert (found["bootstrap"], found["detail"]) == ("ok", "")
     address = f"127.0.0.1:{rank_port}"
-    assert found["ranks"] == [{"rank": 0, "address": address, "transfer": "reachable", "detail": "", "transport": None}]
+    assert found["ranks"] == [
+        {"rank": 0, "address": address, "transfer": "reachable", "detail": "", "transport": None}
+    ]
 
 
 def test_closed_transfer_port_is_named(engine: FakeEngine) -> None:
@@ -177,7 +182,9 @@ def test_engine_without_a_key_asks_loopback_only() -> None:
         ({"challenge": 5}, "challenge"),
     ],
 )
-def test_malformed_requests_are_refused(engine: FakeEngine, body: dict[str, Any], param: str) -> None:
+def test_malformed_requests_are_refused(
+    engine: FakeEngine, body: dict[str, Any], param: str
+) -> None:
     answer = ask(engine, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

@@ -65,7 +65,10 @@ def readyz(url: str) -> dict[str, Any]:
         answer = httpx.get(url + "/readyz")
     except httpx.TransportError:
         return {}
-    return {"status": answer.status_code, **{name: answer.json().get(name) for name in ("state", "reason")}}
+    return {
+        "status": answer.status_code,
+        **{name: answer.json().get(name) for name in ("state", "reason")},
+    }
 
 
 def gauges(url: str) -> dict[str, float]:
@@ -83,28 +86,42 @@ def only(state: str) -> dict[str, float]:
     return {name: float(name == state) for name in STATES}
 
 
-def test_draining_engine_finishes_what_runs_refuses_the_rest_and_returns(engine: FakeEngine, tmp_path: Path) -> None:
+def test_draining_engine_finishes_what_runs_refuses_the_rest_and_returns(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     url, go_on = engine.url, tmp_path / "go_on"
     held = json.dumps({"hold": str(go_on)})
     results: list[httpx.Response] = []
     threads = [
-        in_background(url, results, max_tokens=9, cache_salt=held, data_parallel_rank=0, stream=True),
+        in_background(
+            url, results, max_tokens=9, cache_salt=held, data_parallel_rank=0, stream=True
+        ),
         in_background(url, results, max_tokens=9, cache_salt=held, data_parallel_rank=1),
     ]
     wait_until(lambda: [engine.ledger(rank)["running"] for rank in (0, 1)] == [1, 1])
     before = httpx.get(url + "/drain").json()
-    assert (before["state"], before["is_drained"], before["draining_secs"]) == ("ready", False, None)
+    assert (before["state"], before["is_drained"], before["draining_secs"]) == (
+        "ready",
+        False,
+        None,
+    )
 
     first = httpx.post(url + "/drain")
     assert first.status_code == 200
     again = httpx.post(url + "/drain").json()
     for answer in (first.json(), again, httpx.get(url + "/drain").json()):
-        assert (answer["state"], answer["reason"], answer["is_final"]) == ("draining", "draining", False)
+        assert (answer["state"], answer["reason"], answer["is_final"]) == (
+            "draining",
+            "draining",
+            False,
+        )
         assert answer["is_drained"] is False
         left = answer["left"]
         assert (left["requests"], left["streams"], left["running"], left["leases"]) == (2, 1, 2, 0)
         assert left["oldest_secs"] > 0
-    assert again["draining_secs"] >= first.json()["draining_secs"], "asking again does not begin again"
+    assert again["draining_secs"] >= first.json()["draining_secs"], (
+        "asking again does not begin again"
+    )
 
     refused = complete(url)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -125,7 +142,9 @@ def test_draining_engine_finishes_what_runs_refuses_the_rest_and_returns(engine:
     assert engine.process.poll() is None, "a drain alone ends no process"
 
     back = [httpx.post(url + "/undrain").json() for _ in range(2)]
-    assert [(b["state"], b["reason"], b["is_drained"]) for b in back] == [("ready", None, False)] * 2
+    assert [(b["state"], b["reason"], b["is_drained"]) for b in back] == [
+        ("ready", None, False)
+    ] * 2
     assert complete(url).status_code == 200
     assert readyz(url) == {"status": 200, "state": "ready", "reason": None}
     assert gauges(url) == {**only("ready"), "progress": 1.0}
@@ -136,14 +155,20 @@ def test_leases_keep_a_drain_open(path: str, tmp_path: Path) -> None:
     looks = tmp_path / "looks"
     with fake_engine("--model-path", path, script={"leased": [2, str(looks)]}) as engine:
         answers = [httpx.post(engine.url + "/drain").json() for _ in range(3)]
-    assert [(a["left"]["leases"], a["is_drained"]) for a in answers] == [(1, False), (1, False), (0, True)]
+    assert [(a["left"]["leases"], a["is_drained"]) for a in answers] == [
+        (1, False),
+        (1, False),
+        (0, True),
+    ]
 
 
 def test_signal_makes_the_drain_final(path: str, tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     with fake_engine("--model-path", path) as engine:
         results: list[httpx.Response] = []
-        thread = in_background(engine.url, results, max_tokens=9, cache_salt=json.dumps({"hold": str(go_on)}))
+        thread = in_background(
+            engine.url, results, max_tokens=9, cache_salt=json.dumps({"hold": str(go_on)})
+        )
         wait_until(lambda: engine.ledger()["running"] == 1)
         assert httpx.post(engine.url + "/drain").json()["is_final"] is False
         engine.process.send_signal(signal.SIGTERM)
@@ -165,7 +190,9 @@ def test_signal_ends_a_drained_engine_at_once(path: str) -> None:
 
 
 @pytest.mark.parametrize("loading", [None, [25, 100]])
-def test_state_while_the_model_loads(path: str, port: int, tmp_path: Path, loading: list[int] | None) -> None:
+def test_state_while_the_model_loads(
+    path: str, port: int, tmp_path: Path, loading: list[int] | None
+) -> None:
     loaded = tmp_path / "loaded"
     script = {"ready_when": str(loaded)} | ({} if loading is None else {"loading": loading})
     state, url = "starting" if loading is None else "loading", f"http://127.0.0.1:{port}"
@@ -194,7 +221,9 @@ def test_rank_that_died_makes_the_state_dead(engine: FakeEngine, tmp_path: Path)
     thread = in_background(engine.url, results, max_tokens=3, cache_salt=held, data_parallel_rank=0)
     wait_until(lambda: engine.ledger(0)["running"] == 1)
     psutil.Process(int(engine.ledger(1)["pid"])).kill()
-    wait_until(lambda: readyz(engine.url) == {"status": 503, "state": "dead", "reason": "rank_dead"})
+    wait_until(
+        lambda: readyz(engine.url) == {"status": 503, "state": "dead", "reason": "rank_dead"}
+    )
     assert gauges(engine.url)["dead"] == 1.0
     wait_until(lambda: httpx.get(engine.url + "/drain").json()["is_final"])
     assert httpx.post(engine.url + "/undrain").status_code == 409

@@ -24,7 +24,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[FakeEngine]:
-    with fake_engine("--model-path", model(), "--served-model-name", "tiny", "--dp-size", "2") as running:
+    with fake_engine(
+        "--model-path", model(), "--served-model-name", "tiny", "--dp-size", "2"
+    ) as running:
         yield running
 
 
@@ -60,15 +62,26 @@ def wait_until(fact: Any, secs: float = 60.0) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "body"),
     [
-        ("chat", "/v1/chat/completions", {"messages": HI, "stream_options": {"include_usage": True}}),
+        (
+            "chat",
+            "/v1/chat/completions",
+            {"messages": HI, "stream_options": {"include_usage": True}},
+        ),
         ("completion", "/v1/completions", {"prompt": "hi", "max_tokens": 9, "logprobs": 1}),
         ("generate", "/generate", {"text": "hi"}),
     ],
 )
-def test_streams_match_the_golden_frames(http: httpx.Client, name: str, path: str, body: dict[str, Any]) -> None:
+def test_streams_match_the_golden_frames(
+    http: httpx.Client, name: str, path: str, body: dict[str, Any]
+) -> None:
     """Every field of every frame; ids and clocks are replaced."""
     file = GOLDEN / f"stream_{name}.json"
-    for step in (0.05, 0.2, 1.0, 3.0):  # a busy machine puts tokens that come soon after each other in one frame
+    for step in (
+        0.05,
+        0.2,
+        1.0,
+        3.0,
+    ):  # a busy machine puts tokens that come soon after each other in one frame
         salt = script(reply="the 😀", step=step, cached=1)
         r = http.post(path, json=body | {"rid": "r1", "stream": True, "cache_salt": salt})
         assert r.status_code == 200
@@ -92,7 +105,10 @@ def test_streams_match_the_golden_frames(http: httpx.Client, name: str, path: st
 
 def test_each_stream_ends_in_exactly_one_way(http: httpx.Client) -> None:
     """finish_reason or error, then [DONE]."""
-    for options in ({"reply": "a b c"}, {"error": ["prefill_failed", "x"], "error_after": 2, "step": 0.005}):
+    for options in (
+        {"reply": "a b c"},
+        {"error": ["prefill_failed", "x"], "error_after": 2, "step": 0.005},
+    ):
         body = {"prompt": "hi", "max_tokens": 9, "stream": True, "cache_salt": script(**options)}
         events = frames(http.post("/v1/completions", json=body).text)
         ends = [e for e in events if "error" in e or e["choices"][0]["finish_reason"]]
@@ -101,13 +117,27 @@ def test_each_stream_ends_in_exactly_one_way(http: httpx.Client) -> None:
 
 
 def test_error_event_has_the_error_object(http: httpx.Client) -> None:
-    options = {"reply": "a b", "error": ["prefill_failed", "P says no"], "error_after": 1, "step": 0.005}
+    options = {
+        "reply": "a b",
+        "error": ["prefill_failed", "P says no"],
+        "error_after": 1,
+        "step": 0.005,
+    }
     body = {"prompt": "hi", "stream": True, "cache_salt": script(**options)}
     last = frames(http.post("/v1/completions", json=body).text)[-1]
-    assert last == {"error": {"message": "P says no", "type": "server_error", "param": None, "code": "prefill_failed"}}
+    assert last == {
+        "error": {
+            "message": "P says no",
+            "type": "server_error",
+            "param": None,
+            "code": "prefill_failed",
+        }
+    }
 
 
-def test_one_failing_item_fails_the_request_and_frees_the_others(http: httpx.Client, engine: FakeEngine) -> None:
+def test_one_failing_item_fails_the_request_and_frees_the_others(
+    http: httpx.Client, engine: FakeEngine
+) -> None:
     body: dict[str, Any] = {"prompt": ["a", "b", "c"], "max_tokens": 400, "ignore_eos": True}
     body |= {"cache_salt": script(error=["kv_transfer_failed", "x"], error_after=2, step=0.01)}
     r = http.post("/v1/completions", json=body)
@@ -118,7 +148,9 @@ def test_one_failing_item_fails_the_request_and_frees_the_others(http: httpx.Cli
 def test_keepalive_comments_while_a_request_waits(engine: FakeEngine) -> None:
     with fake_engine("--model-path", model(), script={"delay": 1.5}, keepalive_secs=0.1) as slow:
         with httpx.stream(
-            "POST", slow.url + "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 2}
+            "POST",
+            slow.url + "/v1/completions",
+            json={"prompt": "a", "stream": True, "max_tokens": 2},
         ) as r:
             text = "".join(r.iter_text())
         assert text.startswith(": waiting\n\n: waiting\n\n")
@@ -129,19 +161,34 @@ def test_keepalive_comments_while_a_request_waits(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_rank(engine: FakeEngine, http: httpx.Client, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_rank(
+    engine: FakeEngine, http: httpx.Client, stream: bool
+) -> None:
     async def leave() -> None:
-        body = {"prompt": "a", "stream": stream, "max_tokens": 400, "ignore_eos": True, "rid": f"leaver-{stream}"}
+        body = {
+            "prompt": "a",
+            "stream": stream,
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "rid": f"leaver-{stream}",
+        }
         body["cache_salt"] = script(step=1.0)  # alone it would take 400 s, longer than wait_until
         async with httpx.AsyncClient(base_url=engine.url) as client:
             task = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not any(s["rid"] == body["rid"] for rank in (0, 1) for s in engine.ledger(rank)["submits"]):
+            while not any(
+                s["rid"] == body["rid"] for rank in (0, 1) for s in engine.ledger(rank)["submits"]
+            ):
                 await asyncio.sleep(0.01)
             task.cancel()
 
     asyncio.run(leave())
     wait_until(lambda: engine.ledger(0)["running"] + engine.ledger(1)["running"] == 0)
-    handles = [s["handle"] for rank in (0, 1) for s in engine.ledger(rank)["submits"] if s["rid"] == f"leaver-{stream}"]
+    handles = [
+        s["handle"]
+        for rank in (0, 1)
+        for s in engine.ledger(rank)["submits"]
+        if s["rid"] == f"leaver-{stream}"
+    ]
     assert set(handles) <= {h for rank in (0, 1) for h in engine.ledger(rank)["aborts"]}
 
 
@@ -149,8 +196,13 @@ def test_a_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) 
     """The rank runs at its own speed; what the client has not read piles up in the front, bounded by max_tokens."""
     with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1]))) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}).encode()
-        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        body = json.dumps(
+            {"prompt": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
+        ).encode()
+        deaf.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
         deaf.recv(1)
         wait_until(lambda: engine.ledger(0)["running"] + engine.ledger(1)["running"] == 0)
 
@@ -160,22 +212,33 @@ def test_abort_request_by_rid(engine: FakeEngine, http: httpx.Client) -> None:
         async with httpx.AsyncClient(base_url=engine.url, timeout=20) as client:
             body = {"prompt": "a", "rid": "victim", "cache_salt": script(silent=True)}
             task = asyncio.create_task(client.post("/v1/completions", json=body))
-            while (await client.post("/abort_request", json={"rid": "victim"})).json()["aborted"] == 0:
+            while (await client.post("/abort_request", json={"rid": "victim"})).json()[
+                "aborted"
+            ] == 0:
                 await asyncio.sleep(0.01)
             return await task
 
     r = asyncio.run(run())
     assert (r.status_code, r.json()["error"]["code"]) == (499, "aborted")
-    assert http.post("/abort_request", json={"abort_all": True}).json() == {"success": True, "aborted": 0}
+    assert http.post("/abort_request", json={"abort_all": True}).json() == {
+        "success": True,
+        "aborted": 0,
+    }
     assert http.post("/abort_request", json={}).json()["error"]["param"] == "rid"
 
 
 def test_abort_request_by_room_asks_every_rank(http: httpx.Client) -> None:
     r = http.post("/abort_request", json={"bootstrap_room": [7, 8]})
-    assert r.json() == {"success": True, "aborted": 2 * http.get("/get_server_info").json()["dp_size"]}
+    assert r.json() == {
+        "success": True,
+        "aborted": 2 * http.get("/get_server_info").json()["dp_size"],
+    }
     assert http.post("/abort_request", json={"bootstrap_room": 7}).json()["aborted"] > 0
     for wrong in (-1, "seven", [1.5]):
-        assert http.post("/abort_request", json={"bootstrap_room": wrong}).json()["error"]["param"] == "bootstrap_room"
+        assert (
+            http.post("/abort_request", json={"bootstrap_room": wrong}).json()["error"]["param"]
+            == "bootstrap_room"
+        )
 
 
 def test_timeout_is_enforced_by_the_front_when_the_rank_does_not(engine: FakeEngine) -> None:
@@ -193,7 +256,11 @@ def test_unknown_path_and_method(http: httpx.Client) -> None:
     r = http.get("/nope")
     assert (r.status_code, r.json()["error"]["code"]) == (404, "not_found")
     r = http.get("/v1/chat/completions")
-    assert (r.status_code, r.json()["error"]["code"], r.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (r.status_code, r.json()["error"]["code"], r.headers["allow"]) == (
+        405,
+        "method_not_allowed",
+        "POST",
+    )
     assert http.request("TRACE", "/health").status_code == 405
 
 
@@ -222,9 +289,15 @@ def test_bodies_that_are_no_json_objects(http: httpx.Client, raw: bytes) -> None
     ("name", "value"),
     [("content-encoding", "gzip"), ("content-type", "multipart/form-data; boundary=x")],
 )
-def test_bodies_in_another_form_are_refused_by_name(http: httpx.Client, name: str, value: str) -> None:
+def test_bodies_in_another_form_are_refused_by_name(
+    http: httpx.Client, name: str, value: str
+) -> None:
     body = b'{"prompt": "x"}'
-    r = http.post("/v1/completions", content=gzip.compress(body) if value == "gzip" else body, headers={name: value})
+    r = http.post(
+        "/v1/completions",
+        content=gzip.compress(body) if value == "gzip" else body,
+        headers={name: value},
+    )
     assert (r.status_code, r.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert value.split(";")[0] in r.json()["error"]["message"]
 
@@ -244,7 +317,9 @@ def test_answers_that_end_in_nan_make_the_node_unhealthy_until_one_does_not() ->
         assert http.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"a" * (33 * 2**20), b"," * (2**21 + 1)], ids=["bytes", "values"])
+@pytest.mark.parametrize(
+    "content", [b"a" * (33 * 2**20), b"," * (2**21 + 1)], ids=["bytes", "values"]
+)
 def test_a_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: bytes) -> None:
     r = http.post("/v1/completions", content=content)  # which is no JSON either
     assert (r.status_code, r.json()["error"]["code"]) == (413, "payload_too_large")
@@ -256,7 +331,10 @@ def test_prompt_of_20_mib_is_refused_by_its_bytes_as_by_its_text(http: httpx.Cli
     chars, context = info["max_prompt_chars"], info["context_length"]
     large = "word and more " * (20 * 2**20 // 14)
     refused = http.post("/v1/completions", json={"prompt": large})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
     tokens = -(-len(large) // (chars // context))
     assert refused.json()["error"]["message"] == (
         f"this model's maximum context length is {context} tokens here, but the prompt has {len(large)} characters, "
@@ -280,7 +358,9 @@ def test_request_ids_come_back(http: httpx.Client) -> None:
 
 
 def test_ignored_parameters_are_listed_safely(http: httpx.Client) -> None:
-    r = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "weird": 1, "ev\r\nil: x": 2})
+    r = http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1, "weird": 1, "ev\r\nil: x": 2}
+    )
     assert r.headers["x-ignored-params"] == "weird,ev??il??x"
 
 
@@ -293,16 +373,27 @@ def test_api_key() -> None:
             assert client.get(path).status_code == 200
         r = client.get("/v1/models")
         assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
-        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-        assert "secret" not in client.get("/get_server_info", headers={"authorization": "Bearer secret"}).text
+        assert (
+            client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        )
+        assert (
+            client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        )
+        assert (
+            "secret"
+            not in client.get("/get_server_info", headers={"authorization": "Bearer secret"}).text
+        )
 
 
 # ---- native endpoints --------------------------------------------------------------------------------------------
 
 
 def test_generate_whole_and_batched(http: httpx.Client) -> None:
-    options = {"sampling_params": {"max_new_tokens": 3}, "return_logprob": True, "top_logprobs_num": 2}
+    options = {
+        "sampling_params": {"max_new_tokens": 3},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
     r = http.post("/generate", json={"text": "hello", "rid": "g", **options}).json()
     assert r["meta_info"]["id"] == "g"
     assert r["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
@@ -339,13 +430,23 @@ def test_facts(http: httpx.Client) -> None:
     assert info["max_total_num_tokens"] == 100_000
     assert info["served_model_name"] == "tiny"
     assert (info["engine"], info["layout"]["order"]) == ("baton", "test")
-    assert sorted(info["fingerprint"]) == ["chat_template", "dtype", "kv_layout", "model", "page_size", "tokenizer"]
+    assert sorted(info["fingerprint"]) == [
+        "chat_template",
+        "dtype",
+        "kv_layout",
+        "model",
+        "page_size",
+        "tokenizer",
+    ]
     assert (info["fingerprint"]["page_size"], info["fingerprint"]["model"]) == ("16", "test")
     assert [s["ready"] for s in info["internal_states"]] == [True, True]
     assert http.get("/server_info").json()["version"] == info["version"]
     assert http.get("/model_info").json() == http.get("/get_model_info").json()
     loads = http.get("/v1/loads").json()["loads"]
-    assert [(load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) for load in loads] == [(0, 0, 2), (1, 0, 2)]
+    assert [(load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) for load in loads] == [
+        (0, 0, 2),
+        (1, 0, 2),
+    ]
     assert loads[0]["load"]["bands"] == {"4": {"requests": 2, "tokens": 300}}
     assert loads[0]["age_ms"] >= 0
     assert (loads[0]["prefilled_tokens"], loads[0]["generated_tokens"]) == (80, 7)
@@ -358,7 +459,13 @@ def test_facts(http: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_answers_carry_the_load_of_their_rank(http: httpx.Client, path: str, stream: bool) -> None:
-    body = {"prompt": "a", "text": "a", "max_tokens": 2, "sampling_params": {"max_new_tokens": 2}, "stream": stream}
+    body = {
+        "prompt": "a",
+        "text": "a",
+        "max_tokens": 2,
+        "sampling_params": {"max_new_tokens": 2},
+        "stream": stream,
+    }
     del body["text" if path.startswith("/v1") else "prompt"]
     answer = http.post(path, json={**body, "data_parallel_rank": 1})
     assert answer.status_code == 200, answer.text
@@ -368,7 +475,9 @@ def test_answers_carry_the_load_of_their_rank(http: httpx.Client, path: str, str
     assert (values["prefilled"], values["generated"]) == ("80", "7")
     assert all(number.lstrip("-").isdigit() for name, number in values.items() if name != "bands")
     stages = "queue_us=1500;transport=shm;pages=3;bytes=12288;pull_us=250"
-    assert answer.headers["x-baton-stages"] == stages, "as the rank reported them with the first token"
+    assert answer.headers["x-baton-stages"] == stages, (
+        "as the rank reported them with the first token"
+    )
 
 
 def test_health(http: httpx.Client) -> None:
@@ -384,7 +493,10 @@ def test_flush_cache(http: httpx.Client) -> None:
 
 def test_scheduler_steps_are_asked_of_every_rank(http: httpx.Client) -> None:
     answer = http.get("/v1/scheduler/steps", params={"n": 3}).json()
-    assert [(r["dp_rank"], r["steps"]) for r in answer["ranks"]] == [(0, [{"asked": 3}]), (1, [{"asked": 3}])]
+    assert [(r["dp_rank"], r["steps"]) for r in answer["ranks"]] == [
+        (0, [{"asked": 3}]),
+        (1, [{"asked": 3}]),
+    ]
     assert http.get("/v1/scheduler/steps").json()["ranks"][0]["steps"] == [{"asked": 256}]
     for n in ("0", "257", "x", "-1"):
         error = http.get("/v1/scheduler/steps", params={"n": n})
@@ -393,7 +505,10 @@ def test_scheduler_steps_are_asked_of_every_rank(http: httpx.Client) -> None:
 
 def test_dp_ranks_are_applied_and_balanced(http: httpx.Client, engine: FakeEngine) -> None:
     for rank in (1, 1, 0):
-        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "rid": "pinned", "data_parallel_rank": rank})
+        http.post(
+            "/v1/completions",
+            json={"prompt": "a", "max_tokens": 1, "rid": "pinned", "data_parallel_rank": rank},
+        )
     pinned = [sum(s["rid"] == "pinned" for s in engine.ledger(rank)["submits"]) for rank in (0, 1)]
     assert pinned == [1, 2]
     before = [len(engine.ledger(rank)["submits"]) for rank in (0, 1)]
@@ -408,7 +523,9 @@ def test_metrics(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
     http.post("/v1/completions", json={"prompt": ""})
     families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
-    answered = {tuple(sorted(s.labels.items())): s.value for s in families["baton_http_requests"].samples}
+    answered = {
+        tuple(sorted(s.labels.items())): s.value for s in families["baton_http_requests"].samples
+    }
     assert answered[(("code", "ok"), ("endpoint", "completions"))] >= 1
     assert answered[(("code", "invalid_value"), ("endpoint", "completions"))] >= 1
     pages = families["baton_kv_pages"].samples

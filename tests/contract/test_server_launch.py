@@ -37,7 +37,9 @@ def post(url: str, results: list[Any], **body: Any) -> threading.Thread:
 
     def run() -> None:
         try:
-            results.append(httpx.post(url + "/v1/completions", json={"prompt": "a", **body}, timeout=60))
+            results.append(
+                httpx.post(url + "/v1/completions", json={"prompt": "a", **body}, timeout=60)
+            )
         except httpx.HTTPError as err:
             results.append(err)
 
@@ -93,7 +95,10 @@ def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
         try:
             assert engine.process.wait(timeout=60) == 2
             place = f"--host 127.0.0.1 --port {number}"
-            assert engine.log == f"baton engine: {place} is already in use; choose another, or 0 for a free port\n"
+            assert (
+                engine.log
+                == f"baton engine: {place} is already in use; choose another, or 0 for a free port\n"
+            )
         finally:
             end(engine)
 
@@ -125,7 +130,13 @@ def test_sigterm_drains(path: str, tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     with fake_engine("--model-path", path) as engine:
         results: list[Any] = []
-        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"hold": str(go_on)}))
+        thread = post(
+            engine.url,
+            results,
+            max_tokens=20,
+            ignore_eos=True,
+            cache_salt=json.dumps({"hold": str(go_on)}),
+        )
         wait_until(lambda: engine.ledger()["running"] == 1)
         engine.process.send_signal(signal.SIGTERM)
         wait_until(lambda: status(engine.url) == 503)
@@ -133,7 +144,9 @@ def test_sigterm_drains(path: str, tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         go_on.touch()
         thread.join()
-        assert results[0].json()["usage"]["completion_tokens"] == 20, "the running request was finished"
+        assert results[0].json()["usage"]["completion_tokens"] == 20, (
+            "the running request was finished"
+        )
         assert engine.process.wait(timeout=60) == 0
 
 
@@ -146,7 +159,9 @@ def test_drain_waits_for_the_ranks_ledgers(path: str, tmp_path: Path) -> None:
 
 
 def test_drain_is_bounded(path: str) -> None:
-    with fake_engine("--model-path", path, "--drain-timeout-secs", "0.3", script={"silent": True}) as engine:
+    with fake_engine(
+        "--model-path", path, "--drain-timeout-secs", "0.3", script={"silent": True}
+    ) as engine:
         results: list[Any] = []
         thread = post(engine.url, results)
         wait_until(lambda: engine.ledger()["running"] == 1)
@@ -157,7 +172,9 @@ def test_drain_is_bounded(path: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
-    with fake_engine("--model-path", path, "--drain-timeout-secs", "600", script={"silent": True}) as engine:
+    with fake_engine(
+        "--model-path", path, "--drain-timeout-secs", "600", script={"silent": True}
+    ) as engine:
         thread = post(engine.url, [])
         wait_until(lambda: engine.ledger()["running"] == 1)
         ranks = rank_processes(engine)
@@ -187,10 +204,14 @@ def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start
         victim.kill()
         for thread in threads:
             thread.join()
-        assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
+        assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [
+            (503, "engine_dead")
+        ] * 2
         assert "was killed by SIGKILL" in results[0].json()["error"]["message"]
         assert status(engine.url) == 503
-        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+        refused = httpx.post(
+            engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60
+        )
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         go_on.touch()
         other.join()
@@ -216,7 +237,9 @@ def test_without_a_living_rank_the_process_exits_with_1(path: str) -> None:
         assert engine.process.wait(timeout=60) == 1
 
 
-def test_nothing_is_left_in_the_temporary_directory(path: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nothing_is_left_in_the_temporary_directory(
+    path: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("t")
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
@@ -231,7 +254,9 @@ def test_nothing_is_left_in_the_temporary_directory(path: str, tmp_path_factory:
 
 def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
-        httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60)
+        httpx.post(
+            engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60
+        )
         process = psutil.Process(engine.process.pid)
 
         def is_quiet() -> bool:
@@ -247,10 +272,17 @@ def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
 
 def test_the_front_imports_no_torch() -> None:
     heavy = ("torch", "transformers", "numpy")
-    script = f"import sys, baton.server.launch.engine; print([m for m in {heavy} if m in sys.modules])"
+    script = (
+        f"import sys, baton.server.launch.engine; print([m for m in {heavy} if m in sys.modules])"
+    )
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == "[]"
 
@@ -264,7 +296,12 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
     )
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2
     assert "--disaggregation-mode prefill needs the native extension" in done.stderr
@@ -272,14 +309,29 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
 
 def test_a_prefill_node_runs_the_bootstrap_server(path: str) -> None:
     pytest.importorskip("baton._native", reason="the native extension is not built")
-    flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--dp-size", "2")
+    flags = (
+        "--disaggregation-mode",
+        "prefill",
+        "--disaggregation-bootstrap-port",
+        "0",
+        "--dp-size",
+        "2",
+    )
     with fake_engine("--model-path", path, *flags) as engine:
         port = engine.ready["bootstrap_port"]
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-        assert httpx.get(engine.url + "/get_server_info").json()["disaggregation_bootstrap_port"] == port
+        assert (
+            httpx.get(engine.url + "/get_server_info").json()["disaggregation_bootstrap_port"]
+            == port
+        )
         meet = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 7}
-        r = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "stop": "a", **meet})
+        r = httpx.post(
+            engine.url + "/v1/completions",
+            json={"prompt": "a", "max_tokens": 9, "stop": "a", **meet},
+        )
         assert r.json()["usage"]["completion_tokens"] == 1
         books = engine.ledger(1)
         assert books["submits"][0]["rendezvous"]["room"] == 7, "room % dp_size is the rank"
-        assert books["aborts"] == [], "a P node's answer ends by itself; an abort would end the lease"
+        assert books["aborts"] == [], (
+            "a P node's answer ends by itself; an abort would end the lease"
+        )

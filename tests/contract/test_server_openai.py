@@ -32,7 +32,9 @@ def script(**options: Any) -> dict[str, Any]:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    r = client.chat.completions.create(model="tiny", messages=HELLO, extra_body=script(reply="Grüße 😀", cached=8))
+    r = client.chat.completions.create(
+        model="tiny", messages=HELLO, extra_body=script(reply="Grüße 😀", cached=8)
+    )
     assert r.object == "chat.completion"
     assert r.model == "tiny"
     assert r.id.startswith("chatcmpl-")
@@ -65,9 +67,14 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_stop_string_across_tokens_aborts_the_rank(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_stop_string_across_tokens_aborts_the_rank(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
     r = client.chat.completions.create(
-        model="tiny", messages=HELLO, stop=["lay ra"], extra_body=script(reply="the relay race goes on", step=0.01)
+        model="tiny",
+        messages=HELLO,
+        stop=["lay ra"],
+        extra_body=script(reply="the relay race goes on", step=0.01),
     )
     assert r.choices[0].message.content == "the re"
     assert r.choices[0].finish_reason == "stop"
@@ -81,7 +88,9 @@ def test_stop_string_across_tokens_aborts_the_rank(client: openai.OpenAI, engine
 
 def test_stop_string_can_be_kept(client: openai.OpenAI) -> None:
     body = script(reply="the relay race") | {"include_stop_str_in_output": True}
-    r = client.completions.create(model="tiny", prompt="x", stop=" ra", max_tokens=50, extra_body=body)
+    r = client.completions.create(
+        model="tiny", prompt="x", stop=" ra", max_tokens=50, extra_body=body
+    )
     assert r.choices[0].text == "the relay ra"
 
 
@@ -137,13 +146,21 @@ def test_echo_without_generation(client: openai.OpenAI, engine: FakeEngine) -> N
     assert r.choices[0].text == "the relay"
     assert r.choices[0].finish_reason == "length"
     assert len(engine.ledger()["submits"]) == before, "nothing was asked of the rank"
-    chunks = list(client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=0, echo=True, stream=True))
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=[5, 6, 7], max_tokens=0, echo=True, stream=True
+        )
+    )
     assert len(chunks) == 1
     assert chunks[0].choices[0].finish_reason == "length"
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "extra_body": script(reply="é", burst=3)}
+    options: dict[str, Any] = {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "extra_body": script(reply="é", burst=3),
+    }
     r = client.chat.completions.create(model="tiny", messages=HELLO, **options)
     assert r.choices[0].logprobs is not None
     content = r.choices[0].logprobs.content
@@ -154,7 +171,9 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert all(len(t.top_logprobs) == 2 for t in content)
     streamed = [
         token
-        for chunk in client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **options)
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, **options
+        )
         if chunk.choices[0].logprobs
         for token in chunk.choices[0].logprobs.content or []
     ]
@@ -171,7 +190,9 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.text_offset == [0, 3, 9]
     assert logprobs.token_logprobs == [-0.5] * 3
     assert [len(t) for t in logprobs.top_logprobs or []] == [1] * 3
-    r = client.completions.create(model="tiny", prompt="x", logprobs=0, max_tokens=9, extra_body=script(reply="the"))
+    r = client.completions.create(
+        model="tiny", prompt="x", logprobs=0, max_tokens=9, extra_body=script(reply="the")
+    )
     assert r.choices[0].logprobs is not None
     assert r.choices[0].logprobs.tokens == ["the", "</s>"]
     assert r.choices[0].logprobs.top_logprobs is None
@@ -192,7 +213,11 @@ def test_errors_arrive_with_code_param_and_request_id(client: openai.OpenAI) -> 
             model="tiny", messages=HELLO, temperature=-1, extra_headers={"x-request-id": "abc-1"}
         )
     err = caught.value
-    assert (err.code, err.param, err.type) == ("invalid_value", "temperature", "invalid_request_error")
+    assert (err.code, err.param, err.type) == (
+        "invalid_value",
+        "temperature",
+        "invalid_request_error",
+    )
     assert err.request_id == "abc-1"
     assert "temperature is -1, must be at least 0" in str(err)
     with pytest.raises(openai.NotFoundError):
@@ -200,7 +225,9 @@ def test_errors_arrive_with_code_param_and_request_id(client: openai.OpenAI) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_rank_errors_before_the_first_token_have_their_status(client: openai.OpenAI, stream: bool) -> None:
+def test_rank_errors_before_the_first_token_have_their_status(
+    client: openai.OpenAI, stream: bool
+) -> None:
     body = script(error=["queue_full", "too many"])
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, extra_body=body)
@@ -213,7 +240,9 @@ def test_an_error_in_mid_stream_raises_and_keeps_what_came(client: openai.OpenAI
     got = ""
     code = None
     try:
-        for chunk in client.chat.completions.create(model="tiny", messages=HELLO, stream=True, extra_body=body):
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, extra_body=body
+        ):
             got += chunk.choices[0].delta.content or ""
     except openai.APIError as err:
         code = err.code
@@ -222,10 +251,14 @@ def test_an_error_in_mid_stream_raises_and_keeps_what_came(client: openai.OpenAI
 
 
 def test_ids(client: openai.OpenAI, engine: FakeEngine) -> None:
-    r = client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body={"rid": "mine"})
+    r = client.completions.create(
+        model="tiny", prompt="x", max_tokens=1, extra_body={"rid": "mine"}
+    )
     assert r.id == "mine"
     assert engine.last_submit()["rid"] == "mine"
-    r = client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_headers={"x-request-id": "q7"})
+    r = client.completions.create(
+        model="tiny", prompt="x", max_tokens=1, extra_headers={"x-request-id": "q7"}
+    )
     assert r.id == "cmpl-q7"
     assert engine.last_submit()["rid"] == "q7"
 
@@ -237,6 +270,15 @@ def test_parameters_reach_the_rank(client: openai.OpenAI, engine: FakeEngine) ->
     )  # fmt: skip
     seen = engine.last_submit()
     params = seen["params"]
-    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (0.0, 0.5, 4, 0.1)
-    assert (params["seed"], params["max_new_tokens"], params["logit_bias"]) == (11, 3, [[5, -100.0]])
+    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (
+        0.0,
+        0.5,
+        4,
+        0.1,
+    )
+    assert (params["seed"], params["max_new_tokens"], params["logit_bias"]) == (
+        11,
+        3,
+        [[5, -100.0]],
+    )
     assert (seen["priority"], seen["namespace"]) == (3, "\0tenant")

@@ -36,10 +36,14 @@ def random_request(rng: random.Random) -> tuple[dict[str, Any], float]:
     return body, 0.05 if script.get("silent") else rng.choice([0.005, 0.05, 0.2, 30, 30])
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], timeout_secs: float) -> str:
+async def one(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], timeout_secs: float
+) -> str:
     """Outcome of one request: a status, or 'left'. Fails on an answer that is not whole."""
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_secs)) as r:
+        async with session.post(
+            url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_secs)
+        ) as r:
             text = await r.text()
     except asyncio.TimeoutError:
         return "left"
@@ -60,7 +64,9 @@ async def storm(engine: FakeEngine, rng: random.Random) -> Counter[str]:
             async with room:
                 return await one(session, engine.url + "/v1/completions", body, timeout_secs)
 
-        return Counter(await asyncio.gather(*(enter(*random_request(rng)) for _ in range(REQUESTS))))
+        return Counter(
+            await asyncio.gather(*(enter(*random_request(rng)) for _ in range(REQUESTS)))
+        )
 
 
 def test_a_storm_leaves_nothing_behind() -> None:
@@ -73,8 +79,15 @@ def test_a_storm_leaves_nothing_behind() -> None:
         while any(engine.ledger(rank)["running"] for rank in (0, 1)):
             if time.monotonic() > deadline:
                 pytest.fail(f"the ranks still work after 5 s; seed {seed}")
-        families = {f.name: f for f in text_string_to_metric_families(httpx.get(engine.url + "/metrics").text)}
+        families = {
+            f.name: f
+            for f in text_string_to_metric_families(httpx.get(engine.url + "/metrics").text)
+        }
         assert [s.value for s in families["baton_requests_in_flight"].samples] == [0.0]
-        assert [load["num_reqs"] for load in httpx.get(engine.url + "/v1/loads").json()["loads"]] == [0, 0]
-        assert [load["num_tokens"] for load in httpx.get(engine.url + "/v1/loads").json()["loads"]] == [0, 0]
+        assert [
+            load["num_reqs"] for load in httpx.get(engine.url + "/v1/loads").json()["loads"]
+        ] == [0, 0]
+        assert [
+            load["num_tokens"] for load in httpx.get(engine.url + "/v1/loads").json()["loads"]
+        ] == [0, 0]
         assert engine.log == "", f"seed {seed}"

@@ -40,7 +40,9 @@ class Stream:
         self._thread.start()
 
     def _read(self) -> None:
-        with httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=20) as response:
+        with httpx.stream(
+            "POST", self._url + "/v1/completions", json=self._body, timeout=20
+        ) as response:
             for part in response.iter_text():
                 self.text += part
 
@@ -71,13 +73,22 @@ def test_a_suspended_stream_pauses_with_comments_and_goes_on(
     stream = Stream(engine.url, cache_salt=script(step=0.02), **body)
     wait_until(lambda: stream.answers)
     done = http.post(f"/v1/requests/{rid}/suspend")
-    assert (done.status_code, done.json()) == (200, {"rid": rid, "state": "suspended", "items": choices})
+    assert (done.status_code, done.json()) == (
+        200,
+        {"rid": rid, "state": "suspended", "items": choices},
+    )
     assert http.post(f"/v1/requests/{rid}/suspend").json() == done.json(), "again: no change"
     assert suspended(engine) == choices
     wait_until(lambda: stream.text.endswith(": waiting\n\n: waiting\n\n"))
     assert "[DONE]" not in stream.text
-    assert http.post(f"/v1/requests/{rid}/resume").json() == {"rid": rid, "state": "resumed", "items": choices}
-    assert http.post(f"/v1/requests/{rid}/resume").status_code in (200, 404), "again: no change, or just over"
+    assert http.post(f"/v1/requests/{rid}/resume").json() == {
+        "rid": rid,
+        "state": "resumed",
+        "items": choices,
+    }
+    assert http.post(f"/v1/requests/{rid}/resume").status_code in (200, 404), (
+        "again: no change, or just over"
+    )
     paused = stream.join()
     plain = Stream(engine.url, **body).join()
     assert paused == plain
@@ -94,10 +105,20 @@ def test_unknown_and_finished_requests_are_not_found(http: httpx.Client) -> None
 
 
 def test_a_request_in_transfer_is_refused_and_the_key_is_asked_for() -> None:
-    with fake_engine("--model-path", model(), "--api-key", "k", script={"unsuspendable": "it is in transfer"}) as one:
+    with fake_engine(
+        "--model-path", model(), "--api-key", "k", script={"unsuspendable": "it is in transfer"}
+    ) as one:
         key = {"authorization": "Bearer k"}
-        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "rid": "r", "cache_salt": script(step=0.02)}
-        with httpx.stream("POST", one.url + "/v1/completions", json={**body, "stream": True}, headers=key) as stream:
+        body = {
+            "prompt": "a",
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "rid": "r",
+            "cache_salt": script(step=0.02),
+        }
+        with httpx.stream(
+            "POST", one.url + "/v1/completions", json={**body, "stream": True}, headers=key
+        ) as stream:
             parts = stream.iter_bytes()  # kept: when it is collected, the connection closes
             next(parts)
             url = one.url + "/v1/requests/r/suspend"

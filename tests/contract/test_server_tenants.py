@@ -37,7 +37,9 @@ def http(engine: FakeEngine) -> Iterator[httpx.Client]:
 
 
 def ask(http: httpx.Client, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    return http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 2} | body, headers=headers)
+    return http.post(
+        "/v1/completions", json={"prompt": [5] * 10, "max_tokens": 2} | body, headers=headers
+    )
 
 
 def seen(engine: FakeEngine) -> tuple[str, str, int | None]:
@@ -49,16 +51,26 @@ def seen(engine: FakeEngine) -> tuple[str, str, int | None]:
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+        ),
         ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 2}}),
     ],
 )
-def test_fields_and_header_reach_the_rank(http: httpx.Client, engine: FakeEngine, path: str, body: Any) -> None:
+def test_fields_and_header_reach_the_rank(
+    http: httpx.Client, engine: FakeEngine, path: str, body: Any
+) -> None:
     r = http.post(path, json=body | {"priority_class": "batch", "tenant": "a@b"})
     assert r.status_code == 200
     assert "x-ignored-params" not in r.headers
     assert seen(engine) == ("a@b", "batch", None)
-    assert http.post(path, json=body | {"service_tier": "flex"}, headers={"X-Tenant-Id": "t9"}).status_code == 200
+    assert (
+        http.post(
+            path, json=body | {"service_tier": "flex"}, headers={"X-Tenant-Id": "t9"}
+        ).status_code
+        == 200
+    )
     assert seen(engine) == ("t9", "batch", None)
 
 
@@ -78,9 +90,15 @@ def test_a_tenants_class_caps_and_its_range_clamps(http: httpx.Client, engine: F
         ({}, {"x-tenant-id": "a,b"}, "x-tenant-id"),
     ],
 )
-def test_unknown_names_are_400(http: httpx.Client, body: dict[str, Any], headers: dict[str, str], param: str) -> None:
+def test_unknown_names_are_400(
+    http: httpx.Client, body: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
     r = ask(http, headers, **body)
-    assert (r.status_code, r.json()["error"]["code"], r.json()["error"]["param"]) == (400, "invalid_value", param)
+    assert (r.status_code, r.json()["error"]["code"], r.json()["error"]["param"]) == (
+        400,
+        "invalid_value",
+        param,
+    )
 
 
 def test_a_used_up_minute_is_429_with_retry_after_and_others_pass(http: httpx.Client) -> None:
@@ -88,7 +106,9 @@ def test_a_used_up_minute_is_429_with_retry_after_and_others_pass(http: httpx.Cl
     r = ask(http, {"x-tenant-id": "slow"}, prompt=[5] * 50)
     assert (r.status_code, r.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert r.json()["error"]["type"] == "overloaded_error"
-    assert 1 <= int(r.headers["retry-after"]) <= 42, "at most 42 tokens are missing at one per second"
+    assert 1 <= int(r.headers["retry-after"]) <= 42, (
+        "at most 42 tokens are missing at one per second"
+    )
     assert ask(http, {"x-tenant-id": "fast"}, prompt=[5] * 50).status_code == 200
     assert "baton_tenant_rate_limited_total 1.0" in http.get("/metrics").text
 
@@ -103,8 +123,13 @@ def test_generated_tokens_count_and_a_refused_prompt_does_not(http: httpx.Client
 
 
 def test_without_the_flags_the_fields_are_ignored_and_say_so() -> None:
-    with fake_engine("--model-path", model()) as plain, httpx.Client(base_url=plain.url, timeout=20) as http:
-        r = ask(http, {"x-tenant-id": "a b"}, tenant="a b", priority_class="gold", service_tier="turbo")
+    with (
+        fake_engine("--model-path", model()) as plain,
+        httpx.Client(base_url=plain.url, timeout=20) as http,
+    ):
+        r = ask(
+            http, {"x-tenant-id": "a b"}, tenant="a b", priority_class="gold", service_tier="turbo"
+        )
         assert r.status_code == 200
         assert set(r.headers["x-ignored-params"].split(",")) == {"tenant", "priority_class"}
         assert seen(plain) == ("", "", None)

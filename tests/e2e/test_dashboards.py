@@ -31,7 +31,9 @@ def fleet() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def scraped(fleet: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[prometheus.Server]:
+def scraped(
+    fleet: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[prometheus.Server]:
     """The Prometheus of deploy/monitoring, looking each second, with the fleet in its file of targets."""
     folder = tmp_path_factory.mktemp("prometheus")
     faster = re.compile(r"(interval: )\d+s")
@@ -39,9 +41,15 @@ def scraped(fleet: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for name in ("prometheus.yml", "rules/recording.yml", "rules/alerts.yml"):
         (folder / name).write_text(faster.sub(r"\g<1>1s", (MONITORING / name).read_text()))
     shutil.copytree(MONITORING / "targets", folder / "targets")
-    members = [("router", fleet.url), *((node["role"], node["url"]) for node in fleet.state["nodes"])]
+    members = [
+        ("router", fleet.url),
+        *((node["role"], node["url"]) for node in fleet.state["nodes"]),
+    ]
     targets = [
-        {"targets": [url.removeprefix("http://")], "labels": {"namespace": "baton", "component": role}}
+        {
+            "targets": [url.removeprefix("http://")],
+            "labels": {"namespace": "baton", "component": role},
+        }
         for role, url in members
     ]
     (folder / "targets" / "hosts.yml").write_text(yaml.safe_dump(targets))
@@ -64,7 +72,11 @@ def traffic(fleet: Cluster) -> Iterator[None]:
                 prompt = "Baton is a router. " * 40 + str(number)
                 try:
                     answer = client.completions.create(
-                        model="demo", prompt=prompt, max_tokens=12, temperature=0, stream=number % 2 == 0
+                        model="demo",
+                        prompt=prompt,
+                        max_tokens=12,
+                        temperature=0,
+                        stream=number % 2 == 0,
                     )
                     if isinstance(answer, openai.Stream):
                         for _ in answer:
@@ -103,11 +115,16 @@ def test_every_dashboard_query_has_data(scraped: prometheus.Server, traffic: Non
         pytest.fail(f"no data in {DATA_SECS:g} s: {wanted}")
 
 
-def test_every_recording_rule_has_data(scraped: prometheus.Server, traffic: None, fleet: Cluster) -> None:
+def test_every_recording_rule_has_data(
+    scraped: prometheus.Server, traffic: None, fleet: Cluster
+) -> None:
     groups = yaml.safe_load((MONITORING / "rules" / "recording.yml").read_text())["groups"]
     wanted = {
         rule["record"]
-        + "".join(f'{{role="{labels["role"]}",signal="{labels["signal"]}"}}' for labels in [rule["labels"]])
+        + "".join(
+            f'{{role="{labels["role"]}",signal="{labels["signal"]}"}}'
+            for labels in [rule["labels"]]
+        )
         if "labels" in rule
         else rule["record"]
         for group in groups
@@ -118,13 +135,26 @@ def test_every_recording_rule_has_data(scraped: prometheus.Server, traffic: None
         eventually(f"{name} has data", lambda name=name: scraped.numbers(name), DATA_SECS)
     for role in ("prefill", "decode"):
         assert scraped.numbers(f'baton:ready_replicas{{namespace="baton",role="{role}"}}') == [2]
-        assert scraped.numbers(f'baton:wanted_replicas{{namespace="baton",role="{role}"}}')[0] in (1, 2, 3, 4)
+        assert scraped.numbers(f'baton:wanted_replicas{{namespace="baton",role="{role}"}}')[0] in (
+            1,
+            2,
+            3,
+            4,
+        )
 
 
-def test_no_alert_is_on_its_way_in_a_healthy_fleet(scraped: prometheus.Server, traffic: None) -> None:
+def test_no_alert_is_on_its_way_in_a_healthy_fleet(
+    scraped: prometheus.Server, traffic: None
+) -> None:
     eventually(
-        "the rules of budgets have data", lambda: scraped.numbers("baton:request_errors:ratio_rate5m"), DATA_SECS
+        "the rules of budgets have data",
+        lambda: scraped.numbers("baton:request_errors:ratio_rate5m"),
+        DATA_SECS,
     )
-    latencies = {"TTFTBurn", "ITLBurn", "TransferSlow"}  # how fast the machine is, is not the matter here
+    latencies = {
+        "TTFTBurn",
+        "ITLBurn",
+        "TransferSlow",
+    }  # how fast the machine is, is not the matter here
     active = {sample["metric"]["alertname"] for sample in scraped.query("ALERTS")}
     assert active - latencies == set()

@@ -23,7 +23,14 @@ SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
 def cluster() -> Iterator[Cluster]:
     """--transport is left at auto. Copies are slow, so that a kill finds some under way."""
     path = os.pathsep.join([str(SITE), str(REPO), str(REPO / "engine")])
-    flags = ["--chunked-prefill-size", "64", "--kv-lease-secs", "5", "--test-kv-fault", json.dumps(SLOW)]
+    flags = [
+        "--chunked-prefill-size",
+        "64",
+        "--kv-lease-secs",
+        "5",
+        "--test-kv-fault",
+        json.dumps(SLOW),
+    ]
     with Cluster.up(*flags, env={"PYTHONPATH": path}) as cluster:
         yield cluster
 
@@ -45,7 +52,9 @@ def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
     """The dead process's memory holds rubbish from then on, where it is still open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
     everyone = {node["url"] for node in cluster.state["nodes"]}
-    eventually("the router has both again", lambda: everyone <= cluster.ready())  # until then D computes prompts itself
+    eventually(
+        "the router has both again", lambda: everyone <= cluster.ready()
+    )  # until then D computes prompts itself
     before = pulled(cluster, "cuda_ipc")
     cluster.complete("a new pair opens its pages again " * 4, max_tokens=4)
     already = 0 if role == "decode" else before

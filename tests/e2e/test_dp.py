@@ -29,7 +29,9 @@ KNOWN = ("--kv-events-config", EVENTS, "--router-args", f"--kv-events on --block
 @pytest.fixture(scope="module")
 def wide() -> Iterator[Cluster]:
     """One engine of eight ranks."""
-    with Cluster.up("--workers", "1", "--dp-size", str(RANKS), "--max-total-tokens", "4096", *KNOWN) as cluster:
+    with Cluster.up(
+        "--workers", "1", "--dp-size", str(RANKS), "--max-total-tokens", "4096", *KNOWN
+    ) as cluster:
         eventually("all caches are known", lambda: states(cluster) == ["exact"] * RANKS)
         yield cluster
 
@@ -40,7 +42,11 @@ def wide_pair() -> Iterator[Cluster]:
     flags = ["--max-total-tokens", "4096", *KNOWN]
     first = free_ports(2 * (4 + 2))
     for role, ranks in (("prefill", 4), ("decode", 2)):
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{first}"}
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{first}",
+        }
         config["replay_endpoint"] = f"tcp://127.0.0.1:{first + ranks}"
         flags += [f"--{role}-args", f"--dp-size {ranks} --kv-events-config '{json.dumps(config)}'"]
         first += 2 * ranks
@@ -62,7 +68,9 @@ def free_ports(count: int) -> int:
 
 
 def workers(router: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(get(f"{router}/workers") or '{"workers": []}')["workers"]
+    found: list[dict[str, Any]] = json.loads(get(f"{router}/workers") or '{"workers": []}')[
+        "workers"
+    ]
     return found
 
 
@@ -128,7 +136,9 @@ def no_load(cluster: Cluster) -> bool:
 
 def blocks(url: str, rank: int) -> int:
     """Blocks in a rank's own tree."""
-    text = httpx.get(f"{url}/v1/kv_events", params={"follow": "false", "dp_rank": rank}, timeout=20).text
+    text = httpx.get(
+        f"{url}/v1/kv_events", params={"follow": "false", "dp_rank": rank}, timeout=20
+    ).text
     events = json.loads(text.splitlines()[0])["events"]
     return sum(len(event.get("block_hashes", ())) for event in events)
 
@@ -173,7 +183,11 @@ def test_a_chat_stays_where_its_beginning_is_cached(wide: Cluster) -> None:
         rid = f"chat-{turn}"
         with wide.client() as client:
             answer = client.chat.completions.create(
-                model="demo", messages=messages, max_tokens=24, temperature=0, extra_headers={"x-request-id": rid}
+                model="demo",
+                messages=messages,
+                max_tokens=24,
+                temperature=0,
+                extra_headers={"x-request-id": rid},
             )
         ranks.append(rank_of(legs(wide, rid)["regular"]))
         assert answer.usage is not None
@@ -201,7 +215,10 @@ def test_the_index_follows_each_rank(wide: Cluster) -> None:
     assert (rank_of(leg), leg["cached_tokens"]) == (first, 4 * PAGE), "it was expected where it is"
     assert again["meta_info"]["cached_tokens"] == 4 * PAGE
     httpx.post(f"{url}/flush_cache").raise_for_status()
-    eventually("the router knows that all are empty", lambda: [feed["blocks"] for feed in feeds(wide)] == [0] * RANKS)
+    eventually(
+        "the router knows that all are empty",
+        lambda: [feed["blocks"] for feed in feeds(wide)] == [0] * RANKS,
+    )
 
 
 # ---- a pair --------------------------------------------------------------------------------------------------------
@@ -211,7 +228,9 @@ def test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank(wide_pair: 
     p, d = wide_pair.node("prefill")["url"], wide_pair.node("decode")["url"]
 
     def counted() -> tuple[dict[int, float], dict[int, float]]:
-        return by_rank(p, "baton_prompt_tokens_computed_total"), by_rank(d, "baton_generated_tokens_total")
+        return by_rank(p, "baton_prompt_tokens_computed_total"), by_rank(
+            d, "baton_generated_tokens_total"
+        )
 
     before = settled(counted)
     computed, generated = dict.fromkeys(range(4), 0), dict.fromkeys(range(2), 0)
@@ -229,9 +248,14 @@ def test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank(wide_pair: 
 
     def grown() -> list[dict[int, float]]:
         sides = zip(counted(), before, strict=True)
-        return [{rank: value - then.get(rank, 0) for rank, value in now.items()} for now, then in sides]
+        return [
+            {rank: value - then.get(rank, 0) for rank, value in now.items()} for now, then in sides
+        ]
 
-    eventually("each rank has computed and generated what was sent to it", lambda: grown() == [computed, generated])
+    eventually(
+        "each rank has computed and generated what was sent to it",
+        lambda: grown() == [computed, generated],
+    )
     eventually("no load is left", lambda: no_load(wide_pair))
     wide_pair.assert_nothing_is_held()
 
@@ -248,7 +272,10 @@ def test_the_index_follows_each_rank_of_both_roles(wide_pair: Cluster) -> None:
     assert again["meta_info"]["cached_tokens"] == 4 * PAGE
     for role in ("prefill", "decode"):
         httpx.post(f"{wide_pair.node(role)['url']}/flush_cache").raise_for_status()
-    eventually("the router knows that all are empty", lambda: [feed["blocks"] for feed in feeds(wide_pair)] == [0] * 6)
+    eventually(
+        "the router knows that all are empty",
+        lambda: [feed["blocks"] for feed in feeds(wide_pair)] == [0] * 6,
+    )
 
 
 class Disguise(ThreadingHTTPServer):
@@ -305,18 +332,29 @@ def test_the_sockets_of_each_rank_are_followed_too(wide_pair: Cluster) -> None:
             "--pd-disaggregation", "--prefill", prefill.url, str(p["bootstrap_port"]), "--decode", decode.url,
             "--dp-aware", "--kv-events", "on", "--block-size", str(PAGE),
         ) as url:  # fmt: skip
-            eventually("the router knows each rank's cache", lambda: index_follows(url, real.__getitem__))
+            eventually(
+                "the router knows each rank's cache", lambda: index_follows(url, real.__getitem__)
+            )
             sources = [feed["source"] for worker in workers(url) for feed in worker["kv_events"]]
             assert len(set(sources)) == 6
             assert all(source.startswith("tcp://127.0.0.1:") for source in sources), sources
-            body = {"input_ids": prompt(601), "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-            first, again = (httpx.post(f"{url}/generate", json=body, timeout=60).json() for _ in range(2))
+            body = {
+                "input_ids": prompt(601),
+                "sampling_params": {"temperature": 0, "max_new_tokens": 4},
+            }
+            first, again = (
+                httpx.post(f"{url}/generate", json=body, timeout=60).json() for _ in range(2)
+            )
             assert first["output_ids"] == again["output_ids"]
-            eventually("the router knows each rank's cache", lambda: index_follows(url, real.__getitem__))
+            eventually(
+                "the router knows each rank's cache", lambda: index_follows(url, real.__getitem__)
+            )
             for node in (p, d):
                 httpx.post(f"{node['url']}/flush_cache").raise_for_status()
             eventually("it knows that all are empty", lambda: index_follows(url, real.__getitem__))
-            assert not any(feed["blocks"] for worker in workers(url) for feed in worker["kv_events"])
+            assert not any(
+                feed["blocks"] for worker in workers(url) for feed in worker["kv_events"]
+            )
 
 
 # ---- the end of a rank ---------------------------------------------------------------------------------------------
@@ -345,7 +383,9 @@ def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: 
         thread.start()
     running = lambda: by_rank(node["url"], "baton_requests", state="running")  # noqa: E731
     eventually("every rank has work", lambda: len(running()) == RANKS and all(running().values()))
-    ranks = [p for p in family(node["pid"])[1:] if "baton.server.worker.process" in " ".join(p.cmdline())]
+    ranks = [
+        p for p in family(node["pid"])[1:] if "baton.server.worker.process" in " ".join(p.cmdline())
+    ]
     assert len(ranks) == RANKS
     is_over.set()
     os.kill(ranks[3].pid, signal.SIGKILL)
@@ -354,8 +394,14 @@ def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: 
     whole = [text for status, text in results.values() if status == 200 and '"length"' in text]
     failed = [(status, text) for status, text in results.values() if '"length"' not in text]
     assert len(whole) >= 2 * RANKS - 4, "the other ranks finish what they have"
-    expected = ("engine_dead", "upstream_error", "no_worker")  # the last: a stream waited in vain for another worker
-    assert all(status == 503 or any(code in text for code in expected) for status, text in failed), failed
+    expected = (
+        "engine_dead",
+        "upstream_error",
+        "no_worker",
+    )  # the last: a stream waited in vain for another worker
+    assert all(
+        status == 503 or any(code in text for code in expected) for status, text in failed
+    ), failed
     wide.await_restart("worker")
     eventually("all caches are known", lambda: states(wide) == ["exact"] * RANKS)
     eventually("no load is left", lambda: no_load(wide))

@@ -52,13 +52,17 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         self._is_over = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(url, i)) for url in routers for i in range(STREAMS_PER_ROUTER)
+            threading.Thread(target=self._run, args=(url, i))
+            for url in routers
+            for i in range(STREAMS_PER_ROUTER)
         ]
         for thread in self._threads:
             thread.start()
 
     def _run(self, url: str, number: int) -> None:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
             turn = 0
             while not self._is_over.is_set():
                 turn += 1
@@ -79,7 +83,11 @@ class Load:
         except openai.APIError as err:
             return repr(err)
         tokens = usage.completion_tokens if usage is not None else None
-        return "ok" if (reason, tokens) == ("length", TOKENS) else f"ends with {reason} after {tokens} tokens"
+        return (
+            "ok"
+            if (reason, tokens) == ("length", TOKENS)
+            else f"ends with {reason} after {tokens} tokens"
+        )
 
     def more(self, count: int) -> None:
         """Wait until so many more streams have ended."""
@@ -102,7 +110,10 @@ def two_routers(cluster: Cluster) -> Iterator[list[str]]:
         flags += [str(node["bootstrap_port"])] if node["role"] == "prefill" else []
     with Router.up(*flags) as second:
         for node in nodes:
-            eventually("both know the node", lambda url=node["url"]: worker(second, url).get("state") == "ready")
+            eventually(
+                "both know the node",
+                lambda url=node["url"]: worker(second, url).get("state") == "ready",
+            )
         yield [cluster.url, second]
 
 
@@ -126,11 +137,15 @@ def test_drain_through_one_router_is_applied_by_the_other(role: str) -> None:
             reply = post(f"{first}/workers/{id}/drain")
             assert (reply["status"], reply["drained_by"]) == ("draining", "worker")
             assert worker(first, node)["state"] == "draining"
-            eventually("the second router knows", lambda: worker(second, node)["state"] == "draining")
+            eventually(
+                "the second router knows", lambda: worker(second, node)["state"] == "draining"
+            )
             eventually("nothing is left there", lambda: drain_report(node)["is_drained"])
             seen = answered_here(node), refused_here(node)
             load.more(4 * STREAMS_PER_ROUTER)
-            assert (answered_here(node), refused_here(node)) == seen, "no router sends anything there"
+            assert (answered_here(node), refused_here(node)) == seen, (
+                "no router sends anything there"
+            )
             assert drain_report(node)["is_drained"]
 
             id = worker(second, node)["id"]
@@ -151,18 +166,38 @@ def test_process_stopped_after_the_drain_command_loses_nothing() -> None:
         try:
             for role in ("decode", "prefill"):
                 node = cluster.node(role)
-                eventually("the node works", lambda url=node["url"]: drain_report(url)["left"]["requests"] > 0)
-                command = [sys.executable, "-m", "baton.cli", "drain", node["url"], "--wait", "--timeout", "120"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+                eventually(
+                    "the node works",
+                    lambda url=node["url"]: drain_report(url)["left"]["requests"] > 0,
+                )
+                command = [
+                    sys.executable,
+                    "-m",
+                    "baton.cli",
+                    "drain",
+                    node["url"],
+                    "--wait",
+                    "--timeout",
+                    "120",
+                ]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=180, check=False
+                )
                 assert done.returncode == 0, done.stdout + done.stderr
                 assert done.stdout.splitlines()[-1] == f"safe to stop: {node['url']}"
                 os.kill(node["pid"], signal.SIGTERM)
                 cluster.await_restart(role, restarts=node["restarts"] + 1)
                 for router in routers:
-                    eventually("it is back", lambda r=router, n=node: worker(r, n["url"])["state"] == "ready", 120)
+                    eventually(
+                        "it is back",
+                        lambda r=router, n=node: worker(r, n["url"])["state"] == "ready",
+                        120,
+                    )
         finally:
             load.end()
         assert load.outcomes == {"ok": sum(load.outcomes.values())}
-        resumed = [metric(router, "baton_router_failovers_total", outcome="resumed") for router in routers]
+        resumed = [
+            metric(router, "baton_router_failovers_total", outcome="resumed") for router in routers
+        ]
         assert not any(count > 0 for count in resumed), "every stream ended where it began"
         cluster.assert_nothing_is_held()

@@ -47,5 +47,7 @@ def test_tokens_do_not_depend_on_company(pair: Cluster, expected: list[list[int]
     """All at once, twice: batches mix, the second round hits the caches of both nodes."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         for _ in range(2):
-            assert list(pool.map(lambda prompt: pair.generate_ids(prompt, 24), prompts())) == expected
+            assert (
+                list(pool.map(lambda prompt: pair.generate_ids(prompt, 24), prompts())) == expected
+            )
     pair.assert_nothing_is_held()

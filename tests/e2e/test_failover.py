@@ -72,20 +72,37 @@ def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
         assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
         meta = events[-1]["meta_info"]
         counts = meta["prompt_tokens"], meta["completion_tokens"]
-        return {"ids": events[-1]["output_ids"], "text": texts[-1], "finish": meta["finish_reason"], "counts": counts}
-    assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
+        return {
+            "ids": events[-1]["output_ids"],
+            "text": texts[-1],
+            "finish": meta["finish_reason"],
+            "counts": counts,
+        }
+    assert (
+        len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
+    )
     choices = [choice for event in events for choice in event["choices"]]
     deltas = [choice.get("delta", choice) for choice in choices]
     columns: list[Any] = []
     for found in (choice["logprobs"] for choice in choices if choice.get("logprobs")):
-        rows = found.get("content") or zip(found["tokens"], found["text_offset"], found["token_logprobs"], strict=True)
-        columns += [(row["token"], row["logprob"]) if isinstance(row, dict) else row for row in rows]
+        rows = found.get("content") or zip(
+            found["tokens"], found["text_offset"], found["token_logprobs"], strict=True
+        )
+        columns += [
+            (row["token"], row["logprob"]) if isinstance(row, dict) else row for row in rows
+        ]
     return {
         "roles": [delta["role"] for delta in deltas if "role" in delta],
         "text": "".join(delta.get("content", delta.get("text", "")) for delta in deltas),
         "finishes": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
-        "usage": [(e["usage"]["prompt_tokens"], e["usage"]["completion_tokens"]) for e in events if e.get("usage")],
-        "logprobs": [tuple(round(x, 4) if isinstance(x, float) else x for x in row) for row in columns],
+        "usage": [
+            (e["usage"]["prompt_tokens"], e["usage"]["completion_tokens"])
+            for e in events
+            if e.get("usage")
+        ],
+        "logprobs": [
+            tuple(round(x, 4) if isinstance(x, float) else x for x in row) for row in columns
+        ],
     }
 
 
@@ -108,7 +125,9 @@ def kill_busy(cluster: Cluster) -> int | None:
     return index
 
 
-def assert_kills_change_nothing(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], streams: int = 1) -> None:
+def assert_kills_change_nothing(
+    cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], streams: int = 1
+) -> None:
     """A decode node dies while at least so many of these answers are under way; they are as undisturbed.
 
     On a loaded machine the engines may be done before the kill: ask again until that many streams were resumed.
@@ -121,17 +140,24 @@ def assert_kills_change_nothing(cluster: Cluster, asked: list[tuple[str, dict[st
         assert count <= len(asked)
         if count >= streams:
             return
-    raise AssertionError(f"in {MAX_RIDES} rides fewer than {streams} answers were under way at the kill")
+    raise AssertionError(
+        f"in {MAX_RIDES} rides fewer than {streams} answers were under way at the kill"
+    )
 
 
-def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool) -> list[dict[str, Any]]:
+def ride(
+    cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool
+) -> list[dict[str, Any]]:
     """All of it at once; with `kills`, the busier decode node dies when three of four have come some way."""
 
     async def work() -> list[dict[str, Any]]:
         under_way = asyncio.Semaphore(0)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(cluster.url, timeout=timeout) as session:
-            tasks = [asyncio.ensure_future(events_of(session, path, body, under_way)) for path, body in asked]
+            tasks = [
+                asyncio.ensure_future(events_of(session, path, body, under_way))
+                for path, body in asked
+            ]
             if kills:
                 for _ in range(-(-3 * len(asked) // 4)):
                     await asyncio.wait_for(under_way.acquire(), 60)
@@ -146,7 +172,8 @@ def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool)
     for index in killed:
         cluster.await_restart("decode", index, restarts[index] + 1)
         eventually(
-            "the router has all again", lambda: {node["url"] for node in cluster.state["nodes"]} <= cluster.ready()
+            "the router has all again",
+            lambda: {node["url"] for node in cluster.state["nodes"]} <= cluster.ready(),
         )
     cluster.assert_nothing_is_held()
     return answers
@@ -164,7 +191,9 @@ def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: 
 
 
 def test_many_streams_are_gone_on_with_at_once(cluster: Cluster) -> None:
-    asked = [("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)]
+    asked = [
+        ("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)
+    ]
     assert_kills_change_nothing(cluster, asked, streams=2)
 
 

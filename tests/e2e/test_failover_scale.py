@@ -19,7 +19,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STREAMS = int(os.environ.get("BATON_SCALE_STREAMS", "600"))
 TOKENS = int(os.environ.get("BATON_SCALE_TOKENS", "2000"))
-FLEET = ("--prefill", "3", "--decode", "3", "--simulate", "h200-8b", "--max-running-requests", "512")
+FLEET = (
+    "--prefill",
+    "3",
+    "--decode",
+    "3",
+    "--simulate",
+    "h200-8b",
+    "--max-running-requests",
+    "512",
+)
 
 
 @dataclass
@@ -51,7 +60,9 @@ async def read_stream(session: aiohttp.ClientSession, number: int, tally: Stream
                 elif line.startswith(b"data: "):
                     event = json.loads(line[6:])
                     if "error" in event:
-                        tally.outcomes[f"{event['error']['code']}: {event['error']['message']}"] += 1
+                        tally.outcomes[
+                            f"{event['error']['code']}: {event['error']['message']}"
+                        ] += 1
                         return
                     tally.begun += not text
                     text += [choice["text"] for choice in event["choices"]]
@@ -69,12 +80,16 @@ def run_streams(cluster: Cluster, disturb: Callable[[Cluster], None]) -> StreamT
     tally = StreamTally()
 
     def disturb_when_begun() -> None:
-        eventually("all streams begin", lambda: tally.begun + sum(tally.outcomes.values()) >= STREAMS, 300)
+        eventually(
+            "all streams begin", lambda: tally.begun + sum(tally.outcomes.values()) >= STREAMS, 300
+        )
         disturb(cluster)
 
     async def work() -> None:
         timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(cluster.url, timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(
+            cluster.url, timeout=timeout, connector=connector
+        ) as session:
             streams = [read_stream(session, i, tally) for i in range(STREAMS)]
             await asyncio.gather(asyncio.to_thread(disturb_when_begun), *streams)
 
@@ -90,14 +105,22 @@ def ready_again(cluster: Cluster, role: str, index: int) -> None:
 def kill(cluster: Cluster, role: str, index: int) -> None:
     restarts = cluster.node(role, index)["restarts"]
     cluster.kill(role, index)
-    eventually(f"{role} {index} is restarted", lambda: cluster.node(role, index)["restarts"] > restarts, 180)
+    eventually(
+        f"{role} {index} is restarted",
+        lambda: cluster.node(role, index)["restarts"] > restarts,
+        180,
+    )
     ready_again(cluster, role, index)
 
 
 def drain(cluster: Cluster, role: str, index: int) -> None:
     restarts = cluster.node(role, index)["restarts"]
     os.kill(cluster.node(role, index)["pid"], signal.SIGTERM)
-    eventually(f"{role} {index} is restarted", lambda: cluster.node(role, index)["restarts"] > restarts, 180)
+    eventually(
+        f"{role} {index} is restarted",
+        lambda: cluster.node(role, index)["restarts"] > restarts,
+        180,
+    )
     ready_again(cluster, role, index)
 
 

@@ -36,7 +36,9 @@ def ask(cluster: Cluster, tenant: str, **body: Any) -> tuple[int, Any, dict[str,
     """Status, JSON and headers of a completion; the tenant goes in the header."""
     request = urllib.request.Request(
         f"{cluster.url}/v1/completions",
-        json.dumps({"model": "demo", "prompt": "pages", "max_tokens": 4, "temperature": 0} | body).encode(),
+        json.dumps(
+            {"model": "demo", "prompt": "pages", "max_tokens": 4, "temperature": 0} | body
+        ).encode(),
         {"content-type": "application/json", "x-tenant-id": tenant},
     )
     try:
@@ -54,19 +56,31 @@ def test_the_header_reaches_both_nodes_and_tokens_are_counted_there(cluster: Clu
     cluster.assert_nothing_is_held()
 
     def tokens(role: str, kind: str) -> float:
-        return metric(cluster.node(role)["url"], "baton_tenant_tokens_total", tenant="acme", kind=kind)
+        return metric(
+            cluster.node(role)["url"], "baton_tenant_tokens_total", tenant="acme", kind=kind
+        )
 
-    computed = usage["prompt_tokens"] - usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    computed = usage["prompt_tokens"] - usage.get("prompt_tokens_details", {}).get(
+        "cached_tokens", 0
+    )
 
     def counted() -> list[float]:
-        return [tokens("prefill", "prompt"), tokens("prefill", "generated"), tokens("decode", "generated")]
+        return [
+            tokens("prefill", "prompt"),
+            tokens("prefill", "generated"),
+            tokens("decode", "generated"),
+        ]
 
     eventually("both count its tokens", lambda: counted() == [computed, 1, 6], 20)
 
 
 def test_refusals_come_through_the_router_with_their_codes(cluster: Cluster) -> None:
     status, answer, _ = ask(cluster, "acme", priority_class="gold")
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "priority_class")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (
+        400,
+        "invalid_value",
+        "priority_class",
+    )
     status, answer, _ = ask(cluster, "closed")
     assert (status, answer["error"]["code"]) == (429, "tenant_queue_full")
     assert "tenant 'closed'" in answer["error"]["message"]
@@ -84,7 +98,9 @@ def test_the_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
     """Which class goes first is decided by the scheduler alone: tests/sim/test_fairness.py."""
 
     def tokens(role: str, name: str, kind: str) -> float:
-        return metric(cluster.node(role)["url"], "baton_class_tokens_total", **{"class": name, "kind": kind})
+        return metric(
+            cluster.node(role)["url"], "baton_class_tokens_total", **{"class": name, "kind": kind}
+        )
 
     def counted() -> list[float]:
         return [tokens("decode", name, "generated") for name in ("batch", "interactive")]
@@ -92,8 +108,28 @@ def test_the_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
     eventually("both classes are reported", lambda: min(counted()) >= 0)
     before = settled(counted)
     prompts = tokens("prefill", "batch", "prompt")
-    assert ask(cluster, "crowd", ignore_eos=True, priority_class="batch", prompt="class one", max_tokens=7)[0] == 200
-    assert ask(cluster, "crowd", ignore_eos=True, service_tier="priority", prompt="at once", max_tokens=5)[0] == 200
+    assert (
+        ask(
+            cluster,
+            "crowd",
+            ignore_eos=True,
+            priority_class="batch",
+            prompt="class one",
+            max_tokens=7,
+        )[0]
+        == 200
+    )
+    assert (
+        ask(
+            cluster,
+            "crowd",
+            ignore_eos=True,
+            service_tier="priority",
+            prompt="at once",
+            max_tokens=5,
+        )[0]
+        == 200
+    )
     eventually("tokens by class", lambda: counted() == [before[0] + 7, before[1] + 5], 30)
     eventually("prompt tokens too", lambda: tokens("prefill", "batch", "prompt") > prompts, 30)
     cluster.assert_nothing_is_held()
@@ -102,7 +138,9 @@ def test_the_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
 def test_a_tenant_at_its_limit_runs_one_by_one_beside_others(cluster: Cluster) -> None:
     threads = [
         threading.Thread(
-            target=ask, args=(cluster, "one"), kwargs={"prompt": f"turn {i}", "max_tokens": 300, "ignore_eos": True}
+            target=ask,
+            args=(cluster, "one"),
+            kwargs={"prompt": f"turn {i}", "max_tokens": 300, "ignore_eos": True},
         )
         for i in range(4)
     ]

@@ -47,9 +47,17 @@ class Stream:
             assert self.status in (502, 503, 504), self
 
 
-async def stream(session: aiohttp.ClientSession, prompt: str, max_tokens: int, started: asyncio.Event) -> Stream:
+async def stream(
+    session: aiohttp.ClientSession, prompt: str, max_tokens: int, started: asyncio.Event
+) -> Stream:
     seen = Stream()
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     async with session.post("/v1/completions", json={**body, "stream": True}) as response:
         seen.status = response.status
         if response.status != 200:
@@ -73,7 +81,9 @@ async def stream(session: aiohttp.ClientSession, prompt: str, max_tokens: int, s
     return seen
 
 
-def kill_under_load(cluster: Cluster, role: str, prompt_words: int, max_tokens: int) -> list[Stream]:
+def kill_under_load(
+    cluster: Cluster, role: str, prompt_words: int, max_tokens: int
+) -> list[Stream]:
     """Start streams, kill `role` when the first token has come, return what every client saw."""
 
     async def work() -> list[Stream]:
@@ -81,7 +91,10 @@ def kill_under_load(cluster: Cluster, role: str, prompt_words: int, max_tokens: 
         timeout = aiohttp.ClientTimeout(total=90)
         async with aiohttp.ClientSession(cluster.url, timeout=timeout) as session:
             prompts = [f"{i} " + "page " * prompt_words for i in range(IN_FLIGHT)]
-            tasks = [asyncio.ensure_future(stream(session, prompt, max_tokens, started)) for prompt in prompts]
+            tasks = [
+                asyncio.ensure_future(stream(session, prompt, max_tokens, started))
+                for prompt in prompts
+            ]
             await asyncio.wait_for(started.wait(), 60)
             cluster.kill(role)
             return await asyncio.gather(*tasks)
@@ -89,7 +102,9 @@ def kill_under_load(cluster: Cluster, role: str, prompt_words: int, max_tokens: 
     return asyncio.run(work())
 
 
-def killed_node_is_survived(cluster: Cluster, role: str, prompt_words: int, max_tokens: int) -> list[Stream]:
+def killed_node_is_survived(
+    cluster: Cluster, role: str, prompt_words: int, max_tokens: int
+) -> list[Stream]:
     restarts = cluster.node(role)["restarts"]
     before = cluster.complete("the answer does not change", max_tokens=16)
     streams = kill_under_load(cluster, role, prompt_words, max_tokens)
@@ -114,7 +129,11 @@ def test_killed_decode_node(cluster: Cluster) -> None:
 
 
 def retries(cluster: Cluster) -> float:
-    return sum(sample.value for sample in metrics(cluster.url) if sample.name == "baton_router_retries_total")
+    return sum(
+        sample.value
+        for sample in metrics(cluster.url)
+        if sample.name == "baton_router_retries_total"
+    )
 
 
 def test_killed_prefill_node(cluster: Cluster) -> None:
@@ -143,7 +162,9 @@ def test_killed_prefill_node_does_not_matter_to_running_answers(cluster: Cluster
 
     async def work() -> Stream:
         started = asyncio.Event()
-        async with aiohttp.ClientSession(cluster.url, timeout=aiohttp.ClientTimeout(total=90)) as session:
+        async with aiohttp.ClientSession(
+            cluster.url, timeout=aiohttp.ClientTimeout(total=90)
+        ) as session:
             task = asyncio.ensure_future(stream(session, "one long answer", 300, started))
             await asyncio.wait_for(started.wait(), 60)
             cluster.kill("prefill")

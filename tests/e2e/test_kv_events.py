@@ -58,7 +58,9 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def sha(parent: int, tokens: list[int]) -> int:
-    digest = hashlib.sha256(struct.pack(">Q", parent) + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+    digest = hashlib.sha256(
+        struct.pack(">Q", parent) + struct.pack(f"<{len(tokens)}i", *tokens)
+    ).digest()
     return int.from_bytes(digest[:8], "big")
 
 
@@ -163,7 +165,9 @@ def kv_info(cluster: Cluster) -> dict[str, Any]:
 
 
 def over_http(cluster: Cluster, query: str) -> list[dict[str, Any]]:
-    answer = httpx.get(cluster.node("worker")["url"] + "/v1/kv_events?follow=false&" + query, timeout=20)
+    answer = httpx.get(
+        cluster.node("worker")["url"] + "/v1/kv_events?follow=false&" + query, timeout=20
+    )
     assert answer.status_code == 200, answer.text
     return [json.loads(line) for line in answer.text.splitlines()]
 
@@ -178,7 +182,9 @@ def prompt(number: int, pages: int = 4) -> list[int]:
     return [1 + (number * 31 + i) % 200 for i in range(pages * PAGE + 3)]
 
 
-def test_a_subscriber_holds_what_the_engine_caches(cluster: Cluster, subscriber: Subscriber) -> None:
+def test_a_subscriber_holds_what_the_engine_caches(
+    cluster: Cluster, subscriber: Subscriber
+) -> None:
     """More prompts than the pool holds: stored, evicted, and in the middle a subscriber that was away."""
     subscriber.replay()
     assert subscriber.next_seq >= 1, "the first word is AllBlocksCleared"
@@ -210,13 +216,17 @@ def test_a_subscriber_holds_what_the_engine_caches(cluster: Cluster, subscriber:
     assert len(subscriber.blocks) == cached_pages(cluster) <= 64
     snapshot = over_http(cluster, "")[0]
     assert snapshot["seq"] == subscriber.next_seq
-    assert {block for event in snapshot["events"] for block in event["block_hashes"]} == subscriber.blocks.keys()
+    assert {
+        block for event in snapshot["events"] for block in event["block_hashes"]
+    } == subscriber.blocks.keys()
 
 
 def test_http_gives_the_same_batches_as_zmq(cluster: Cluster, subscriber: Subscriber) -> None:
     epoch = kv_info(cluster)["epoch"]
     before = over_http(cluster, "")[0]["seq"]
-    with httpx.stream("GET", cluster.node("worker")["url"] + f"/v1/kv_events?epoch={epoch}&from_seq={before}") as live:
+    with httpx.stream(
+        "GET", cluster.node("worker")["url"] + f"/v1/kv_events?epoch={epoch}&from_seq={before}"
+    ) as live:
         cluster.generate_ids(prompt(200), 4)
         batch = json.loads(next(line for line in live.iter_lines() if line))
     assert (batch["type"], batch["seq"], batch["epoch"]) == ("batch", before, epoch)

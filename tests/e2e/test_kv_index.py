@@ -52,10 +52,15 @@ def settled(cluster: Cluster) -> None:
     """Until the router has taken in all that the engines announced."""
 
     def announced() -> list[int]:
-        snapshots = [httpx.get(f"{url}/v1/kv_events?follow=false", timeout=20) for url in cluster.loads()]
+        snapshots = [
+            httpx.get(f"{url}/v1/kv_events?follow=false", timeout=20) for url in cluster.loads()
+        ]
         return [json.loads(answer.text.splitlines()[0])["seq"] for answer in snapshots]
 
-    eventually("nothing is on its way", lambda: [feed["next_seq"] for feed in feeds(cluster.url)] == announced())
+    eventually(
+        "nothing is on its way",
+        lambda: [feed["next_seq"] for feed in feeds(cluster.url)] == announced(),
+    )
 
 
 def asked(cluster: Cluster, ids: list[int]) -> tuple[int, int]:
@@ -76,7 +81,9 @@ def test_expected_is_counted_after_stores_evictions_and_a_flush(cluster: Cluster
     assert asked(cluster, prompt(0)) == (0, 0)
     settled(cluster)
     assert asked(cluster, prompt(0)) == (5 * PAGE, 5 * PAGE)
-    assert asked(cluster, prompt(0)[: 5 * PAGE]) == (4 * PAGE, 4 * PAGE), "the last token is computed always"
+    assert asked(cluster, prompt(0)[: 5 * PAGE]) == (4 * PAGE, 4 * PAGE), (
+        "the last token is computed always"
+    )
     for number in range(1, 30):  # more than both pools hold
         asked(cluster, prompt(number))
     time.sleep(BOOKED_SECS)
@@ -190,13 +197,17 @@ class Publisher:
             if self.router.poll(20):
                 client, _, first = self.router.recv_multipart()
                 for number in range(int.from_bytes(first, "big"), len(self.log)):
-                    self.router.send_multipart((client, b"", number.to_bytes(8, "big"), self.log[number]))
+                    self.router.send_multipart(
+                        (client, b"", number.to_bytes(8, "big"), self.log[number])
+                    )
                 self.router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
         self.router.close(linger=0)
 
     def publish(self, *events: Any, is_lost: bool = False, as_map: bool = False) -> None:
         number, ts = len(self.log), time.time()
-        batch: Any = {"ts": ts, "events": events, "data_parallel_rank": 0} if as_map else [ts, events, 0]
+        batch: Any = (
+            {"ts": ts, "events": events, "data_parallel_rank": 0} if as_map else [ts, events, 0]
+        )
         self.log.append(msgspec.msgpack.encode(batch))
         if not is_lost:
             self.pub.send_multipart((b"kv", number.to_bytes(8, "big"), self.log[-1]))
@@ -223,13 +234,17 @@ def test_vllms_sockets_are_followed_through_a_gap_and_a_restart() -> None:
     context: zmq.Context[Any] = zmq.Context()
     publisher = Publisher(context)
     with worker("127.0.0.1") as first, worker("127.0.0.2") as second:
-        urls = [f"http://{host}:{port}" for host, port in (s.server_address for s in (first, second))]
+        urls = [
+            f"http://{host}:{port}" for host, port in (s.server_address for s in (first, second))
+        ]
         with Router.up(
             "--worker-urls", *urls, "--kv-events", "on", "--block-size", str(PAGE),
             "--kv-events-endpoint", f"tcp://{{host}}:{publisher.port}",
             "--kv-events-replay-endpoint", f"tcp://{{host}}:{publisher.replay_port}",
         ) as url:  # fmt: skip
-            eventually("both answer", lambda: metric(url, "baton_router_workers", state="ready") == 2)
+            eventually(
+                "both answer", lambda: metric(url, "baton_router_workers", state="ready") == 2
+            )
             ids = prompt(1, pages=40)
 
             def followed() -> dict[str, Any]:
@@ -246,7 +261,9 @@ def test_vllms_sockets_are_followed_through_a_gap_and_a_restart() -> None:
             eventually("a batch in the newer form", lambda: is_at(2))
             assert followed()["blocks"] == 20
             for _ in range(4):
-                httpx.post(f"{url}/generate", json={"input_ids": ids}, timeout=10).raise_for_status()
+                httpx.post(
+                    f"{url}/generate", json={"input_ids": ids}, timeout=10
+                ).raise_for_status()
             assert (first.asked, second.asked) == (4, 0)  # type: ignore[attr-defined]
 
             publisher.publish(["BlockRemoved", [block(ids, 19)], "GPU"], is_lost=True)

@@ -23,7 +23,9 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def engine_requests(cluster: Cluster, **labels: str) -> list[float]:
     """Requests that each engine has answered or refused; a series that does not exist yet counts 0."""
-    return [count(node["url"], "baton_http_requests_total", **labels) for node in cluster.state["nodes"]]
+    return [
+        count(node["url"], "baton_http_requests_total", **labels) for node in cluster.state["nodes"]
+    ]
 
 
 @pytest.mark.timeout(180)
@@ -50,13 +52,20 @@ def test_prompts_of_20_mib_reach_no_engine_and_no_stream(pair: Cluster) -> None:
     streams.start()
     try:
         assert begun.wait(60)
-        answers = {name: pair.post(path, {"model": "demo", **body}) for name, (path, body, _) in LARGE.items()}
+        answers = {
+            name: pair.post(path, {"model": "demo", **body})
+            for name, (path, body, _) in LARGE.items()
+        }
     finally:
         refused.set()
         streams.join()
     for name, (status, answer) in answers.items():
         error = answer["error"]
-        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", LARGE[name][2]), answer
+        assert (status, error["code"], error["param"]) == (
+            400,
+            "context_length_exceeded",
+            LARGE[name][2],
+        ), answer
     assert streamed == [undisturbed] * len(streamed)
     assert engine_requests(pair, code="context_length_exceeded") == refused_before
 

@@ -51,9 +51,15 @@ def test_stream_equals_the_whole_answer_and_ends_once(pair: Cluster) -> None:
         )  # fmt: skip
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert choices[0].delta.role == "assistant"
-    assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    assert (
+        "".join(choice.delta.content or "" for choice in choices)
+        == whole.choices[0].message.content
+    )
     assert [c.finish_reason for c in choices if c.finish_reason] == [whole.choices[0].finish_reason]
-    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert (
+        chunks[-1].usage == whole.usage
+        or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    )
 
 
 def test_completion_stops_at_a_stop_string(pair: Cluster) -> None:
@@ -61,7 +67,12 @@ def test_completion_stops_at_a_stop_string(pair: Cluster) -> None:
     word = free.split()[2]
     with pair.client() as client:
         answer = client.completions.create(
-            model="demo", prompt="Baton is", max_tokens=24, temperature=0, stop=[word], extra_body={"ignore_eos": True}
+            model="demo",
+            prompt="Baton is",
+            max_tokens=24,
+            temperature=0,
+            stop=[word],
+            extra_body={"ignore_eos": True},
         )
     assert answer.choices[0].text == free[: free.index(word)]
     assert answer.choices[0].finish_reason == "stop"
@@ -74,7 +85,9 @@ def test_several_choices_of_one_prompt(pair: Cluster) -> None:
 
 
 def test_seed_fixes_a_sampled_answer(pair: Cluster) -> None:
-    first, again, other = (ask(pair, temperature=1.5, seed=seed).choices[0].message.content for seed in (1, 1, 2))
+    first, again, other = (
+        ask(pair, temperature=1.5, seed=seed).choices[0].message.content for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -102,11 +115,17 @@ def test_second_request_reuses_the_prompts_pages(pair: Cluster) -> None:
         ({"max_tokens": -1}, 400, "invalid_value"),
         ({"temperature": "hot"}, 400, "invalid_value"),
         ({"messages": []}, 400, "invalid_value"),
-        ({"max_tokens": 1, "messages": [{"role": "user", "content": "word " * 5000}]}, 400, "context_length_exceeded"),
+        (
+            {"max_tokens": 1, "messages": [{"role": "user", "content": "word " * 5000}]},
+            400,
+            "context_length_exceeded",
+        ),
         ({"model": "gpt-5"}, 404, "model_not_found"),
     ],
 )
-def test_mistakes_are_answered_with_their_code(pair: Cluster, change: Any, status: int, code: str) -> None:
+def test_mistakes_are_answered_with_their_code(
+    pair: Cluster, change: Any, status: int, code: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as raised:
         ask(pair, **change)
     assert (raised.value.status_code, raised.value.code) == (status, code)

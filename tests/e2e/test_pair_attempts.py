@@ -16,7 +16,13 @@ LONG = "page " * 600
 
 
 def body(prompt: str) -> dict[str, Any]:
-    return {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    return {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 class Asking(threading.Thread):
@@ -39,10 +45,14 @@ def test_killed_decode_node_costs_neither_the_answer_nor_a_second_prefill() -> N
         def computed() -> float:
             return metric(prefill, "baton_prompt_tokens_computed_total")
 
-        before = eventually("the prefill node reports", lambda: [n for n in [computed()] if n >= 0])[0]
+        before = eventually(
+            "the prefill node reports", lambda: [n for n in [computed()] if n >= 0]
+        )[0]
         asking = Asking(cluster, LONG)
         urls = [cluster.node("decode", i)["url"] for i in (0, 1)]
-        victim = eventually("it is sent", lambda: [i for i in (0, 1) if cluster.loads()[urls[i]]])[0]
+        victim = eventually("it is sent", lambda: [i for i in (0, 1) if cluster.loads()[urls[i]]])[
+            0
+        ]
         cluster.kill("decode", victim)
         asking.join(90)
         assert asking.answer is not None
@@ -54,7 +64,10 @@ def test_killed_decode_node_costs_neither_the_answer_nor_a_second_prefill() -> N
         tokens = got["usage"]["prompt_tokens"]
         # What await_restart asks is some tokens more.
         assert tokens <= computed() - before < 1.5 * tokens
-        assert cluster.post("/v1/completions", body(LONG))[1]["choices"][0]["text"] == got["choices"][0]["text"]
+        assert (
+            cluster.post("/v1/completions", body(LONG))[1]["choices"][0]["text"]
+            == got["choices"][0]["text"]
+        )
 
 
 def test_decode_node_prefills_what_is_short_and_everything_when_no_prefill_node_is_left() -> None:

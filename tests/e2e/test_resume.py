@@ -26,10 +26,14 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def streamed(url: str, path: str, body: dict[str, Any]) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
+def streamed(
+    url: str, path: str, body: dict[str, Any]
+) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
     """Events of a stream, each with the comment in front of it."""
     out, comment = [], None
-    with httpx.stream("POST", url + path, json=body, headers={"x-baton-emit-tokens": "1"}, timeout=60) as answer:
+    with httpx.stream(
+        "POST", url + path, json=body, headers={"x-baton-emit-tokens": "1"}, timeout=60
+    ) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith(": baton "):
@@ -44,13 +48,24 @@ def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer a client makes of the events."""
     if path == "/generate":
         last = events[-1]
-        return {"text": last["text"], "ids": last["output_ids"], "finish": last["meta_info"]["finish_reason"]}
+        return {
+            "text": last["text"],
+            "ids": last["output_ids"],
+            "finish": last["meta_info"]["finish_reason"],
+        }
     choices = [choice for event in events for choice in event["choices"]]
     texts = [c["delta"].get("content", "") if "delta" in c else c["text"] for c in choices]
     usage = {k: events[-1]["usage"][k] for k in ("prompt_tokens", "completion_tokens")}
     logprobs = [c["logprobs"] for c in choices if c.get("logprobs")]
-    columns = [entry for lp in logprobs for entry in (lp["content"] if "content" in lp else _rows(lp))]
-    return {"text": "".join(texts), "finish": choices[-1]["finish_reason"], "usage": usage, "logprobs": columns}
+    columns = [
+        entry for lp in logprobs for entry in (lp["content"] if "content" in lp else _rows(lp))
+    ]
+    return {
+        "text": "".join(texts),
+        "finish": choices[-1]["finish_reason"],
+        "usage": usage,
+        "logprobs": columns,
+    }
 
 
 def _rows(lp: dict[str, Any]) -> list[Any]:
@@ -62,16 +77,23 @@ def _rows(lp: dict[str, Any]) -> list[Any]:
     [
         ("/v1/completions", {"prompt": "Baton is", "logprobs": 2, "echo": False}),
         ("/v1/completions", {"prompt": "Baton is", "echo": True}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "What is Baton? \u00e9\U0001f3c3"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "What is Baton? \u00e9\U0001f3c3"}]},
+        ),
         ("/generate", {"text": "Baton is"}),
     ],
 )
-def test_every_cut_is_continued_as_if_nothing_had_been(cluster: Cluster, path: str, form: dict[str, Any]) -> None:
+def test_every_cut_is_continued_as_if_nothing_had_been(
+    cluster: Cluster, path: str, form: dict[str, Any]
+) -> None:
     body: dict[str, Any] = {**form, **DRAWN}
     if path == "/generate":
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
         keys = ("stream", "stream_options", "seed")
-        sampling = {names.get(k, k): v for k, v in DRAWN.items() if k not in keys} | {"sampling_seed": 7}
+        sampling = {names.get(k, k): v for k, v in DRAWN.items() if k not in keys} | {
+            "sampling_seed": 7
+        }
         body = {**form, "stream": True, "sampling_params": sampling}
     else:
         body["model"] = "demo"
@@ -110,7 +132,9 @@ def test_every_cut_is_continued_as_if_nothing_had_been(cluster: Cluster, path: s
         ({"ids": [1] * 24}, "the answer may have 24"),
     ],
 )
-def test_invalid_resume_members_are_refused(cluster: Cluster, change: dict[str, Any], why: str) -> None:
+def test_invalid_resume_members_are_refused(
+    cluster: Cluster, change: dict[str, Any], why: str
+) -> None:
     resume = {"ids": [1, 2], "seed": 7, "created": 1, **change}
     body = {"model": "demo", "prompt": "Baton is", **DRAWN, "baton_resume": resume}
     answer = httpx.post(cluster.node("worker")["url"] + "/v1/completions", json=body)

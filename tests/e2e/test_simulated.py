@@ -37,7 +37,11 @@ def test_the_openai_surface_answers(simulated: Cluster) -> None:
             assert len(answer.choices[0].text) == 36
         chunks = list(
             client.chat.completions.create(
-                model="demo", messages=[{"role": "user", "content": "hi"}], max_tokens=5, stream=True, logprobs=True
+                model="demo",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=5,
+                stream=True,
+                logprobs=True,
             )
         )
     choices = [choice for chunk in chunks for choice in chunk.choices]
@@ -48,7 +52,11 @@ def test_the_openai_surface_answers(simulated: Cluster) -> None:
 def test_it_reports_like_an_engine(simulated: Cluster) -> None:
     url = simulated.node("prefill")["url"]
     info = json.loads(get(f"{url}/get_server_info") or "")
-    assert (info["engine"], info["max_total_num_tokens"], info["disaggregation_mode"]) == ("baton", 124_992, "prefill")
+    assert (info["engine"], info["max_total_num_tokens"], info["disaggregation_mode"]) == (
+        "baton",
+        124_992,
+        "prefill",
+    )
     loads = json.loads(get(f"{url}/v1/loads") or "")["loads"]
     assert loads[0]["load"]["pages"] == 125_000 // 16
 
@@ -58,10 +66,26 @@ def test_a_trace_of_twenty_requests(simulated: Cluster, tmp_path: Path) -> None:
     for i in range(20):
         length = 1100 + 100 * i
         own = range(10 * i + 10, 10 * i + 8 + -(-length // 512))
-        lines.append({"timestamp": 40 * i, "input_length": length, "output_length": 40, "hash_ids": [1, 2, *own]})
+        lines.append(
+            {
+                "timestamp": 40 * i,
+                "input_length": length,
+                "output_length": 40,
+                "hash_ids": [1, 2, *own],
+            }
+        )
     trace, results = tmp_path / "trace.jsonl", tmp_path / "results.json"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-m", "baton.cli", "bench", "--trace", str(trace), "--url", simulated.url]
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "bench",
+        "--trace",
+        str(trace),
+        "--url",
+        simulated.url,
+    ]
     command += ["--length-scale", "8", "--hold-turns", "--json", str(results)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,9 @@ class Engine:
     log: Path
 
     def complete(self, **fields: Any) -> httpx.Response:
-        return httpx.post(self.url + "/v1/completions", json={"prompt": "the relay race", **fields}, timeout=60)
+        return httpx.post(
+            self.url + "/v1/completions", json={"prompt": "the relay race", **fields}, timeout=60
+        )
 
 
 @contextlib.contextmanager
@@ -97,7 +99,9 @@ def test_it_answers_rests_and_ends_in_order(tmp_path: Path) -> None:
         assert collectives_at_rest(engine) >= 9 * 6
         until(lambda: not any(woken_in_a_second(pid) for pid in engine.pids))
         os.kill(engine.pids[1], signal.SIGTERM)  # as a service manager does to every process
-        assert engine.complete(max_tokens=1).status_code == 200, "a follower ends with its group, not before"
+        assert engine.complete(max_tokens=1).status_code == 200, (
+            "a follower ends with its group, not before"
+        )
         engine.process.send_signal(signal.SIGINT)
         assert engine.process.wait(timeout=DIED) == 0
         assert "Traceback" not in engine.log.read_text()
@@ -118,7 +122,9 @@ def test_a_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> No
     with started(tmp_path) as engine:
         results: list[httpx.Response] = []
         threads = [
-            threading.Thread(target=lambda: results.append(engine.complete(max_tokens=450, ignore_eos=True)))
+            threading.Thread(
+                target=lambda: results.append(engine.complete(max_tokens=450, ignore_eos=True))
+            )
             for _ in range(2)
         ]
         for thread in threads:
@@ -127,7 +133,9 @@ def test_a_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> No
         os.kill(engine.pids[1], signal.SIGKILL)
         for thread in threads:
             thread.join(timeout=DIED)
-        assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
+        assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [
+            (503, "engine_dead")
+        ] * 2
         assert engine.process.wait(timeout=DIED) == 1, "so that a supervisor starts it again"
 
 
@@ -139,9 +147,14 @@ def test_divided_nodes_exchange_pages_and_equal_one_process(solo: Cluster) -> No
     with Cluster.up("--tp-size", "2") as cluster:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(2):  # the second time with what both have cached
-                assert list(pool.map(lambda prompt: cluster.generate_ids(prompt, 24), prompts())) == expected
+                assert (
+                    list(pool.map(lambda prompt: cluster.generate_ids(prompt, 24), prompts()))
+                    == expected
+                )
         cluster.assert_nothing_is_held()
-        assert metric(cluster.node("decode")["url"], "baton_kv_pull_bytes_total", transport="shm") > 0
+        assert (
+            metric(cluster.node("decode")["url"], "baton_kv_pull_bytes_total", transport="shm") > 0
+        )
         pids = httpx.get(cluster.node("prefill")["url"] + "/get_server_info").json()["pids"]
         os.kill(pids[1], signal.SIGKILL)
         cluster.await_restart("prefill")
@@ -160,11 +173,22 @@ def test_a_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 129}))
-    command = [sys.executable, "-m", "baton.cli", "engine", "--model-path", str(model), "--load-format", "dummy"]
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "engine",
+        "--model-path",
+        str(model),
+        "--load-format",
+        "dummy",
+    ]
     done = subprocess.run(
         [*command, "--port", "0", "--tp-size", "2"], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(REPO / "engine")},
     )  # fmt: skip
     assert done.returncode == 2
-    text = "--tp-size 2: the model's intermediate_size = 129 is no multiple of it; this model takes 1"
+    text = (
+        "--tp-size 2: the model's intermediate_size = 129 is no multiple of it; this model takes 1"
+    )
     assert f"baton engine: {text}" in done.stderr

@@ -14,15 +14,30 @@ USER = {"role": "user", "content": "What is Baton?"}
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 8}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2}),
-    ("/v1/chat/completions", {"messages": [{"role": "system", "content": " terse "}, USER], "n": 2, "seed": 3}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "né 😀"}]}]}),
     (
         "/v1/chat/completions",
-        {"messages": [USER, {"role": "assistant", "content": "Baton is "}], "continue_final_message": True},
+        {"messages": [{"role": "system", "content": " terse "}, USER], "n": 2, "seed": 3},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "né 😀"}]}]},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [USER, {"role": "assistant", "content": "Baton is "}],
+            "continue_final_message": True,
+        },
     ),
     ("/v1/completions", {"prompt": "Pages travel from", "echo": True}),
-    ("/v1/completions", {"prompt": ["Pages travel from", "The router"], "add_special_tokens": False}),
-    ("/generate", {"text": "Pages travel", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}),
+    (
+        "/v1/completions",
+        {"prompt": ["Pages travel from", "The router"], "add_special_tokens": False},
+    ),
+    (
+        "/generate",
+        {"text": "Pages travel", "sampling_params": {"temperature": 0, "max_new_tokens": 8}},
+    ),
 ]
 
 
@@ -33,7 +48,9 @@ def shown(path: str, answer: dict[str, Any]) -> Any:
     return answer["choices"], answer["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES, ids=[json.dumps(body)[:40] for _, body in BODIES])
+@pytest.mark.parametrize(
+    ("path", "body"), BODIES, ids=[json.dumps(body)[:40] for _, body in BODIES]
+)
 def test_answers_are_the_engines_own(solo: Cluster, path: str, body: dict[str, Any]) -> None:
     body = body if path == "/generate" else {**GREEDY, **body}
 

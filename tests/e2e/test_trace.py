@@ -25,7 +25,13 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(collector: Collector) -> Iterator[Cluster]:
-    flags = ("--enable-trace", "--otlp-traces-endpoint", collector.endpoint, "--chunked-prefill-size", "64")
+    flags = (
+        "--enable-trace",
+        "--otlp-traces-endpoint",
+        collector.endpoint,
+        "--chunked-prefill-size",
+        "64",
+    )
     with Cluster.up(*flags) as cluster:
         yield cluster
 
@@ -34,9 +40,15 @@ def ask(cluster: Cluster, name: str, **more: object) -> str:
     """Send a request under its own trace id and return that."""
     trace = name.encode().hex().rjust(32, "a")
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    body: dict[str, object] = {"model": "demo", "prompt": f"{name} " + "Baton passes pages. " * 20, "max_tokens": 8}
+    body: dict[str, object] = {
+        "model": "demo",
+        "prompt": f"{name} " + "Baton passes pages. " * 20,
+        "max_tokens": 8,
+    }
     with cluster.client() as client:
-        client.post("/completions", body={**body, **more}, cast_to=object, options={"headers": headers})
+        client.post(
+            "/completions", body={**body, **more}, cast_to=object, options={"headers": headers}
+        )
     return trace
 
 
@@ -46,7 +58,9 @@ def named(spans: list[GotSpan], by: str, name: str) -> GotSpan:
     return found[0]
 
 
-def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector, traced: Cluster) -> None:
+def test_one_request_is_one_trace_from_router_to_both_ranks(
+    collector: Collector, traced: Cluster
+) -> None:
     trace = ask(traced, "whole", temperature=0, ignore_eos=True)
     spans = collector.until(
         "all spans of router, prefill and decode node",
@@ -81,8 +95,14 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
         assert all(span.start <= at <= span.end for at, _, _ in span.events)
         assert span.error is None
 
-    prefill, lease = named(spans, "baton-prefill", "prefill"), named(spans, "baton-prefill", "lease")
-    transfer, decode = named(spans, "baton-decode", "transfer"), named(spans, "baton-decode", "decode")
+    prefill, lease = (
+        named(spans, "baton-prefill", "prefill"),
+        named(spans, "baton-prefill", "lease"),
+    )
+    transfer, decode = (
+        named(spans, "baton-decode", "transfer"),
+        named(spans, "baton-decode", "decode"),
+    )
     prompt_tokens = named(spans, "baton-prefill", "queue").attributes["baton.prompt_tokens"]
     counted = prefill.attributes
     assert counted["baton.cached_tokens"] + counted["baton.computed_tokens"] == prompt_tokens  # type: ignore[operator]
@@ -93,18 +113,26 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(collector: Collector
     assert lease.attributes["baton.pages"] == transfer.attributes["baton.pages"]
     assert transfer.attributes["baton.transport"] == "shm"
     assert int(transfer.attributes["baton.bytes"]) > 0
-    assert prefill.end <= transfer.end + CLOCKS_NS, "D has the pages no sooner than P has computed them"
+    assert prefill.end <= transfer.end + CLOCKS_NS, (
+        "D has the pages no sooner than P has computed them"
+    )
     assert decode.end <= root.end + CLOCKS_NS, "the answer ends no sooner than its last token"
-    assert (decode.attributes["gen_ai.usage.output_tokens"], decode.attributes["baton.finish"]) == (8, "length")
+    assert (decode.attributes["gen_ai.usage.output_tokens"], decode.attributes["baton.finish"]) == (
+        8,
+        "length",
+    )
 
 
-def test_a_client_that_does_not_sample_leaves_no_span(collector: Collector, traced: Cluster) -> None:
+def test_a_client_that_does_not_sample_leaves_no_span(
+    collector: Collector, traced: Cluster
+) -> None:
     headers = {"traceparent": CLIENT[:-2] + "00"}
     with traced.client() as client:
         client.completions.create(model="demo", prompt="quiet", max_tokens=2, extra_headers=headers)
     after = ask(traced, "after it")
     spans = collector.until(
-        "the request after it", lambda spans: any(s.name == "lease" and s.trace == after for s in spans)
+        "the request after it",
+        lambda spans: any(s.name == "lease" and s.trace == after for s in spans),
     )
     assert CLIENT[3:35] not in {span.trace for span in spans}
 
@@ -116,7 +144,9 @@ def test_an_error_is_in_the_span_where_it_happened(collector: Collector, traced:
     trace = b"too late".hex().rjust(32, "a")
     spans = collector.until(
         "the failed spans of a node",
-        lambda spans: any(s.trace == trace and s.error == "timeout" and s.by != "baton-router" for s in spans),
+        lambda spans: any(
+            s.trace == trace and s.error == "timeout" and s.by != "baton-router" for s in spans
+        ),
     )
     failed = [span for span in spans if span.trace == trace and span.error == "timeout"]
     assert {span.attributes["baton.finish"] for span in failed if span.kind == 1} <= {"error"}
@@ -126,7 +156,9 @@ def test_a_dead_collector_costs_spans_and_no_request() -> None:
     with socket.socket() as taken:  # bound and not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        with Cluster.up("--workers", "1", "--enable-trace", "--otlp-traces-endpoint", endpoint) as cluster:
+        with Cluster.up(
+            "--workers", "1", "--enable-trace", "--otlp-traces-endpoint", endpoint
+        ) as cluster:
             url = cluster.node("worker")["url"]
             for i in range(5):
                 cluster.complete(f"prompt {i}", max_tokens=4)

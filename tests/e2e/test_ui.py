@@ -20,7 +20,9 @@ from tests.support.router import Router
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(
+        chromium() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
+    ),
 ]
 
 QUESTION = "How do KV pages get from P to D?"
@@ -56,7 +58,9 @@ def suspended(pid: int) -> Iterator[None]:
 async def ask(page: Page, text: str, max_tokens: int = 24, *, ignore_eos: bool = False) -> None:
     """Write a message in the chat view and send it, by keyboard."""
     await page.evaluate(f"document.querySelector('#max_tokens').value = '{max_tokens}'")
-    await page.evaluate(f"document.querySelector('#ignore_eos').checked = {str(ignore_eos).lower()}")
+    await page.evaluate(
+        f"document.querySelector('#ignore_eos').checked = {str(ignore_eos).lower()}"
+    )
     await page.evaluate("document.querySelector('#message').focus()")
     await page.write(text)
     await page.press("Enter")
@@ -78,7 +82,9 @@ def whole_answer(url: str, text: str, max_tokens: int) -> str:
         "ignore_eos": True,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         content: str = json.load(answer)["choices"][0]["message"]["content"]
@@ -91,11 +97,18 @@ def test_answer_has_a_bar_of_its_stages_and_the_reasons_for_its_workers(cluster:
             page = await chat_page(browser, cluster.url)
             await ask(page, QUESTION)
             await page.until(ANSWERED)
-            stages = await page.evaluate("[...document.querySelectorAll('.legend li')].map((li) => li.dataset.stage)")
+            stages = await page.evaluate(
+                "[...document.querySelectorAll('.legend li')].map((li) => li.dataset.stage)"
+            )
             assert stages[0] == "queue"
-            assert {"queue", "prefill", "decode"} <= set(stages), "a transfer may end with the prefill"
+            assert {"queue", "prefill", "decode"} <= set(stages), (
+                "a transfer may end with the prefill"
+            )
             legend = await page.evaluate("document.querySelector('.legend').textContent")
-            p, decodes = (cluster.node("prefill")["url"], [cluster.node("decode", i)["url"] for i in (0, 1)])
+            p, decodes = (
+                cluster.node("prefill")["url"],
+                [cluster.node("decode", i)["url"] for i in (0, 1)],
+            )
             assert p.removeprefix("http://") in legend
             assert any(url.removeprefix("http://") in legend for url in decodes)
             facts = await page.evaluate("document.querySelector('.facts-line').textContent")
@@ -129,12 +142,16 @@ def test_a_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undis
             page = await chat_page(browser, cluster.url)
             await ask(page, QUESTION, LONG, ignore_eos=True)
             # Found first: on a busy machine the page may show the text when little of the answer is left.
-            [busy] = await asyncio.to_thread(eventually, "a decode node has the request", busy_decodes)
+            [busy] = await asyncio.to_thread(
+                eventually, "a decode node has the request", busy_decodes
+            )
             await page.until(f"{LAST_TEXT}.length > 40")
             cluster.kill("decode", busy)
             await page.until(ANSWERED, secs=120)
             assert await page.evaluate(LAST_TEXT) == undisturbed
-            legend = await page.until("document.querySelector('.legend li[data-stage=failover]')?.textContent")
+            legend = await page.until(
+                "document.querySelector('.legend li[data-stage=failover]')?.textContent"
+            )
             assert "Failover after" in legend
             assert await page.evaluate("document.querySelectorAll('.bar .mark').length") == 1
             page.assert_clean(cluster.url)
@@ -156,9 +173,13 @@ def test_cluster_view_shows_nodes_pairs_and_requests(cluster: Cluster) -> None:
         async with Browser.start() as browser:
             page = await browser.open(f"{cluster.url}/ui/")
             await page.until("document.querySelectorAll('.node[data-state=ready]').length === 3")
-            roles = await page.evaluate("[...document.querySelectorAll('.node')].map((n) => n.dataset.role).sort()")
+            roles = await page.evaluate(
+                "[...document.querySelectorAll('.node')].map((n) => n.dataset.role).sort()"
+            )
             assert roles == ["decode", "decode", "prefill"]
-            await page.until("[...document.querySelectorAll('.kv')].every((kv) => /% of/.test(kv.textContent))")
+            await page.until(
+                "[...document.querySelectorAll('.kv')].every((kv) => /% of/.test(kv.textContent))"
+            )
             matrix = await page.until("document.querySelector('.matrix')?.textContent")
             assert any(name in matrix for name in ("shm", "tcp", "no pull yet")), matrix
             await page.until("document.querySelector('#requests a')")
@@ -178,14 +199,22 @@ def test_the_feed_stops_while_the_tab_is_hidden(cluster: Cluster) -> None:
             assert listening() == 1
             other = await browser.open(f"{cluster.url}/ui/chat.html")
             await browser.send("Target.activateTarget", targetId=other.target)
-            if not await page.evaluate("document.hidden"):  # a headless tab that is covered counts as visible
-                await page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+            if not await page.evaluate(
+                "document.hidden"
+            ):  # a headless tab that is covered counts as visible
+                await page.evaluate(
+                    "Object.defineProperty(document, 'hidden', {value: true, configurable: true})"
+                )
                 await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
             await asyncio.to_thread(eventually, "no page listens", lambda: listening() == 0, 30)
             assert await page.evaluate("document.querySelector('#live').textContent") == "paused"
             await browser.send("Target.activateTarget", targetId=page.target)
-            await page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-            await asyncio.to_thread(eventually, "the page listens again", lambda: listening() == 1, 30)
+            await page.evaluate(
+                "delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))"
+            )
+            await asyncio.to_thread(
+                eventually, "the page listens again", lambda: listening() == 1, 30
+            )
             page.assert_clean(cluster.url)
 
     in_browser(scene())
@@ -217,8 +246,12 @@ def test_everything_is_reached_by_keyboard(cluster: Cluster) -> None:
                 await page.until("document.querySelector('#stop:not([hidden])')")
                 await page.tab_to("#stop")
                 await page.press("Enter")
-                await page.until("[...document.querySelectorAll('.outcome')].at(-1).textContent === 'Stopped.'")
-            await asyncio.to_thread(eventually, "all workers are ready", lambda: len(cluster.ready()) == 3)
+                await page.until(
+                    "[...document.querySelectorAll('.outcome')].at(-1).textContent === 'Stopped.'"
+                )
+            await asyncio.to_thread(
+                eventually, "all workers are ready", lambda: len(cluster.ready()) == 3
+            )
 
             await page.go(f"{cluster.url}/ui/")
             await page.until("document.querySelectorAll('.node').length === 3")
@@ -236,11 +269,22 @@ def test_everything_is_reached_by_keyboard(cluster: Cluster) -> None:
             await page.until("document.querySelector('#request').hidden")
             # Each control has a name for screen readers.
             tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
-            roles = {"button", "textbox", "link", "combobox", "spinbutton", "checkbox", "meter", "region"}
+            roles = {
+                "button",
+                "textbox",
+                "link",
+                "combobox",
+                "spinbutton",
+                "checkbox",
+                "meter",
+                "region",
+            }
             unnamed = [
                 node["role"]["value"]
                 for node in tree
-                if not node.get("ignored") and node["role"]["value"] in roles and not node.get("name", {}).get("value")
+                if not node.get("ignored")
+                and node["role"]["value"] in roles
+                and not node.get("name", {}).get("value")
             ]
             assert unnamed == []
             page.assert_clean(cluster.url)
@@ -273,12 +317,17 @@ def test_pages_fit_their_width(cluster: Cluster, tmp_path: Path, width: int, is_
             await page.screenshot(tmp_path / "chat.png")
             assert await page.evaluate(fits)
             background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-            lightness = sum(int(part) for part in background.removeprefix("rgb(").removesuffix(")").split(","))
+            lightness = sum(
+                int(part) for part in background.removeprefix("rgb(").removesuffix(")").split(",")
+            )
             assert (lightness < 3 * 128) == is_dark, background
             page.assert_clean(cluster.url)
 
     in_browser(scene())
-    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("cluster", "request", "chat"))
+    assert all(
+        (tmp_path / f"{name}.png").stat().st_size > 10_000
+        for name in ("cluster", "request", "chat")
+    )
 
 
 @contextlib.asynccontextmanager
@@ -288,7 +337,11 @@ async def writer_of_html() -> AsyncIterator[str]:
     async def chat(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        delta: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": HTML}, "finish_reason": None}
+        delta: dict[str, Any] = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": HTML},
+            "finish_reason": None,
+        }
         for choice in (delta, {"index": 0, "delta": {}, "finish_reason": "stop"}):
             await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
@@ -326,7 +379,9 @@ def test_html_of_a_model_is_shown_as_text() -> None:
     async def scene() -> None:
         async with writer_of_html() as worker, Browser.start() as browser:
             with contextlib.ExitStack() as stack:
-                url = await asyncio.to_thread(stack.enter_context, Router.up("--worker-urls", worker))
+                url = await asyncio.to_thread(
+                    stack.enter_context, Router.up("--worker-urls", worker)
+                )
                 await asyncio.to_thread(eventually, "the worker is ready", lambda: ready(url), 30)
                 page = await chat_page(browser, url)
                 await ask(page, HTML)
@@ -334,10 +389,20 @@ def test_html_of_a_model_is_shown_as_text() -> None:
                 assert await page.evaluate(LAST_TEXT) == HTML
                 asked = "document.querySelector('.message.user .text').textContent"
                 assert await page.evaluate(asked) == HTML
-                assert await page.evaluate("document.querySelectorAll('main img, main script, main b b').length") == 0
+                assert (
+                    await page.evaluate(
+                        "document.querySelectorAll('main img, main script, main b b').length"
+                    )
+                    == 0
+                )
                 await page.go(f"{url}/ui/")
-                await page.until("document.querySelector('.node .panel-foot')?.textContent.includes('onerror')")
-                assert await page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+                await page.until(
+                    "document.querySelector('.node .panel-foot')?.textContent.includes('onerror')"
+                )
+                assert (
+                    await page.evaluate("document.querySelectorAll('main img, main script').length")
+                    == 0
+                )
                 page.assert_clean(url)
 
     in_browser(scene())
@@ -346,9 +411,16 @@ def test_html_of_a_model_is_shown_as_text() -> None:
 def test_keys_are_asked_for_and_open_what_they_are_for() -> None:
     async def scene() -> None:
         async with writer_of_html() as worker, Browser.start() as browser:
-            keys = ("--api-key", "chat-key", "--control-plane-api-keys", "ops:Operations:admin:fleet-key")
+            keys = (
+                "--api-key",
+                "chat-key",
+                "--control-plane-api-keys",
+                "ops:Operations:admin:fleet-key",
+            )
             with contextlib.ExitStack() as stack:
-                url = await asyncio.to_thread(stack.enter_context, Router.up("--worker-urls", worker, *keys))
+                url = await asyncio.to_thread(
+                    stack.enter_context, Router.up("--worker-urls", worker, *keys)
+                )
                 await asyncio.to_thread(eventually, "the worker is ready", lambda: ready(url), 30)
                 page = await browser.open(f"{url}/ui/")
                 # Without a key nothing is shown, and the form opens.
@@ -370,8 +442,12 @@ def test_keys_are_asked_for_and_open_what_they_are_for() -> None:
                 # Without the key of the fleet chat works, and says what is missing.
                 await page.evaluate("sessionStorage.removeItem('baton.control_key')")
                 await ask(page, "hi")
-                await page.until("document.querySelectorAll('.message[data-state=ended]').length === 2")
-                facts = await page.evaluate("[...document.querySelectorAll('.facts-line')].at(-1).textContent")
+                await page.until(
+                    "document.querySelectorAll('.message[data-state=ended]').length === 2"
+                )
+                facts = await page.evaluate(
+                    "[...document.querySelectorAll('.facts-line')].at(-1).textContent"
+                )
                 assert "stages need the control-plane key" in facts
                 # With it again the worker is drained: by this router, since it knows no drain of its own.
                 await page.evaluate("sessionStorage.setItem('baton.control_key', 'fleet-key')")

@@ -15,7 +15,9 @@ from tests.support.cluster import Cluster, family
 
 def assert_gone(processes: list[psutil.Process], secs: float) -> None:
     _, alive = psutil.wait_procs(processes, timeout=secs)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"still there after {secs:g} s: {alive}"
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], (
+        f"still there after {secs:g} s: {alive}"
+    )
 
 
 def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
@@ -34,7 +36,9 @@ def test_a_node_that_does_not_end_is_killed_and_named() -> None:
         processes = family(cluster.process.pid)
         psutil.Process(cluster.node("decode")["pid"]).suspend()
         assert cluster.interrupt() == 0
-        assert "decode 0 did not end within 10 s and was killed; its log: " in "".join(cluster.output)
+        assert "decode 0 did not end within 10 s and was killed; its log: " in "".join(
+            cluster.output
+        )
         assert_gone(processes, 5)
 
 
@@ -48,9 +52,22 @@ def test_killed_up_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--workers", "1"], ["--prefill", "2", "--decode", "2", "--dp-size", "2"]])
+@pytest.mark.parametrize(
+    "flags", [["--workers", "1"], ["--prefill", "2", "--decode", "2", "--dp-size", "2"]]
+)
 def test_smoke_passes_for_other_shapes(flags: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "baton.cli", "up", "--smoke", "--port", "0", "--log-dir", str(tmp_path), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "up",
+        "--smoke",
+        "--port",
+        "0",
+        "--log-dir",
+        str(tmp_path),
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 checks passed" in done.stdout

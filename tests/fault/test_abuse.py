@@ -30,7 +30,9 @@ MIB = 1 << 20
 
 def post(victim: Victim, path: str, data: bytes) -> int:
     """Status of a POST, 0 when the connection ended without one."""
-    request = urllib.request.Request(victim.cluster.url + path, data, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        victim.cluster.url + path, data, {"content-type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             response.read()
@@ -87,7 +89,12 @@ def aborted_requests(victim: Victim) -> None:
 
     def leave(i: int) -> None:
         with connect(victim) as connection:
-            body = victim.body(prompt=f"shared beginning of all {i % 3}", max_tokens=400, stream=True, ignore_eos=True)
+            body = victim.body(
+                prompt=f"shared beginning of all {i % 3}",
+                max_tokens=400,
+                stream=True,
+                ignore_eos=True,
+            )
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -107,8 +114,13 @@ def aborted_requests(victim: Victim) -> None:
 
 def images_in_text(victim: Victim) -> None:
     image = "data:image/png;base64," + "QUJD" * (MIB // 4)
-    parts = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": image}}]
-    body = json.dumps({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}).encode()
+    parts = [
+        {"type": "text", "text": "what is this"},
+        {"type": "image_url", "image_url": {"url": image}},
+    ]
+    body = json.dumps(
+        {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+    ).encode()
     for _ in range(4):
         assert post(victim, "/v1/chat/completions", body) in (400, 413)
 
@@ -138,7 +150,9 @@ def strangers_on_kv_ports(victim: Victim) -> None:
 def head_floods(victim: Victim) -> None:
     for _ in range(4):
         with contextlib.suppress(OSError), connect(victim) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + b"x-filler: 0123456789\r\n" * 100_000)
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\n" + b"x-filler: 0123456789\r\n" * 100_000
+            )
             connection.recv(1024)
     with contextlib.ExitStack() as stack:
         for _ in range(200):
@@ -155,7 +169,9 @@ def stopped_decode_node(victim: Victim) -> None:
         os.kill(process.pid, signal.SIGSTOP)
     resumed.start()
     try:
-        statuses = {post(victim, "/v1/completions", victim.body(prompt="while it stands")) for _ in range(3)}
+        statuses = {
+            post(victim, "/v1/completions", victim.body(prompt="while it stands")) for _ in range(3)
+        }
         assert statuses <= {200, 502, 503, 504}
     finally:
         resumed.join()

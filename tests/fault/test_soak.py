@@ -30,7 +30,11 @@ REQUESTS = int(os.environ.get("BATON_SOAK_REQUESTS", "2000"))
 AT_ONCE = 12
 FAULT_EVERY = 60
 """Requests between two faults: a killed node needs some seconds of both cores to come back."""
-PROMPTS = [f"{begin} {end}" for begin in ("Baton", "The router", "A page", "The prefill node") for end in ("is", "has")]
+PROMPTS = [
+    f"{begin} {end}"
+    for begin in ("Baton", "The router", "A page", "The prefill node")
+    for end in ("is", "has")
+]
 RETRYABLE = {429, 502, 503, 504}
 RSS_GROWTH = 1.3
 
@@ -77,7 +81,11 @@ class Client:
     """One of several at once: takes the next number, does what the seed says about it."""
 
     def __init__(
-        self, cluster: Cluster, session: aiohttp.ClientSession, expected: dict[tuple[str, int], str], tally: Tally
+        self,
+        cluster: Cluster,
+        session: aiohttp.ClientSession,
+        expected: dict[tuple[str, int], str],
+        tally: Tally,
     ) -> None:
         self.cluster, self.session, self.expected, self.tally = cluster, session, expected, tally
 
@@ -102,7 +110,12 @@ class Client:
             router = router_pid(self.cluster)
             try:
                 status, text = await ask(self.session, body(*key))
-            except (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError, AssertionError) as err:
+            except (
+                aiohttp.ClientError,
+                ConnectionError,
+                asyncio.TimeoutError,
+                AssertionError,
+            ) as err:
                 # Only the router's own death may end an answer that began, or a connection.
                 if not await self._is_replaced(router):
                     self.tally.lost.append(f"{number} attempt {attempt}: {err!r}")

@@ -52,7 +52,11 @@ class Victim:
     def complete(self, prompt: str) -> str:
         with self.cluster.client() as client:
             answer = client.completions.create(
-                model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+                model="demo",
+                prompt=prompt,
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                extra_body={"ignore_eos": True},
             )
         return answer.choices[0].text
 
@@ -95,7 +99,9 @@ class Victim:
         except AssertionError as err:
             raise AssertionError(f"still open: {self._open_descriptors()}") from err
         limit = 2 * max(self.undisturbed_ms, 50.0)
-        eventually(f"answers within {limit:.0f} ms", lambda: self.slowest_ms() <= limit, SETTLE_SECS)
+        eventually(
+            f"answers within {limit:.0f} ms", lambda: self.slowest_ms() <= limit, SETTLE_SECS
+        )
 
     def _settled(self) -> None:
         eventually("all nodes are ready", lambda: len(self.cluster.ready()) == 2, SETTLE_SECS)
@@ -109,7 +115,9 @@ class Victim:
         for process in family(self.cluster.process.pid):
             with contextlib.suppress(OSError):
                 name = " ".join(Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")[2:6])
-                found[f"{process.pid} {name}"] = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+                found[f"{process.pid} {name}"] = len(
+                    list(Path(f"/proc/{process.pid}/fd").iterdir())
+                )
         return found
 
     def _open_descriptors(self) -> dict[str, tuple[int, int]]:
@@ -123,12 +131,18 @@ class Victim:
 
     def node_ports(self) -> list[int]:
         """Ports of the nodes on which KV pages are arranged and moved."""
-        ports = [node["bootstrap_port"] for node in self.cluster.state["nodes"] if node["bootstrap_port"]]
+        ports = [
+            node["bootstrap_port"] for node in self.cluster.state["nodes"] if node["bootstrap_port"]
+        ]
         for node in self.cluster.state["nodes"]:
             for process in family(node["pid"]):
-                listening = [c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"]
+                listening = [
+                    c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"
+                ]
                 ports += [port for port in listening if str(port) not in node["url"]]
         return sorted(set(ports))
 
     def body(self, **changes: object) -> bytes:
-        return json.dumps({"model": "demo", "prompt": "abuse", "max_tokens": 4, "temperature": 0, **changes}).encode()
+        return json.dumps(
+            {"model": "demo", "prompt": "abuse", "max_tokens": 4, "temperature": 0, **changes}
+        ).encode()

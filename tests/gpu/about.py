@@ -20,15 +20,23 @@ PACKAGES = (
 
 def main() -> int:
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    print(f"Python {platform.python_version()}, glibc {platform.libc_ver()[1]}, CUDA of torch {torch.version.cuda}")
+    print(
+        f"Python {platform.python_version()}, glibc {platform.libc_ver()[1]}, CUDA of torch {torch.version.cuda}"
+    )
     print(", ".join(f"{name} {installed.get(name, 'absent')}" for name in PACKAGES))
     nvcc = flashinfer_loader.find_nvcc()
-    print(f"nvcc {nvcc}: {flashinfer_loader.nvcc_version(nvcc) if nvcc else 'absent'}; ninja {shutil.which('ninja')}")
-    print(f"C compiler for Triton: {os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang') or 'absent'}")
+    print(
+        f"nvcc {nvcc}: {flashinfer_loader.nvcc_version(nvcc) if nvcc else 'absent'}; ninja {shutil.which('ninja')}"
+    )
+    print(
+        f"C compiler for Triton: {os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang') or 'absent'}"
+    )
     print(f"flashinfer: {flashinfer_loader.obstacle() or 'can be used'}")
     if shutil.which("nvidia-smi"):
         fields = "name,driver_version,memory.total,memory.used,clocks.sm,power.limit"
-        said = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True)
+        said = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True
+        )
         print(said.stdout.strip() or said.stderr.strip())
     if reason := no_cuda():
         print(f"no GPU: {reason}")

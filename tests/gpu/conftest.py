@@ -13,7 +13,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    sys.setswitchinterval(0.0005)  # as server.worker.process has it: two threads share the GIL here too
+    sys.setswitchinterval(
+        0.0005
+    )  # as server.worker.process has it: two threads share the GIL here too
     reason = no_cuda()
     for item in items:
         if HERE in item.path.parents:

@@ -35,7 +35,11 @@ def jit_spec(kernel: str) -> Any:
     from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.rope import gen_rope_module
 
-    plain = {"norm": gen_norm_module, "rope": gen_rope_module, "silu": lambda: gen_act_and_mul_module("silu")}
+    plain = {
+        "norm": gen_norm_module,
+        "rope": gen_rope_module,
+        "silu": lambda: gen_act_and_mul_module("silu"),
+    }
     if kernel in plain:
         return plain[kernel]()
     kind, name, dim, *more = kernel.split(":")
@@ -56,14 +60,18 @@ def main() -> None:
     for kernel in args.kernels:
         started = time.monotonic()
         spec = jit_spec(kernel)
-        library = args.into / spec.name / f"{spec.name}.so" if args.into else spec.get_library_path()
+        library = (
+            args.into / spec.name / f"{spec.name}.so" if args.into else spec.get_library_path()
+        )
         if not library.exists():
             spec.build(verbose=False)
             if args.into:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(spec.jit_library_path, library)
         size = library.stat().st_size / 2**20
-        print(f"{kernel}: {spec.name}, {size:.1f} MiB, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{kernel}: {spec.name}, {size:.1f} MiB, {time.monotonic() - started:.0f} s", flush=True
+        )
 
 
 if __name__ == "__main__":

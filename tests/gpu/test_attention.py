@@ -44,7 +44,12 @@ def test_a_wrong_window_would_be_noticed() -> None:
 
 @pytest.mark.timeout(600)
 def test_long_rows_are_split_over_thread_blocks() -> None:
-    check(Case(lengths=(3000, 5, 1200), longest_chunk=700, windows=(0, 512)), make("flashinfer"), "cuda", 0.03)
+    check(
+        Case(lengths=(3000, 5, 1200), longest_chunk=700, windows=(0, 512)),
+        make("flashinfer"),
+        "cuda",
+        0.03,
+    )
 
 
 @pytest.mark.timeout(600)

@@ -27,7 +27,11 @@ def gpu() -> torch.device:
 
 def pool(pages: int, gpu: torch.device, page_bytes: int = PAGE) -> tuple[torch.Tensor, DevicePages]:
     data = allocate(pages * page_bytes, gpu)
-    data.copy_(torch.from_numpy(np.random.default_rng(pages).integers(0, 256, data.numel(), dtype=np.uint8)))
+    data.copy_(
+        torch.from_numpy(
+            np.random.default_rng(pages).integers(0, 256, data.numel(), dtype=np.uint8)
+        )
+    )
     torch.cuda.synchronize()
     rows = data.view(torch.bfloat16).view(pages, -1)
     return rows, DevicePages(rows, CudaQueue(gpu), CudaIpc(gpu))
@@ -116,7 +120,10 @@ class Owner:
 
     def __init__(self, pages: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER.format(pages=pages)], stdout=subprocess.PIPE, text=True, cwd=REPO
+            [sys.executable, "-c", OWNER.format(pages=pages)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPO,
         )
         assert self.process.stdout is not None
         self.handle = bytes.fromhex(self.process.stdout.readline())
@@ -148,7 +155,9 @@ def test_another_processs_pages_are_copied_until_they_are_closed(
         owner.kill()
     seen = after_death(opened)
     with capsys.disabled():
-        print(f"\ncuda_ipc: {rate / 1e9:.1f} GB/s in copies of 16 MiB; after its owner's death an open block {seen}")
+        print(
+            f"\ncuda_ipc: {rate / 1e9:.1f} GB/s in copies of 16 MiB; after its owner's death an open block {seen}"
+        )
     opened.close()
     opened.close()
     with pytest.raises(RuntimeError, match="closed: it is gone"):

@@ -13,7 +13,16 @@ from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
 from tests.support.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)
-FLAGS = ("--device", "cuda", "--dtype", "float32", "--attention-backend", "torch", "--max-total-tokens", "16384")
+FLAGS = (
+    "--device",
+    "cuda",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "torch",
+    "--max-total-tokens",
+    "16384",
+)
 """float32 and the reference backend: tokens do not hang on how a batch is cut."""
 SMALL = ("--chunked-prefill-size", "64", "--kv-lease-secs", "5")
 SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}

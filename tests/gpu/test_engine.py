@@ -18,18 +18,27 @@ STEPS = 24
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
-    return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in (1, 3, 16, 17, 33, 70)]
+    return [
+        shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)]
+        for n in (1, 3, 16, 17, 33, 70)
+    ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("flags", [{}, {"page_size": 1, "chunked_prefill_size": 7}, {"disable_overlap_schedule": True}])
-def test_float32_with_the_reference_equals_transformers(tmp_path: Path, flags: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "flags", [{}, {"page_size": 1, "chunked_prefill_size": 7}, {"disable_overlap_schedule": True}]
+)
+def test_float32_with_the_reference_equals_transformers(
+    tmp_path: Path, flags: dict[str, object]
+) -> None:
     path = make_checkpoint("llama", tmp_path)
     model = reference_model(path)
     want = [reference_greedy(model, p, STEPS) for p in prompts()]
     engine = make_engine(path, device="cuda", attention_backend="torch", **flags)
     assert answer(engine, prompts(), greedy(STEPS)) == want
-    assert answer(engine, prompts()[::-1], greedy(STEPS), stagger=2) == want[::-1], "second round, with prefix hits"
+    assert answer(engine, prompts()[::-1], greedy(STEPS), stagger=2) == want[::-1], (
+        "second round, with prefix hits"
+    )
     engine.close()
 
 
@@ -46,7 +55,9 @@ def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     gpu = make_engine(path, device="cuda", attention_backend="auto", **flags)
     assert isinstance(gpu.runner._attn, FlashInferAttention)
     a, b = (answer(e, ask[-1:], greedy(STEPS)) + answer(e, ask, greedy(STEPS)) for e in (cpu, gpu))
-    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=False)]
+    pairs = [
+        (x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=False)
+    ]
     assert sum(x == y for x, y in pairs) >= 0.5 * len(pairs)
     for engine in (cpu, gpu):
         engine.close()

@@ -15,7 +15,14 @@ import torch
 
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.cuda_runner import DeviceRunner
-from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, ForwardMode, Row, StepPlan, StopReason
+from baton.sched.types.plan import (
+    UNKNOWN_TOKEN,
+    AdmittedSeq,
+    ForwardMode,
+    Row,
+    StepPlan,
+    StopReason,
+)
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support import shapes
 from tests.support.engine_run import make_engine
@@ -61,7 +68,11 @@ def answers(engine: EngineLoop, count: int, **params: object) -> list[Answer]:
     while True:
         if todo and turn % 2 == 0:
             handle, prompt = todo.pop(0)
-            engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), wanted, arrival=time.monotonic()))
+            engine.submit(
+                ValidatedRequest(
+                    handle, f"r{handle}", array("i", prompt), wanted, arrival=time.monotonic()
+                )
+            )
         outputs, busy = engine.step(time.monotonic())
         turn += 1
         for out in outputs:
@@ -91,7 +102,9 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
     greedy = {"temperature": 0.0, "ignore_eos": True}
     found = {}
     for graphs, overlap in itertools.product((True, False), (True, False)):
-        engine = make_engine(demo, **FLAGS, disable_cuda_graph=not graphs, disable_overlap_schedule=not overlap)
+        engine = make_engine(
+            demo, **FLAGS, disable_cuda_graph=not graphs, disable_overlap_schedule=not overlap
+        )
         runner = engine.runner
         assert isinstance(runner, DeviceRunner)
         assert (runner._graphs is not None) == graphs
@@ -126,11 +139,15 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
         assert torch.isfinite(replayed).all()
         assert torch.equal(replayed.argmax(-1), best)
         spread = eager.std()
-        assert ((replayed - eager).abs().max() / spread).item() < 0.1, f"{rows} rows in a graph of {size}"
+        assert ((replayed - eager).abs().max() / spread).item() < 0.1, (
+            f"{rows} rows in a graph of {size}"
+        )
     engine.close()
 
 
-def decode_plan(rows: int, *, first: bool, step: int = 0, params: SamplingParams | None = None) -> StepPlan:
+def decode_plan(
+    rows: int, *, first: bool, step: int = 0, params: SamplingParams | None = None
+) -> StepPlan:
     """Rows at positions 5, 26, 47, …, with two to many pages each; `first` brings the pages, tokens are known then."""
     params = params or SamplingParams(temperature=0.0)
     made, admitted, page = [], [], 0
@@ -143,7 +160,14 @@ def decode_plan(rows: int, *, first: bool, step: int = 0, params: SamplingParams
         at = (0, pages) if first else (count, array("i"))
         made.append(Row(slot, slot, start + step, 1, True, array("i", [token]), *at))
         admitted.append(AdmittedSeq(slot, slot, params, start + 1, array("i", [7]) * (start + 1)))
-    return StepPlan(step, tuple(made), rows, tuple(admitted) if first else (), array("i"), StopReason.QUEUE_EMPTY)
+    return StepPlan(
+        step,
+        tuple(made),
+        rows,
+        tuple(admitted) if first else (),
+        array("i"),
+        StopReason.QUEUE_EMPTY,
+    )
 
 
 @contextmanager
@@ -162,7 +186,9 @@ KINDS = {
     "head": SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
     "unfiltered": SamplingParams(temperature=0.8),
     "sorted": SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01),
-    "edited": SamplingParams(temperature=0.0, logit_bias=((5, 1.0),), min_new_tokens=30, stop_token_ids=(1,)),
+    "edited": SamplingParams(
+        temperature=0.0, logit_bias=((5, 1.0),), min_new_tokens=30, stop_token_ids=(1,)
+    ),
     "logprobs": SamplingParams(temperature=0.0, logprobs=3),
 }
 
@@ -179,7 +205,9 @@ def runner(request: pytest.FixtureRequest, demo: str) -> Iterator[DeviceRunner]:
 def test_launching_a_decode_step_waits_for_nothing(runner: DeviceRunner, kind: str) -> None:
     """Four steps ahead of any result; then all of them arrive, in order."""
     plans = [decode_plan(11, first=n == 0, step=n, params=KINDS[kind]) for n in range(6)]
-    launched = [runner.execute(plan) for plan in plans[:2]]  # caches of pinned memory and of the allocator fill
+    launched = [
+        runner.execute(plan) for plan in plans[:2]
+    ]  # caches of pinned memory and of the allocator fill
     with no_wait():
         launched += [runner.execute(plan) for plan in plans[2:]]
     results = [step.wait() for step in launched]
@@ -197,14 +225,21 @@ def test_no_wait_would_notice() -> None:
 def test_idle_time_between_decode_steps(tmp_path: Path, batch: int) -> None:
     """Prints it; only a device that is idle more than half of the time fails. The target is 5 % (qwen3-0.6b)."""
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
-    flags = {**FLAGS, "load_format": "dummy", "max_running_requests": batch, "max_total_tokens": 40_000}
+    flags = {
+        **FLAGS,
+        "load_format": "dummy",
+        "max_running_requests": batch,
+        "max_total_tokens": 40_000,
+    }
     shares = {}
     for graphs in (True, False):
         engine = make_engine(path, **flags, disable_cuda_graph=not graphs)
         asked = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
         for handle in range(1, batch + 1):
             prompt = array("i", [handle % 300 + 3] * 64)
-            engine.submit(ValidatedRequest(handle, f"r{handle}", prompt, asked, arrival=time.monotonic()))
+            engine.submit(
+                ValidatedRequest(handle, f"r{handle}", prompt, asked, arrival=time.monotonic())
+            )
         for _ in range(60):
             engine.step(time.monotonic())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -213,7 +248,9 @@ def test_idle_time_between_decode_steps(tmp_path: Path, batch: int) -> None:
             torch.cuda.synchronize()
         shares[graphs] = idle_share(profile)
         engine.close()
-    print(f"idle between decode steps, batch {batch}: {shares[True]:.1%} with graphs, {shares[False]:.1%} without")
+    print(
+        f"idle between decode steps, batch {batch}: {shares[True]:.1%} with graphs, {shares[False]:.1%} without"
+    )
     assert shares[True] < 0.5
 
 

@@ -25,7 +25,9 @@ def pair() -> Iterator[Cluster]:
     nccl.load().ncclGetVersion(ctypes.byref(version))
     if version.value < 23000:
         pytest.skip(f"NCCL {version.value} refuses two ranks on one GPU; install 2.30 or newer")
-    with Cluster.up("--transport", "nccl", "--chunked-prefill-size", "64", env=SHARED_GPU) as cluster:
+    with Cluster.up(
+        "--transport", "nccl", "--chunked-prefill-size", "64", env=SHARED_GPU
+    ) as cluster:
         yield cluster
 
 

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])
-def fast(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[FlashInferOps, torch.dtype]:
+def fast(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FlashInferOps, torch.dtype]:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    spec = load_model(shapes.make("tiny", tmp_path_factory.mktemp("m")), request.param, "dummy").spec
+    spec = load_model(
+        shapes.make("tiny", tmp_path_factory.mktemp("m")), request.param, "dummy"
+    ).spec
     assert obstacle(spec) is None
     return try_out(spec, CUDA), getattr(torch, request.param)
 
@@ -47,7 +51,8 @@ def close(got: Tensor, want: Tensor) -> None:
 def test_norms(fast: tuple[FlashInferOps, torch.dtype], rows: int, hidden: int) -> None:
     kernels, dtype = fast
     x, residual, weight = (
-        noise(*s, dtype=dtype, seed=i) for i, s in enumerate(((rows, hidden), (rows, hidden), (hidden,)))
+        noise(*s, dtype=dtype, seed=i)
+        for i, s in enumerate(((rows, hidden), (rows, hidden), (hidden,)))
     )
     close(kernels.rms_norm(x, weight, 1e-5), ops.rms_norm(x.float(), weight.float(), 1e-5))
     want = ops.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-5)
@@ -57,7 +62,9 @@ def test_norms(fast: tuple[FlashInferOps, torch.dtype], rows: int, hidden: int) 
 
 @pytest.mark.parametrize("rows", [1, 5, 900])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_heads_of_the_projection(fast: tuple[FlashInferOps, torch.dtype], rows: int, dim: int) -> None:
+def test_heads_of_the_projection(
+    fast: tuple[FlashInferOps, torch.dtype], rows: int, dim: int
+) -> None:
     kernels, dtype = fast
     projection = noise(rows, (8 + 2 + 2) * dim, dtype=dtype)
     q, k, v = projection.view(rows, -1, dim).split((8, 2, 2), dim=1)
@@ -76,7 +83,9 @@ def test_heads_of_the_projection(fast: tuple[FlashInferOps, torch.dtype], rows: 
 def test_heads_are_normed_rotated_and_stored() -> None:
     for seed, shape in enumerate(head_cases.shapes(60)):
         head_cases.check(shape, seed, CUDA)
-        head_cases.check(replace(shape, tokens=min(64, head_cases.PAGES * shape.page_size)), seed, CUDA)
+        head_cases.check(
+            replace(shape, tokens=min(64, head_cases.PAGES * shape.page_size)), seed, CUDA
+        )
 
 
 @pytest.mark.parametrize("inner", [256, 3072, 14336])

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
 
 def held(decoder: Any) -> list[torch.Tensor]:
     w = decoder.weights
-    both = [getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)]
+    both = [
+        getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)
+    ]
     return [x for x in both if isinstance(x, torch.Tensor)]
 
 
@@ -36,7 +38,9 @@ def held(decoder: Any) -> list[torch.Tensor]:
 def test_weights_on_the_device_are_those_on_the_host(tmp_path: Path, load_format: str) -> None:
     path = make_checkpoint("qwen3", tmp_path / "m", dtype="float16")
     spec = read_spec(path, "bfloat16", load_format)
-    here, there = (load_weights(spec, path, load_format, device=d) for d in (torch.device("cpu"), CUDA))
+    here, there = (
+        load_weights(spec, path, load_format, device=d) for d in (torch.device("cpu"), CUDA)
+    )
     for one, other in zip(held(here), held(there), strict=True):
         assert other.is_cuda
         assert one.equal(other.cpu())
@@ -49,7 +53,9 @@ def engine_flags(path: Path, **flags: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pool_is_what_the_fraction_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with caplog.at_level(logging.INFO):
         loaded = runtime.load(build(engine_flags(path, mem_fraction_static=0.3)), str(path))
@@ -77,7 +83,16 @@ def test_a_pool_or_model_that_cannot_fit_is_refused_before_it_is_tried(tmp_path:
 
 def test_two_engines_start_on_one_device(tmp_path: Path) -> None:
     path = shapes.make("tiny", tmp_path / "m")
-    flags = ["--model-path", str(path), "--load-format", "dummy", "--device", "cuda", "--page-size", "16"]
+    flags = [
+        "--model-path",
+        str(path),
+        "--load-format",
+        "dummy",
+        "--device",
+        "cuda",
+        "--page-size",
+        "16",
+    ]
     with Cluster.up("--workers", "2", *flags, start_secs=500.0) as cluster:
         first = [cluster.generate_ids(list(range(3, 90)), 8) for _ in range(4)]
         assert first == first[:1] * 4, "both answer, and alike"
@@ -90,9 +105,13 @@ def test_float16_is_near_the_cpus_float32(tmp_path: Path, backend: type) -> None
     shared = {"load_format": "dummy", "page_size": 16, "max_total_tokens": 8192}
     cpu = make_engine(path, **shared)
     name = "flashinfer" if backend is FlashInferAttention else "torch"
-    gpu = make_engine(path, **{**shared, "device": "cuda", "dtype": "auto", "attention_backend": name})
+    gpu = make_engine(
+        path, **{**shared, "device": "cuda", "dtype": "auto", "attention_backend": name}
+    )
     assert gpu.runner._kv.data.dtype == torch.float16
     a, b = (answer(engine, prompts, greedy(1)) for engine in (cpu, gpu))
-    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 58, "of 64; a near tie may fall the other way"
+    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 58, (
+        "of 64; a near tie may fall the other way"
+    )
     for engine in (cpu, gpu):
         engine.close()

@@ -46,6 +46,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
         prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (33, 1, 50)]
         with torch.inference_mode():
             logits = [model(torch.tensor([p])).logits[0] for p in prompts]
-        return Reference(root / variant, model, prompts, logits, [reference_greedy(model, p, STEPS) for p in prompts])
+        return Reference(
+            root / variant,
+            model,
+            prompts,
+            logits,
+            [reference_greedy(model, p, STEPS) for p in prompts],
+        )
 
     return make

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from baton.layers.model_spec import read_spec
-from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint, reference_greedy, reference_model
+from tests.support.checkpoints import (
+    VARIANTS,
+    as_transformers_4,
+    make_checkpoint,
+    reference_greedy,
+    reference_model,
+)
 from tests.support.engine_run import answer, greedy, make_engine
 from tests.support.model_loop import ModelLoop
 from tests.support.whole_model import load_model
@@ -20,7 +26,9 @@ def test_transformers_4_and_5_directories_give_one_spec(reference, variant, tmp_
     path = reference(variant).path
     assert "rope_parameters" in json.loads((path / "config.json").read_text())
     old = read_spec(as_transformers_4(path, tmp_path / "v4"))
-    assert dataclasses.replace(old, model_hash="") == dataclasses.replace(read_spec(path), model_hash="")
+    assert dataclasses.replace(old, model_hash="") == dataclasses.replace(
+        read_spec(path), model_hash=""
+    )
 
 
 def test_sharded_checkpoints_load_like_whole_ones(reference, tmp_path):
@@ -48,7 +56,9 @@ def test_float16_checkpoint_computed_as_it_is(reference, tmp_path):
     path = make_checkpoint("llama", tmp_path / "half", dtype="float16")
     engine = make_engine(path, dtype="float16")
     assert engine.runner._kv.data.dtype == torch.float16
-    got = answer(engine, ref.prompts, greedy(24))  # longer ones meet a near tie, which rounding decides
+    got = answer(
+        engine, ref.prompts, greedy(24)
+    )  # longer ones meet a near tie, which rounding decides
     engine.close()
     half = reference_model(path).half()
     assert got == [reference_greedy(half, prompt, 24) for prompt in ref.prompts]

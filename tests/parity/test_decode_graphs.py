@@ -35,7 +35,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-CASES = [(flags, "greedy") for flags in FLAGS] + [(flags, kind) for flags in ({}, SMALL) for kind in PARAMS]
+CASES = [(flags, "greedy") for flags in FLAGS] + [
+    (flags, kind) for flags in ({}, SMALL) for kind in PARAMS
+]
 
 
 @pytest.mark.parametrize(("flags", "kind"), CASES, ids=str)
@@ -59,7 +61,9 @@ def test_graphs_on_off_and_the_cpu(
     assert answers(replayed) == want
     assert device.recorder.replays > 20
     if "max_total_tokens" in flags:
-        assert replayed.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
+        assert replayed.sched.counters()["retractions_total"] > 0, (
+            "the pool was meant to be too small"
+        )
     for engine in (cpu, eager, replayed):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
@@ -83,7 +87,9 @@ def test_heads_with_norms_are_stored_by_the_kernel(
         made.close()
 
 
-def test_rows_of_all_kinds_in_one_recorded_step(reference: Callable[[str], Reference], device: Device) -> None:
+def test_rows_of_all_kinds_in_one_recorded_step(
+    reference: Callable[[str], Reference], device: Device
+) -> None:
     path = reference("llama").path
     host, replayed = make_engine(path), device.recorded(path, 8)
     (tokens, logprobs), (found, found_logprobs) = mixed(host), mixed(replayed)
@@ -94,7 +100,9 @@ def test_rows_of_all_kinds_in_one_recorded_step(reference: Callable[[str], Refer
         engine.close()
 
 
-def test_every_capture_size_and_beyond(reference: Callable[[str], Reference], device: Device) -> None:
+def test_every_capture_size_and_beyond(
+    reference: Callable[[str], Reference], device: Device
+) -> None:
     """As many rows at once as 1, 2, … 20, captured sizes 1, 2, 4, 8, 16 and 18: each is used, larger steps are not."""
     path = reference("llama").path
     flags: dict[str, object] = {"max_running_requests": 20, "chunked_prefill_size": 512}

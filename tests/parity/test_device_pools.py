@@ -37,12 +37,21 @@ class Rig:
     """A pair whose pools are on stand-ins."""
 
     def __init__(
-        self, path: Any, transports: list[str], *, p_only: bool = False, late: bool = False, **more: Any
+        self,
+        path: Any,
+        transports: list[str],
+        *,
+        p_only: bool = False,
+        late: bool = False,
+        **more: Any,
     ) -> None:
         self.p_gpu, self.d_gpu = StandIn(late=late), StandIn(late=late)
         settings = {**WAITS, "transports": transports}
         p = {"stand_in": self.p_gpu, "settings": {**settings, **more.pop("p_settings", {})}}
-        d = {"stand_in": None if p_only else self.d_gpu, "settings": {**settings, **more.pop("d_settings", {})}}
+        d = {
+            "stand_in": None if p_only else self.d_gpu,
+            "settings": {**settings, **more.pop("d_settings", {})},
+        }
         self.pair = pair_module.Pair(path, transports[0], p, d, **more)
 
     def __enter__(self) -> Rig:
@@ -55,7 +64,9 @@ class Rig:
         deadline = time.monotonic() + 10
         while self.p_gpu.pinned or self.d_gpu.pinned:
             assert time.monotonic() < deadline, "slabs stay pinned"
-            self.pair.p.native.generation(0)  # any call through the native boundary drops released Python objects
+            self.pair.p.native.generation(
+                0
+            )  # any call through the native boundary drops released Python objects
 
     def bytes(self, via: str) -> float:
         return float(self.pair.pulled()[f'kv_pull_bytes_total{{transport="{via}"}}'])
@@ -73,7 +84,9 @@ def heard(node: Any) -> tuple[Any, ...]:
     return tuple(events[0])
 
 
-def work(reference: Reference, lengths: list[int] = LENGTHS) -> tuple[list[list[int]], list[list[int]]]:
+def work(
+    reference: Reference, lengths: list[int] = LENGTHS
+) -> tuple[list[list[int]], list[list[int]]]:
     prompts = prompts_of(random.Random(5), lengths)
     return prompts, [reference_greedy(reference.model, p, STEPS) for p in prompts]
 
@@ -86,7 +99,9 @@ def test_relay_equals_transformers(reference: Callable[[str], Reference], via: s
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
         before = rig.bytes(via)
         assert before > 0
-        assert rig.pair.answer(prompts[::-1], greedy(STEPS)) == want[::-1], "second round: prefixes are in both caches"
+        assert rig.pair.answer(prompts[::-1], greedy(STEPS)) == want[::-1], (
+            "second round: prefixes are in both caches"
+        )
         assert rig.bytes(via) - before < before
         assert rig.fallbacks == 0
         assert rig.d_gpu.opened == (via == "cuda_ipc")
@@ -103,15 +118,25 @@ def test_nccl_sends_from_device_slabs(reference: Callable[[str], Reference]) -> 
         lib.slabs += made.tensors
         return made
 
-    with lib.used(), mock.patch.object(DevicePages, "slabs", slabs), Rig(ref.path, ["nccl", "tcp"]) as rig:
+    with (
+        lib.used(),
+        mock.patch.object(DevicePages, "slabs", slabs),
+        Rig(ref.path, ["nccl", "tcp"]) as rig,
+    ):
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
         assert rig.bytes("nccl") == lib.sent > 0
         assert rig.fallbacks == 0
-        assert not {"gathering pages", "scattering pages"} & {*rig.p_gpu.runs, *rig.d_gpu.runs}, "no host memory"
+        assert not {"gathering pages", "scattering pages"} & {*rig.p_gpu.runs, *rig.d_gpu.runs}, (
+            "no host memory"
+        )
 
 
-@pytest.mark.parametrize("flags", [{"page_size": 1, "chunked_prefill_size": 5}, {"disable_overlap_schedule": True}])
-def test_cuda_ipc_under_engine_settings(reference: Callable[[str], Reference], flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "flags", [{"page_size": 1, "chunked_prefill_size": 5}, {"disable_overlap_schedule": True}]
+)
+def test_cuda_ipc_under_engine_settings(
+    reference: Callable[[str], Reference], flags: dict[str, Any]
+) -> None:
     ref = reference("llama")
     prompts, want = work(ref)
     with Rig(ref.path, ["cuda_ipc"], **flags) as rig:
@@ -119,7 +144,9 @@ def test_cuda_ipc_under_engine_settings(reference: Callable[[str], Reference], f
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
 
 
-def test_pages_are_announced_when_their_step_has_ended(reference: Callable[[str], Reference]) -> None:
+def test_pages_are_announced_when_their_step_has_ended(
+    reference: Callable[[str], Reference],
+) -> None:
     """Steps are launched ahead of their results, also those of a prompt's first chunks, which have none."""
     ref = reference("llama")
     prompts, want = work(ref)
@@ -130,7 +157,9 @@ def test_pages_are_announced_when_their_step_has_ended(reference: Callable[[str]
 
 
 @pytest.mark.parametrize("via", ["gloo", "tcp"])
-def test_a_prefill_node_on_a_device_serves_one_in_host_memory(reference: Callable[[str], Reference], via: str) -> None:
+def test_a_prefill_node_on_a_device_serves_one_in_host_memory(
+    reference: Callable[[str], Reference], via: str
+) -> None:
     ref = reference("llama")
     prompts, want = work(ref)
     with Rig(ref.path, [via], p_only=True) as rig:
@@ -138,7 +167,9 @@ def test_a_prefill_node_on_a_device_serves_one_in_host_memory(reference: Callabl
         assert rig.bytes(via) > 0
 
 
-def test_a_copy_that_fails_goes_on_by_the_next_transport(reference: Callable[[str], Reference]) -> None:
+def test_a_copy_that_fails_goes_on_by_the_next_transport(
+    reference: Callable[[str], Reference],
+) -> None:
     ref = reference("llama")
     prompts, want = work(ref)
     broken = {"fault": {"rules": [{"on": "PAGE", "do": "break"}]}}
@@ -183,7 +214,9 @@ def test_cancelled_requests_leave_no_page_behind(reference: Callable[[str], Refe
             for half in (rig.pair.p, rig.pair.d):
                 for room in rooms:
                     half.engine.sched.abort(room)
-            rig.pair.until(lambda: rig.pair.p.engine.sched.is_idle and rig.pair.d.engine.sched.is_idle)
+            rig.pair.until(
+                lambda: rig.pair.p.engine.sched.is_idle and rig.pair.d.engine.sched.is_idle
+            )
             for half in (rig.pair.p, rig.pair.d):
                 half.engine.gauges()  # checks the ledger: every page is free or cached
                 assert half.engine.not_accepting_reason is None

@@ -36,8 +36,12 @@ PLAIN: dict[str, object] = {"max_new_tokens": STEPS, "seed": 5}
 PARAMS: dict[str, SamplingParams] = {
     "greedy": greedy(STEPS),
     "sampled": SamplingParams(**PLAIN, temperature=1.5, top_p=0.9),  # type: ignore[arg-type]
-    "min new tokens": SamplingParams(max_new_tokens=STEPS, min_new_tokens=9, temperature=0.0, stop_token_ids=(1, 2, 3)),
-    "penalties": SamplingParams(**PLAIN, temperature=1.2, frequency_penalty=0.8, repetition_penalty=1.2),  # type: ignore[arg-type]
+    "min new tokens": SamplingParams(
+        max_new_tokens=STEPS, min_new_tokens=9, temperature=0.0, stop_token_ids=(1, 2, 3)
+    ),
+    "penalties": SamplingParams(
+        **PLAIN, temperature=1.2, frequency_penalty=0.8, repetition_penalty=1.2
+    ),  # type: ignore[arg-type]
 }
 
 
@@ -49,13 +53,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
-    return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in (1, 4, 16, 17, 33, 64)]
+    return [
+        shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)]
+        for n in (1, 4, 16, 17, 33, 64)
+    ]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 def test_the_tokens_of_the_cpu(
-    reference: Callable[[str], Reference], device: Device, flags: dict[str, object], params: SamplingParams
+    reference: Callable[[str], Reference],
+    device: Device,
+    flags: dict[str, object],
+    params: SamplingParams,
 ) -> None:
     path = reference("llama").path
     host = make_engine(path, **flags)
@@ -63,17 +73,23 @@ def test_the_tokens_of_the_cpu(
     assert answer(late, prompts(), params) == answer(host, prompts(), params)
     for stagger in (1, 3):
         want = answer(host, prompts()[::-1], params, stagger=stagger)
-        assert answer(late, prompts()[::-1], params, stagger=stagger) == want, "with joins and prefix hits"
+        assert answer(late, prompts()[::-1], params, stagger=stagger) == want, (
+            "with joins and prefix hits"
+        )
     if "max_total_tokens" in flags:
         assert late.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
     waits = bool(params.frequency_penalty)
-    assert bool(device.stream.held_up) == waits, "launching waits for earlier tokens only where penalties count them"
+    assert bool(device.stream.held_up) == waits, (
+        "launching waits for earlier tokens only where penalties count them"
+    )
     for engine in (host, late):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
 
 
-def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Reference], device: Device) -> None:
+def test_rows_with_penalties_beside_rows_without(
+    reference: Callable[[str], Reference], device: Device
+) -> None:
     """Each request with parameters of its own, all at once; logprobs too."""
     path = reference("llama").path
     results = []
@@ -88,7 +104,10 @@ def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Refe
 
 @pytest.mark.parametrize("graph_rows", [0, 5])
 def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
-    reference: Callable[[str], Reference], device: Device, monkeypatch: pytest.MonkeyPatch, graph_rows: int
+    reference: Callable[[str], Reference],
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    graph_rows: int,
 ) -> None:
     path, params = reference("llama").path, greedy(STEPS)
     host = make_engine(path)
@@ -97,11 +116,15 @@ def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
         (i, k, token)
         for i, tokens in enumerate(want)
         for k, token in enumerate(tokens)
-        if k > 2 and token not in tokens[:k] and all(token not in x for x in (*prompts(), *want[:i], *want[i + 1 :]))
+        if k > 2
+        and token not in tokens[:k]
+        and all(token not in x for x in (*prompts(), *want[:i], *want[i + 1 :]))
     )
     embed = Decoder._embed
     monkeypatch.setattr(
-        Decoder, "_embed", lambda self, ids: embed(self, ids).masked_fill((ids == poison)[:, None], torch.nan)
+        Decoder,
+        "_embed",
+        lambda self, ids: embed(self, ids).masked_fill((ids == poison)[:, None], torch.nan),
     )
     host.sched.flush_cache()
     late = device.recorded(path, graph_rows) if graph_rows else device.late(path)
@@ -132,11 +155,15 @@ def until_idle(
     return got, errors
 
 
-def test_other_ranks_get_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:
+def test_other_ranks_get_tokens_that_are_known(
+    reference: Callable[[str], Reference], device: Device
+) -> None:
     """The first of several tensor-parallel ranks waits for a step's tokens to tell them; who follows computes alike."""
     path, orders = reference("llama").path, []
     first = device.late(path, broadcast=orders.append)
-    assert answer(first, prompts(), greedy(STEPS)) == answer(make_engine(path), prompts(), greedy(STEPS))
+    assert answer(first, prompts(), greedy(STEPS)) == answer(
+        make_engine(path), prompts(), greedy(STEPS)
+    )
     assert device.stream.held_up > 0
     assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
     leader = device.runner
@@ -158,13 +185,17 @@ def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:
     logprobs = []
     for handle, kind in enumerate(kinds, 1):
         params = SamplingParams(**{**PLAIN, **kind})  # type: ignore[arg-type]
-        engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompts()[handle % 6]), params))
+        engine.submit(
+            ValidatedRequest(handle, f"r{handle}", array("i", prompts()[handle % 6]), params)
+        )
         got[handle] = []
     while True:
         outputs, busy = engine.step(time.monotonic())
         for out in outputs:
             got[out.handle] += out.tokens
             if out.logprobs is not None:
-                logprobs.append([float(out.handle), out.logprobs.chosen, *out.logprobs.top_logprobs])
+                logprobs.append(
+                    [float(out.handle), out.logprobs.chosen, *out.logprobs.top_logprobs]
+                )
         if not busy:
             return got, logprobs

@@ -44,18 +44,29 @@ def test_engine_equals_transformers(
     want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
     engine = make_engine(ref.path, attention_backend=backend, **flags)
     assert answer(engine, prompts, greedy(STEPS)) == want
-    assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], "second round, with prefix hits"
+    assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
+        "second round, with prefix hits"
+    )
     if "max_total_tokens" in flags:
-        assert engine.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
+        assert engine.sched.counters()["retractions_total"] > 0, (
+            "the pool was meant to be too small"
+        )
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()
 
 
-def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(reference: Callable[[str], Reference]) -> None:
+def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(
+    reference: Callable[[str], Reference],
+) -> None:
     ref = reference("llama")
     prompts = prompts_of(random.Random(4), [5, 17, 33])
     params = SamplingParams(
-        max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True, frequency_penalty=0.4
+        max_new_tokens=STEPS,
+        temperature=0.9,
+        top_p=0.9,
+        seed=11,
+        ignore_eos=True,
+        frequency_penalty=0.4,
     )
     plain = make_engine(ref.path, disable_overlap_schedule=True)
     alone = [answer(plain, [p], params)[0] for p in prompts]
@@ -64,7 +75,9 @@ def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(reference: Calla
     assert len({tuple(a) for a in alone}) == 3
 
 
-def test_a_real_engines_trace_replays_to_the_same_plans(reference: Callable[[str], Reference]) -> None:
+def test_a_real_engines_trace_replays_to_the_same_plans(
+    reference: Callable[[str], Reference],
+) -> None:
     """Times, sampled tokens and overlap of a real run: nothing that decides is missing in --scheduler-trace."""
     lines: list[str] = []
     engine = make_engine(

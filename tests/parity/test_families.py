@@ -24,7 +24,12 @@ def _have_cpu_backend() -> bool:
 
 BACKENDS = [
     "torch",
-    pytest.param("cpu", marks=pytest.mark.skipif(not _have_cpu_backend(), reason="native CPU kernels are not built")),
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            not _have_cpu_backend(), reason="native CPU kernels are not built"
+        ),
+    ),
 ]
 
 
@@ -41,7 +46,9 @@ def test_prompt_logits_equal_transformers(reference, variant, backend, chunk):
     ref = reference(variant)
     loop = ModelLoop(load_model(ref.path), backend, page_size=4)
     for prompt, expected in zip(ref.prompts, ref.logits, strict=True):
-        torch.testing.assert_close(loop.prompt_logits(prompt, chunk), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            loop.prompt_logits(prompt, chunk), expected, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -87,7 +94,10 @@ def test_rows_that_do_not_sample_cost_no_logits_but_leave_their_kv(reference, ba
     ref = reference("llama")
     loop = ModelLoop(load_model(ref.path), backend, page_size=4)
     seq = loop.start(ref.prompts[0], 1)
-    assert loop.decoder.forward(loop.batch([(seq, 20)]), loop.attn).shape == (0, loop.decoder.spec.vocab_size)
+    assert loop.decoder.forward(loop.batch([(seq, 20)]), loop.attn).shape == (
+        0,
+        loop.decoder.spec.vocab_size,
+    )
     seq.computed = 20
     logits = loop.decoder.forward(loop.batch([(seq, 13)]), loop.attn)
     torch.testing.assert_close(logits, ref.logits[0][-1:], atol=1e-4, rtol=1e-4)

@@ -67,7 +67,9 @@ def named(case: Case) -> str:
 
 EVERY = 1 if os.environ.get("BATON_TEST_WHOLE") else 7
 """The whole product takes half an hour; by default every seventh case runs, which meets all values of every axis."""
-WHOLE = product({name: values for name, values in ENGINE_AXES.items() if name != "policy"}, is_valid)
+WHOLE = product(
+    {name: values for name, values in ENGINE_AXES.items() if name != "policy"}, is_valid
+)
 
 
 def flags_of(case: Case) -> dict[str, object]:
@@ -75,7 +77,9 @@ def flags_of(case: Case) -> dict[str, object]:
     page = case["page"]
     flags: dict[str, object] = {
         "page_size": page,
-        "chunked_prefill_size": {"small": max(page, 5), "several": 64, "whole": 1024}[case["chunk"]],
+        "chunked_prefill_size": {"small": max(page, 5), "several": 64, "whole": 1024}[
+            case["chunk"]
+        ],
         "disable_overlap_schedule": not case["overlap"],
         "schedule_policy": case["policy"],
         "max_total_tokens": 4096,
@@ -84,7 +88,11 @@ def flags_of(case: Case) -> dict[str, object]:
         # The longest probe and its answer fit, and hardly anything beside them; a pair needs room for prompts that the
         # other side is not ready for.
         pool = -(-160 // page) * page if case["route"] == "one" else 256
-        flags |= {"max_total_tokens": pool, "schedule_conservativeness": 0.01, "num_reserved_decode_tokens": 0}
+        flags |= {
+            "max_total_tokens": pool,
+            "schedule_conservativeness": 0.01,
+            "num_reserved_decode_tokens": 0,
+        }
     if case["disturbance"] == "preempt":
         flags |= {
             "enable_priority_scheduling": True,
@@ -93,7 +101,9 @@ def flags_of(case: Case) -> dict[str, object]:
             "max_running_requests": 2,
         }
     if case["disturbance"] in ("preempt", "suspend"):
-        flags |= {"preemption_mode": case["mode"]} | ({"host_kv_gib": 0.01} if case["mode"] == "offload" else {})
+        flags |= {"preemption_mode": case["mode"]} | (
+            {"host_kv_gib": 0.01} if case["mode"] == "offload" else {}
+        )
     return flags
 
 
@@ -114,7 +124,11 @@ def plain(reference: Callable[[str], Reference]) -> Plain:
         return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
     probes, others = draw(PROBES), draw(OTHERS)
-    flags = {"disable_overlap_schedule": True, "disable_radix_cache": True, "chunked_prefill_size": 1024}
+    flags = {
+        "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
+        "chunked_prefill_size": 1024,
+    }
     alone = Cluster(ref.path, page_size=4, **flags)
     want = {name: [alone.ask(p, params) for p in probes] for name, params in SAMPLING.items()}
     alone.close()
@@ -136,7 +150,9 @@ def check(plain: Plain, cluster: Cluster, case: Case, turn: int, which: int) -> 
     arena.warm(case["prefix"], probe)
     disturb = disturbance(plain, cluster, case["disturbance"], turn)
     handle = arena.ask(probe, SAMPLING[case["sampling"]], case["place"], disturb)
-    assert cluster.got[handle] == want, f"{case}, disturbed before turn {turn}, probe of {len(probe)} tokens"
+    assert cluster.got[handle] == want, (
+        f"{case}, disturbed before turn {turn}, probe of {len(probe)} tokens"
+    )
     if case["prefix"] == "full" and case["disturbance"] == "none":
         assert cluster.cached[handle] == (len(probe) - 1) // case["page"] * case["page"]
 
@@ -174,7 +190,13 @@ def test_the_whole_product(plain: Plain, number: int) -> None:
     cluster = Cluster(plain.path, engine_case["route"], **flags_of(engine_case))
     try:
         for i, case in enumerate(product(REQUEST_AXES, lambda c: is_valid(engine_case | c))):
-            check(plain, cluster, engine_case | case, turn=i % LAST_TURN, which=(number + i) % len(PROBES))
+            check(
+                plain,
+                cluster,
+                engine_case | case,
+                turn=i % LAST_TURN,
+                which=(number + i) % len(PROBES),
+            )
         if engine_case["disturbance"] == "retract" and engine_case["route"] == "one":
             assert cluster.engines[-1].sched.counters()["retractions_total"] > 0
         if engine_case["disturbance"] == "preempt" and engine_case["route"] == "one":
@@ -202,7 +224,9 @@ def test_disturbed_before_every_turn_in_turn(plain: Plain, kind: str, mode: str)
                 arena.warm("cold", plain.probes[2])
                 disturb = disturbance(plain, cluster, kind, turn)
                 handle = arena.ask(plain.probes[2], params, "first", disturb)
-                assert cluster.got[handle] == plain.want[sampling][2], f"{sampling}, before turn {turn}"
+                assert cluster.got[handle] == plain.want[sampling][2], (
+                    f"{sampling}, before turn {turn}"
+                )
         if kind == "preempt":
             assert cluster.engines[0].sched.counters()["preemptions_total"] > LAST_TURN
         else:

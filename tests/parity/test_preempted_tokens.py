@@ -47,7 +47,10 @@ def test_suspended_at_random_steps_the_tokens_are_transformers(
         ref.path, page_size=page_size, chunked_prefill_size=64, disable_overlap_schedule=not overlap
     )  # fmt: skip
     want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
-    assert answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(page_size))) == want
+    assert (
+        answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(page_size)))
+        == want
+    )
     assert engine.sched.counters()["suspensions_total"] > 10
     plain = answer(engine, prompts, SEEDED)
     assert answer(engine, prompts, SEEDED, disturb=storm(engine, random.Random(page_size))) == plain
@@ -85,7 +88,9 @@ def test_through_the_host_pool_and_back_the_tokens_are_transformers(
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("flags", [{}, {"host_kv_gib": 0.002, "preemption_mode": "offload", "max_total_tokens": 256}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"host_kv_gib": 0.002, "preemption_mode": "offload", "max_total_tokens": 256}]
+)
 def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
     reference: Callable[[str], Reference], page_size: int, flags: dict[str, object]
 ) -> None:

@@ -25,7 +25,9 @@ VOCAB = 500
 @pytest.mark.parametrize("top_k", [0, 1, 10, 300])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.02, 0.4])
-def test_filters_keep_the_tokens_and_probabilities_that_the_warpers_keep(temperature, top_k, top_p, min_p):
+def test_filters_keep_the_tokens_and_probabilities_that_the_warpers_keep(
+    temperature, top_k, top_p, min_p
+):
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(top_k)) * 2
     warped = TemperatureLogitsWarper(temperature)(None, logits)
     warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
@@ -38,7 +40,9 @@ def test_filters_keep_the_tokens_and_probabilities_that_the_warpers_keep(tempera
     for i in range(len(logits)):
         ids = kept_ids(scaled[i], probs[i], top_k, top_p, min_p)
         assert ids.tolist() == expected[i].nonzero()[:, 0].tolist()
-        torch.testing.assert_close(probs[i, ids] / probs[i, ids].sum(), expected[i, ids], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            probs[i, ids] / probs[i, ids].sum(), expected[i, ids], atol=1e-6, rtol=0
+        )
 
 
 def test_repetition_penalty_then_bias_order_and_min_new_tokens():
@@ -50,7 +54,10 @@ def test_repetition_penalty_then_bias_order_and_min_new_tokens():
     expected = MinNewTokensLengthLogitsProcessor(len(prompt), 4, list(stops))(ids, expected)
 
     params = SamplingParams(
-        repetition_penalty=1.3, logit_bias=((7, 2.5), (11, -4.0)), min_new_tokens=4, stop_token_ids=stops
+        repetition_penalty=1.3,
+        logit_bias=((7, 2.5), (11, -4.0)),
+        min_new_tokens=4,
+        stop_token_ids=stops,
     )
     ours = logits[0].clone()
     edit(SampleRow(params, len(prompt), prompt + out), ours)

@@ -19,7 +19,12 @@ pair_module = pytest.importorskip(
     "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 8
-WAITS = {"transports": ["gloo", "tcp"], "comm_open_ms": 3000, "comm_op_ms": 500, "comm_abort_ms": 800}
+WAITS = {
+    "transports": ["gloo", "tcp"],
+    "comm_open_ms": 3000,
+    "comm_op_ms": 500,
+    "comm_abort_ms": 800,
+}
 
 
 class Stuck:
@@ -34,7 +39,9 @@ class Stuck:
     def unique_id(self) -> bytes:
         return bytes(self._backend.unique_id())
 
-    def open(self, unique_id: bytes, rank: int, slabs: Sequence[memoryview], *timeouts: float) -> Any:
+    def open(
+        self, unique_id: bytes, rank: int, slabs: Sequence[memoryview], *timeouts: float
+    ) -> Any:
         comm = self._backend.open(unique_id, rank, slabs, *timeouts)
         stuck = self
 
@@ -81,7 +88,9 @@ def check(pair: Any, reference: Reference) -> None:
 def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
     """P's SLAB_SEND is lost: its send is posted, no peer receives it, and gloo ends it at its timeout."""
     lost = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}}
-    pair = pair_module.Pair(reference("llama").path, "gloo", {"settings": {**WAITS, **lost}}, {"settings": WAITS})
+    pair = pair_module.Pair(
+        reference("llama").path, "gloo", {"settings": {**WAITS, **lost}}, {"settings": WAITS}
+    )
     try:
         check(pair, reference("llama"))
         pair.until(lambda: not any(v for k, v in gauges(pair.p).items() if "communicators" in k))
@@ -98,7 +107,9 @@ def test_an_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
         return stuck[0]
 
     ref = reference("llama")
-    pair = pair_module.Pair(ref.path, "gloo", {"settings": WAITS}, {"settings": WAITS, "wrap": wrap})
+    pair = pair_module.Pair(
+        ref.path, "gloo", {"settings": WAITS}, {"settings": WAITS, "wrap": wrap}
+    )
     try:
         check(pair, ref)
         pair.until(lambda: gauges(pair.d)['kv_communicators{state="abandoned"}'] == 1)
@@ -115,7 +126,10 @@ def test_a_peer_that_closes_in_the_middle(reference: Callable[[str], Reference])
     slow = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}, "comm_op_ms": 20_000}
     ref = reference("llama")
     pair = pair_module.Pair(
-        ref.path, "gloo", {"settings": {**WAITS, **slow}}, {"settings": {**WAITS, "comm_op_ms": 20_000}}
+        ref.path,
+        "gloo",
+        {"settings": {**WAITS, **slow}},
+        {"settings": {**WAITS, "comm_op_ms": 20_000}},
     )
     pair.p.node.offer(5, 0, b"h", 20_000)
     pages = b"".join(page.to_bytes(4, "little") for page in range(4))

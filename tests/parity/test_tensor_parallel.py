@@ -19,7 +19,9 @@ from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import answer, greedy, make_engine
 from tests.support.tp_team import Helpers
 
-pytestmark = pytest.mark.timeout(300)  # three helpers import torch at once, perhaps on a machine with two cores
+pytestmark = pytest.mark.timeout(
+    300
+)  # three helpers import torch at once, perhaps on a machine with two cores
 
 STEPS = 16
 LENGTHS = [1, 5, 17, 33, 64, 70]
@@ -118,10 +120,14 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
     want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
     with helpers.engine(ref.path, size, **flags) as engine:
         assert answer(engine, prompts, greedy(STEPS)) == want
-        assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], "second round, with prefix hits"
+        assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
+            "second round, with prefix hits"
+        )
         assert sum(engine.sched.hit_tokens.values()) > 0
         if "max_total_tokens" in flags:
-            assert engine.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
+            assert engine.sched.counters()["retractions_total"] > 0, (
+                "the pool was meant to be too small"
+            )
         if "host_kv_gib" in flags:
             assert engine.counters['kv_host_copies_total{direction="in"}'] > 0
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
@@ -146,7 +152,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
 ) -> None:
     """Four addends: their order must not depend on where a row stands."""
     seen = Logits()
-    with helpers.engine(reference("llama").path, 4, touch=seen.watch, chunked_prefill_size=1024) as engine:
+    with helpers.engine(
+        reference("llama").path, 4, touch=seen.watch, chunked_prefill_size=1024
+    ) as engine:
         answer(engine, prompts, greedy(1))
         together = torch.cat(seen.steps)
         for prompt, row in zip(prompts, together, strict=True):
@@ -159,7 +167,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
 def test_sampled_tokens_are_those_of_one_process(
     reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
 ) -> None:
-    params = SamplingParams(max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, frequency_penalty=0.4)
+    params = SamplingParams(
+        max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, frequency_penalty=0.4
+    )
     path = reference("llama").path
     alone = make_engine(path)
     want = answer(alone, prompts, params)
@@ -169,7 +179,9 @@ def test_sampled_tokens_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_weights_are_the_same_model_however_divided(helpers: Helpers, tmp_path: Path, size: int) -> None:
+def test_random_weights_are_the_same_model_however_divided(
+    helpers: Helpers, tmp_path: Path, size: int
+) -> None:
     """Also: a vocabulary that no number of ranks divides."""
     path = tiny_model.make(tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
@@ -198,9 +210,14 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
 
     monkeypatch.setattr("baton.runtime.runner.model_runner.encode", altered)
     with (
-        pytest.raises(RuntimeError, match=r"step \d+ failed on the device: PeerLost: tensor-parallel rank 0 of 2 lost"),
+        pytest.raises(
+            RuntimeError,
+            match=r"step \d+ failed on the device: PeerLost: tensor-parallel rank 0 of 2 lost",
+        ),
         helpers.engine(reference("llama").path, 2) as engine,
     ):
         answer(engine, [[1, 2, 3]], greedy(STEPS))
     assert len(sent) >= 4
-    assert helpers.said[0].startswith(f"StepMismatch: step {sent[3].number}: what this tensor-parallel rank would")
+    assert helpers.said[0].startswith(
+        f"StepMismatch: step {sent[3].number}: what this tensor-parallel rank would"
+    )

@@ -27,7 +27,13 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
 
 
 def completion(prompt: Any = "What is Baton?", **more: Any) -> tuple[str, dict[str, Any]]:
-    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": 16,
+        "ignore_eos": True,
+    }
     return COMPLETION, {**body, **more}
 
 
@@ -62,7 +68,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "generate, ids": generate({"input_ids": list(range(5, 60))}),
     "generate, batch": generate({"input_ids": [[5, 6, 7], [8, 9], list(range(10, 50))]}),
     "generate, batch and n": generate({"input_ids": [[5, 6, 7], [8, 9]]}, n=2),
-    "generate, logprobs": generate({"text": "What is Baton?"}, return_logprob=True, top_logprobs_num=2),
+    "generate, logprobs": generate(
+        {"text": "What is Baton?"}, return_logprob=True, top_logprobs_num=2
+    ),
 }
 
 MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,22 +96,33 @@ def check_many_at_once(front: str, reference: str, nodes: Cluster) -> None:
 
     def text(url: str, i: int) -> str:
         path, body = asked[i]
-        return streamed(url, path, body)[0].text if i % 2 else texts(path, answer(url, path, body))[0]
+        return (
+            streamed(url, path, body)[0].text if i % 2 else texts(path, answer(url, path, body))[0]
+        )
 
     expected = [text(reference, i) for i in range(IN_FLIGHT)]
     before = settled(lambda: pulled(nodes)) if is_pair(nodes) else -1.0
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         assert list(pool.map(lambda i: text(front, i), range(IN_FLIGHT))) == expected
-    eventually("a KV page travelled: not one node did it all", lambda: before < 0 or pulled(nodes) > before)
+    eventually(
+        "a KV page travelled: not one node did it all", lambda: before < 0 or pulled(nodes) > before
+    )
     nodes.assert_nothing_is_held()
 
 
 def check_two_ranks(front: str, reference: str, wide: Cluster) -> None:
     """P and D with two DP ranks each: the same answers, and every rank had its part."""
-    work = {"prefill": "baton_prompt_tokens_computed_total", "decode": "baton_generated_tokens_total"}
+    work = {
+        "prefill": "baton_prompt_tokens_computed_total",
+        "decode": "baton_generated_tokens_total",
+    }
 
     def done() -> dict[tuple[str, str], float]:
-        return {(r, k): count(wide.node(r)["url"], name, dp_rank=k) for r, name in work.items() for k in "01"}
+        return {
+            (r, k): count(wide.node(r)["url"], name, dp_rank=k)
+            for r, name in work.items()
+            for k in "01"
+        }
 
     before = settled(done)
     check_many_at_once(front, reference, wide)
@@ -116,7 +135,11 @@ def check_two_ranks(front: str, reference: str, wide: Cluster) -> None:
 
 def generated(nodes: Cluster) -> float:
     """Tokens made so far by the nodes that decode."""
-    return sum(count(n["url"], "baton_generated_tokens_total") for n in nodes.state["nodes"] if n["role"] != "prefill")
+    return sum(
+        count(n["url"], "baton_generated_tokens_total")
+        for n in nodes.state["nodes"]
+        if n["role"] != "prefill"
+    )
 
 
 class Behind:
@@ -133,7 +156,9 @@ class Behind:
         found, expected = streamed(front, path, body), streamed(reference, path, body)
         assert found.keys() == expected.keys()
         for i in expected:
-            assert_same(dataclasses.asdict(found[i]), dataclasses.asdict(expected[i]), f"choice {i}")
+            assert_same(
+                dataclasses.asdict(found[i]), dataclasses.asdict(expected[i]), f"choice {i}"
+            )
         whole = texts(path, answer(reference, path, body))
         assert [found[i].text for i in range(len(whole))] == whole
 
@@ -154,7 +179,9 @@ class Behind:
         found, expected = (ask(url, path, {**body, "stream": stream}) for url in (front, reference))
         assert found.status == expected.status == 400
         error = expected.json["error"]
-        assert error["message"].encode() in found.body, "the engine's message does not reach the client"
+        assert error["message"].encode() in found.body, (
+            "the engine's message does not reach the client"
+        )
         self.check_error(found.body, error, stream)
 
     def check_error(self, body: bytes, expected: dict[str, Any], stream: bool) -> None:
@@ -169,21 +196,27 @@ class Behind:
         nodes.assert_nothing_is_held()
 
     @pytest.mark.parametrize("events_read", [1, 5])
-    def test_client_that_leaves_holds_nothing(self, front: str, nodes: Cluster, events_read: int) -> None:
+    def test_client_that_leaves_holds_nothing(
+        self, front: str, nodes: Cluster, events_read: int
+    ) -> None:
         """The request ends where it was, and not because it had come to its end."""
         path, body = completion("one that is not read to its end", max_tokens=2000)
         before = settled(lambda: generated(nodes))
         with events(front, path, body) as stream:
             for _ in range(events_read):
                 assert "error" not in next(stream)
-        eventually("the tokens it got are counted", lambda: generated(nodes) > before)  # ranks report now and then
+        eventually(
+            "the tokens it got are counted", lambda: generated(nodes) > before
+        )  # ranks report now and then
         nodes.assert_nothing_is_held()
         made = settled(lambda: generated(nodes)) - before
         assert made < 2000, f"{made:g} tokens: the engine did not learn that the client had left"
 
     def test_request_id_comes_back(self, front: str) -> None:
         path, body = chat(max_tokens=1)
-        assert ask(front, path, body, {"x-request-id": "baton-1"}).headers["x-request-id"] == "baton-1"
+        assert (
+            ask(front, path, body, {"x-request-id": "baton-1"}).headers["x-request-id"] == "baton-1"
+        )
 
     def test_models(self, front: str) -> None:
         assert [model["id"] for model in ask(front, "/v1/models").json["data"]] == ["demo"]

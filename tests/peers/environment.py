@@ -44,7 +44,9 @@ def gateway(name: str, module: str, flags: list[str], workers: int, log: Path) -
     command = [str(python_of(name)), "-m", module, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), "--log-level", "warn", *flags]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:
@@ -70,15 +72,28 @@ def gateway(name: str, module: str, flags: list[str], workers: int, log: Path) -
 def pair_flags(cluster: Cluster) -> list[str]:
     """The peers share these flags: one prefill node with its bootstrap port, one decode node."""
     prefill = cluster.node("prefill")
-    where = ["--prefill", prefill["url"], str(prefill["bootstrap_port"]), "--decode", cluster.node("decode")["url"]]
+    where = [
+        "--prefill",
+        prefill["url"],
+        str(prefill["bootstrap_port"]),
+        "--decode",
+        cluster.node("decode")["url"],
+    ]
     return ["--pd-disaggregation", *where]
 
 
 def run_script(name: str, script: str, *args: str) -> Any:
     """Run a script of this folder in that environment; what it printed, as JSON."""
     command = [str(python_of(name)), str(Path(__file__).with_name(script)), *args]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OPENAI", "LITELLM"))}
-    environment = {**clean, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # litellm fetches its price list otherwise
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OPENAI", "LITELLM"))
+    }
+    environment = {
+        **clean,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }  # litellm fetches its price list otherwise
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

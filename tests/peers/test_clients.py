@@ -39,7 +39,10 @@ class TestOpenai:
         before = settled(lambda: pulled(pair))
         said: dict[str, Any] = run_script(f"openai-{major}", "ask_openai.py", pair.url)
         assert said["version"].startswith(f"{major}.")
-        eventually("a KV page travelled: these answers did not come from one node", lambda: pulled(pair) > before)
+        eventually(
+            "a KV page travelled: these answers did not come from one node",
+            lambda: pulled(pair) > before,
+        )
         return said
 
     def test_chat(self, said: dict[str, Any], baton: str) -> None:
@@ -52,7 +55,9 @@ class TestOpenai:
         assert said["extra_body"] == 300, "ignore_eos did not arrive"
 
     def test_stream_helper(self, said: dict[str, Any], reference: str) -> None:
-        assert said["helper"] == each(reference, CHAT, [{"messages": QUESTION, "max_tokens": 400}])[0]
+        assert (
+            said["helper"] == each(reference, CHAT, [{"messages": QUESTION, "max_tokens": 400}])[0]
+        )
         assert said["helper_events"] == ["chunk", "content.delta", "content.done"]
 
     def test_completions(self, said: dict[str, Any], reference: str, batch: list[str]) -> None:
@@ -104,7 +109,9 @@ class TestLitellm:
         assert (said["batch"], said["completion_stream"]) == (batch, batch[0])
 
     def test_many_at_once(self, said: dict[str, Any], reference: str) -> None:
-        bodies = [{"messages": [{"role": "user", "content": f"Runner {i} asks?"}]} for i in range(16)]
+        bodies = [
+            {"messages": [{"role": "user", "content": f"Runner {i} asks?"}]} for i in range(16)
+        ]
         assert said["at_once"] == each(reference, CHAT, bodies)
 
     def test_mistakes_become_its_own_errors(self, said: dict[str, Any]) -> None:

@@ -27,7 +27,9 @@ class TestRegular(Behind):
     def front(cls, reference: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Its breaker counts 4xx in regular mode: ten mistakes of one client shut everybody out for a minute.
         log = tmp_path_factory.mktemp(NAME) / "regular.log"
-        with gateway(NAME, MODULE, ["--worker-urls", reference, "--disable-circuit-breaker"], 1, log) as url:
+        with gateway(
+            NAME, MODULE, ["--worker-urls", reference, "--disable-circuit-breaker"], 1, log
+        ) as url:
             yield url
 
 
@@ -52,7 +54,9 @@ class TestPair(Behind):
             assert ast.literal_eval(body.decode())["error"]["code"] == "decode_bad_request"
 
 
-def test_room_number_decides_the_prefill_rank(wide: Cluster, reference: str, tmp_path: Path) -> None:
+def test_room_number_decides_the_prefill_rank(
+    wide: Cluster, reference: str, tmp_path: Path
+) -> None:
     """Without --dp-aware (which serves nothing in this version) it knows of no ranks; the rooms it draws spread."""
     with gateway(NAME, MODULE, pair_flags(wide), 2, tmp_path / "log") as front:
         check_two_ranks(front, reference, wide)
@@ -61,6 +65,8 @@ def test_room_number_decides_the_prefill_rank(wide: Cluster, reference: str, tmp
 def test_dp_aware_in_regular_mode(wide_solo: Cluster, reference: str, tmp_path: Path) -> None:
     """The peer sends `data_parallel_rank` in the body."""
     engine = wide_solo.node("worker")["url"]
-    with gateway(NAME, MODULE, ["--worker-urls", engine, "--dp-aware"], 2, tmp_path / "log") as front:
+    with gateway(
+        NAME, MODULE, ["--worker-urls", engine, "--dp-aware"], 2, tmp_path / "log"
+    ) as front:
         check_many_at_once(front, reference, wide_solo)
     assert all(metric(engine, "baton_generated_tokens_total", dp_rank=rank) > 0 for rank in "01")

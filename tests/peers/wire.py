@@ -32,14 +32,18 @@ class Reply:
 
 def _open(url: str, path: str, body: dict[str, Any] | None, headers: dict[str, str] | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json", **(headers or {})})
+    request = urllib.request.Request(
+        url + path, data, {"content-type": "application/json", **(headers or {})}
+    )
     try:
         return urllib.request.urlopen(request, timeout=TIMEOUT_SECS)
     except urllib.error.HTTPError as err:
         return err
 
 
-def ask(url: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Reply:
+def ask(
+    url: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+) -> Reply:
     """One request, one answer, whatever its status."""
     with _open(url, path, body, headers) as response:
         return Reply(response.status, response.headers, response.read())
@@ -117,7 +121,10 @@ def texts(path: str, body: Any) -> list[str]:
     """The texts of a whole answer, in order."""
     if path == "/generate":
         return [item["text"] for item in (body if isinstance(body, list) else [body])]
-    return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in body["choices"]]
+    return [
+        choice["message"]["content"] if "message" in choice else choice["text"]
+        for choice in body["choices"]
+    ]
 
 
 def assert_same(found: Any, expected: Any, where: str = "answer") -> None:
@@ -131,6 +138,10 @@ def assert_same(found: Any, expected: Any, where: str = "answer") -> None:
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert_same(one, other, f"{where}[{i}]")
     elif isinstance(expected, float) and isinstance(found, float):
-        assert math.isclose(found, expected, rel_tol=0, abs_tol=LOGPROB_TOLERANCE), (where, found, expected)
+        assert math.isclose(found, expected, rel_tol=0, abs_tol=LOGPROB_TOLERANCE), (
+            where,
+            found,
+            expected,
+        )
     else:
         assert found == expected, where

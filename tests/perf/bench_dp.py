@@ -49,7 +49,9 @@ def conversation(number: int, scale: int) -> list[Turn]:
     return turns
 
 
-async def sweep(fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, rows: list[int], scale: int) -> list[Seen]:
+async def sweep(
+    fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, rows: list[int], scale: int
+) -> list[Seen]:
     await fleet.flush(session)
     numbers = iter(range(10**6))
 
@@ -60,7 +62,11 @@ async def sweep(fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, rows: li
     async with fleet.router(arm, session) as (url, _):
         for concurrency in rows:
             seen = await run(session, url, some(max(CONVERSATIONS, 2 * concurrency)), concurrency)
-            print(f"  {arm.name}, {concurrency} at once: {seen.seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"  {arm.name}, {concurrency} at once: {seen.seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             found.append(seen)
     return found
 
@@ -69,7 +75,10 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
     device = simulated.read(options.device)
     rows = [int(text) for text in options.concurrency.split(",")]
     flags = ["--simulate", options.device, "--dp-size", "8"]
-    roles = {"prefill": [*flags, "--schedule-policy", options.order], "decode": [*flags, "--stream-interval", "16"]}
+    roles = {
+        "prefill": [*flags, "--schedule-policy", options.order],
+        "decode": [*flags, "--stream-interval", "16"],
+    }
     arms = installed(ARMS)
     results: dict[str, list[list[Seen]]] = {arm.name: [] for arm in arms}
     async with (
@@ -78,16 +87,26 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
     ):
         for _ in range(options.rounds):
             for arm in arms:
-                results[arm.name].append(await sweep(fleet, arm, session, rows, device.length_scale))
+                results[arm.name].append(
+                    await sweep(fleet, arm, session, rows, device.length_scale)
+                )
     print(f"{options.rounds} rounds, {options.device}, {options.order}; {machine()}")
-    lines = ["| at once | " + " | ".join(f"{a.name}: TTFT p95, TPOT p95 [ms], hits" for a in arms) + " | change |"]
+    lines = [
+        "| at once | "
+        + " | ".join(f"{a.name}: TTFT p95, TPOT p95 [ms], hits" for a in arms)
+        + " | change |"
+    ]
     lines.append("|---|" + "---|" * (len(arms) + 1))
     per_token = device.speed / device.length_scale
 
     def cell(name: str, row: int) -> tuple[list[float], list[float], float]:
         seen = [sweep[row] for sweep in results[name]]
         ttft = [s.ms("ttft", 0.95) * device.speed for s in seen]
-        return ttft, [s.ms("tpot", 0.95) * per_token for s in seen], statistics.mean(s.hit_rate for s in seen)
+        return (
+            ttft,
+            [s.ms("tpot", 0.95) * per_token for s in seen],
+            statistics.mean(s.hit_rate for s in seen),
+        )
 
     for row, concurrency in enumerate(rows):
         cells = {arm.name: cell(arm.name, row) for arm in arms}
@@ -98,16 +117,22 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
         off, on = (cells[arm.name][:2] for arm in ARMS[:2])
         plain, aware = ([sweep[row].seconds for sweep in results[arm.name]] for arm in ARMS[:2])
         changes = [
-            f"{name} " + " / ".join(f"{(b / a - 1) * 100:+.0f} %" for a, b in zip(off[i], on[i], strict=True))
+            f"{name} "
+            + " / ".join(f"{(b / a - 1) * 100:+.0f} %" for a, b in zip(off[i], on[i], strict=True))
             for i, name in enumerate(("TTFT", "TPOT"))
         ]
-        changes.append("rate " + " / ".join(f"{(a / b - 1) * 100:+.0f} %" for a, b in zip(plain, aware, strict=True)))
+        changes.append(
+            "rate "
+            + " / ".join(f"{(a / b - 1) * 100:+.0f} %" for a, b in zip(plain, aware, strict=True))
+        )
         lines.append(f"| {concurrency} | " + " | ".join([*shown, ", ".join(changes)]) + " |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--concurrency", default="1,2,4,8,16,32,64,128")
     parser.add_argument("--order", default="fcfs", help="--schedule-policy of the prefill node")

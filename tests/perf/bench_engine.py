@@ -73,13 +73,17 @@ def compare(name: str, rounds: int, ours: Callable[[], float], theirs: Callable[
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     ratios = sorted(a / b for a, b in pairs)
     mine, peer = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = f"{statistics.median(ratios):>7.2f}  {f'{ratios[0]:.2f}-{ratios[-1]:.2f}':>11}  n={rounds}"
+    ratio = (
+        f"{statistics.median(ratios):>7.2f}  {f'{ratios[0]:.2f}-{ratios[-1]:.2f}':>11}  n={rounds}"
+    )
     print(f"{name:<28} {mine:>10.1f} {peer:>12.1f} {ratio}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model-path", help="Hugging Face directory (default: a random 75 M Llama)")
+    parser.add_argument(
+        "--model-path", help="Hugging Face directory (default: a random 75 M Llama)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -102,7 +106,9 @@ def bench(path: Path, dtype: str, threads: int, rounds: int) -> None:
 
     if dtype == "float32":
         check = prompts(2, 40)
-        assert ours.run(check, 16) == peer.run(check, 16), "the arms must give equal tokens before they are timed"
+        assert ours.run(check, 16) == peer.run(check, 16), (
+            "the arms must give equal tokens before they are timed"
+        )
     print(f"{path.name} {dtype}, {threads} threads, torch {torch.__version__}")
     print(f"{'tokens/s':<28} {'baton':>10} {'transformers':>12} {'ratio':>7}  {'spread':>11}")
 
@@ -119,7 +125,12 @@ def bench(path: Path, dtype: str, threads: int, rounds: int) -> None:
         arm.run(prompts(1, 64), 4)
     compare("prefill 512, batch 1", rounds, lambda: prefill(ours, 1), lambda: prefill(peer, 1))
     for batch in (1, 8):
-        compare(f"decode, batch {batch}", rounds, lambda b=batch: decode(ours, b), lambda b=batch: decode(peer, b))
+        compare(
+            f"decode, batch {batch}",
+            rounds,
+            lambda b=batch: decode(ours, b),
+            lambda b=batch: decode(peer, b),
+        )
     ours.engine.close()
 
 

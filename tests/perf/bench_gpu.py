@@ -122,7 +122,11 @@ def spread(values: Sequence[float]) -> str:
 
 def about(device: torch.device) -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     return {"commit": git.stdout.strip() or "unknown", "device": name, "torch": torch.__version__}
 
 
@@ -139,7 +143,11 @@ class Driver:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         handle = next(_handles)
-        self.engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+        self.engine.submit(
+            ValidatedRequest(
+                handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()
+            )
+        )
         return handle
 
     def turn(self) -> dict[int, int]:
@@ -155,7 +163,9 @@ class Driver:
         while open_handles:
             outputs, busy = self.engine.step(time.monotonic())
             open_handles -= {out.handle for out in outputs if out.finish is not None}
-            assert busy or not open_handles, f"the engine stopped with {len(open_handles)} requests open"
+            assert busy or not open_handles, (
+                f"the engine stopped with {len(open_handles)} requests open"
+            )
         self.rest()
 
     def rest(self) -> None:
@@ -183,7 +193,10 @@ def load(shape: str, args: argparse.Namespace, effort: Effort, folder: Path) -> 
     started = time.monotonic()
     loaded = runtime.load(build(flags), str(path))
     pages = f"{loaded.info['max_total_num_tokens']} tokens of KV"
-    print(f"\n# {shape}: loaded in {time.monotonic() - started:.1f} s, {pages}, {dict(args.engine)}", flush=True)
+    print(
+        f"\n# {shape}: loaded in {time.monotonic() - started:.1f} s, {pages}, {dict(args.engine)}",
+        flush=True,
+    )
     return Driver(loaded)
 
 
@@ -213,7 +226,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort: Effort) -> None:
-    columns = ("shape", "batch", "step ms", "spread", "n", "least MB", "of roofline", "idle share", "tokens/s")
+    columns = (
+        "shape",
+        "batch",
+        "step ms",
+        "spread",
+        "n",
+        "least MB",
+        "of roofline",
+        "idle share",
+        "tokens/s",
+    )
     row = report.table(f"decode steps, rows of {effort.context} tokens and more", columns)
     spec = driver.loaded.runner._model.spec
     weights = weight_bytes(spec)
@@ -222,7 +245,9 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
     for batch in effort.batches:
         rng = random.Random(batch)
         room = effort.steps + 3 * (batch * effort.context // effort.chunk + 2) + 8
-        open_rows = {driver.submit(driver.prompt(rng, effort.context), params(room)) for _ in range(batch)}
+        open_rows = {
+            driver.submit(driver.prompt(rng, effort.context), params(room)) for _ in range(batch)
+        }
         started_rows: dict[int, int] = {}
         while len(started_rows) < batch or min(started_rows.values()) < 2:
             for handle, n in driver.turn().items():
@@ -261,13 +286,23 @@ def prefill(report: Report, driver: Driver, shape: str, effort: Effort) -> None:
             times.append(time.perf_counter() - started)
         times = times[1:]
         middle = statistics.median(times)
-        row("prefill", shape, length, middle * 1e3, spread([t * 1e3 for t in times]), len(times), length / middle)
+        row(
+            "prefill",
+            shape,
+            length,
+            middle * 1e3,
+            spread([t * 1e3 for t in times]),
+            len(times),
+            length / middle,
+        )
 
 
 def nano_vllm(requests: int, answer: tuple[int, int]) -> tuple[list[list[int]], list[int]]:
     """Prompts and lengths of answers, drawn as its bench.py draws them: 256 make the 133,966 tokens of its README."""
     rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(requests)]
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(requests)
+    ]
     return prompts, [rng.randint(*answer) for _ in range(requests)]
 
 
@@ -288,7 +323,9 @@ def workload(report: Report, driver: Driver, shape: str, effort: Effort) -> None
 
 
 @contextmanager
-def pair(shape: str, args: argparse.Namespace, effort: Effort, folder: Path, transport: str) -> Iterator[Any]:
+def pair(
+    shape: str, args: argparse.Namespace, effort: Effort, folder: Path, transport: str
+) -> Iterator[Any]:
     """`baton up`: a router, a prefill and a decode process, on the one device."""
     from tests.support.cluster import Cluster
 
@@ -304,28 +341,48 @@ def pair(shape: str, args: argparse.Namespace, effort: Effort, folder: Path, tra
         yield cluster
 
 
-def transfer(report: Report, args: argparse.Namespace, effort: Effort, shape: str, folder: Path) -> None:
+def transfer(
+    report: Report, args: argparse.Namespace, effort: Effort, shape: str, folder: Path
+) -> None:
     """From the decode node's own count of bytes and of the time from grant to verified page."""
     from tests.support.cluster import metric
 
     columns = ("shape", "transport", "MB", "GB/s while pulling", "pulls")
     row = report.table("transfer between two processes", columns)
     for transport in effort.transports:
-        with report.section(f"transfer {transport}"), pair(shape, args, effort, folder, transport) as cluster:
+        with (
+            report.section(f"transfer {transport}"),
+            pair(shape, args, effort, folder, transport) as cluster,
+        ):
             rng = random.Random(3)
             for _ in range(4 * effort.rounds):
                 cluster.generate_ids(ids(rng, effort.pair_prompts[-1]), 1)
             url = cluster.node("decode")["url"]
             names = ("pull_bytes", "pull_seconds", "pulls")
-            moved, secs, pulls = (metric(url, f"baton_kv_{name}_total", transport=transport) for name in names)
+            moved, secs, pulls = (
+                metric(url, f"baton_kv_{name}_total", transport=transport) for name in names
+            )
             slower = metric(url, "baton_kv_transport_fallbacks_total")
             if not moved > 0 or slower > 0:
-                raise RuntimeError(f"{transport} moved {moved:g} bytes, {slower:g} pairs changed to a slower transport")
-            row("transfer", shape, transport, moved / 1e6, moved / secs / 1e9 if secs else float("nan"), int(pulls))
+                raise RuntimeError(
+                    f"{transport} moved {moved:g} bytes, {slower:g} pairs changed to a slower transport"
+                )
+            row(
+                "transfer",
+                shape,
+                transport,
+                moved / 1e6,
+                moved / secs / 1e9 if secs else float("nan"),
+                int(pulls),
+            )
 
 
-def ttft(report: Report, args: argparse.Namespace, effort: Effort, shape: str, folder: Path) -> None:
-    row = report.table("TTFT through router, P and D on one device", ("shape", "prompt", "ms", "spread", "n"))
+def ttft(
+    report: Report, args: argparse.Namespace, effort: Effort, shape: str, folder: Path
+) -> None:
+    row = report.table(
+        "TTFT through router, P and D on one device", ("shape", "prompt", "ms", "spread", "n")
+    )
     with pair(shape, args, effort, folder, "auto") as cluster:
         rng = random.Random(4)
         for length in effort.pair_prompts:
@@ -333,7 +390,14 @@ def ttft(report: Report, args: argparse.Namespace, effort: Effort, shape: str, f
             for _ in range(4 * effort.rounds + 1):
                 times.append(first_token_secs(cluster.url, ids(rng, length)))
             times = times[1:]
-            row("ttft", shape, length, statistics.median(times) * 1e3, spread([t * 1e3 for t in times]), len(times))
+            row(
+                "ttft",
+                shape,
+                length,
+                statistics.median(times) * 1e3,
+                spread([t * 1e3 for t in times]),
+                len(times),
+            )
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -347,7 +411,9 @@ def first_token_secs(url: str, prompt: list[int]) -> float:
         "input_ids": prompt, "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
     }  # fmt: skip
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     started = time.perf_counter()
     with urllib.request.urlopen(request, timeout=120) as response:
         line = response.readline()
@@ -369,21 +435,35 @@ def words(text: str) -> tuple[str, ...]:
 
 def setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return name.replace("-", "_"), json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    return name.replace("-", "_"), json.loads(value) if value[:1].isdigit() or value in (
+        "true",
+        "false",
+    ) else value
 
 
 def main() -> int:
     sys.setswitchinterval(0.0005)  # as server.worker.process has it
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shapes", type=words, default=("qwen3-0.6b", "llama-3-8b"), help="with commas between")
+    parser.add_argument(
+        "--shapes", type=words, default=("qwen3-0.6b", "llama-3-8b"), help="with commas between"
+    )
     parser.add_argument("--sections", type=words, default=SECTIONS, help="with commas between")
     parser.add_argument(
-        "--engine", type=setting, action="append", default=[], metavar="FLAG=VALUE", help="of an engine"
+        "--engine",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="of an engine",
     )
-    parser.add_argument("--quick", action="store_true", help="little of everything: to try the script")
+    parser.add_argument(
+        "--quick", action="store_true", help="little of everything: to try the script"
+    )
     parser.add_argument("--jsonl", type=Path, help="append every row to this file")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
@@ -412,7 +492,12 @@ def main() -> int:
 
 
 def in_process(
-    report: Report, args: argparse.Namespace, effort: Effort, shape: str, bandwidth: float, folder: Path
+    report: Report,
+    args: argparse.Namespace,
+    effort: Effort,
+    shape: str,
+    bandwidth: float,
+    folder: Path,
 ) -> None:
     driver = load(shape, args, effort, folder)
     try:

@@ -34,7 +34,9 @@ SYSTEM, QUESTION, ANSWER = 1225, 50, 24
 """Tokens of four characters: the system prompt has 4900 characters."""
 
 
-async def one(fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, concurrency: int) -> tuple[Seen, list[int]]:
+async def one(
+    fleet: Fleet, arm: Arm, session: aiohttp.ClientSession, concurrency: int
+) -> tuple[Seen, list[int]]:
     await fleet.flush(session)
     before = await replay.worker_counts(session, fleet.urls("worker"))
     system = words("system", SYSTEM)
@@ -60,16 +62,24 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
                     result = await one(fleet, arm, session, concurrency)
                     found.setdefault((concurrency, arm.name), []).append(result)
                     print(f"  {concurrency} {arm.name}: {result[1]}", file=sys.stderr, flush=True)
-    print(f"{options.rounds} rounds of {REQUESTS} requests, {WORKERS} workers, {options.device}; {machine()}")
-    lines = ["| at once | router | requests per worker, last round | max / mean | rate / round_robin | hit rate |"]
+    print(
+        f"{options.rounds} rounds of {REQUESTS} requests, {WORKERS} workers, {options.device}; {machine()}"
+    )
+    lines = [
+        "| at once | router | requests per worker, last round | max / mean | rate / round_robin | hit rate |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     for (concurrency, name), results in sorted(found.items(), key=lambda item: item[0][0]):
         spreads = [max(split) * len(split) / sum(split) for _, split in results]
         base = found[concurrency, ARMS[0].name]
-        rates = [mine.rate / theirs.rate for (mine, _), (theirs, _) in zip(results, base, strict=True)]
+        rates = [
+            mine.rate / theirs.rate for (mine, _), (theirs, _) in zip(results, base, strict=True)
+        ]
         hits = statistics.mean(seen.hit_rate for seen, _ in results)
         split = "/".join(map(str, results[-1][1]))
-        lines.append(f"| {concurrency} | {name} | {split} | {_range(spreads)} | {_range(rates)} | {hits:.3f} |")
+        lines.append(
+            f"| {concurrency} | {name} | {split} | {_range(spreads)} | {_range(rates)} | {hits:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -78,7 +88,9 @@ def _range(values: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="16,48,128")
     parser.add_argument("--device", default="reference,speed=0.15")

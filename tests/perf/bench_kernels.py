@@ -32,11 +32,17 @@ Arm = Callable[[], Any]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def compare(name: str, ours: Arm, torch_arm: Arm, seconds: float, work: float = 0.0, unit: str = "") -> None:
+def compare(
+    name: str, ours: Arm, torch_arm: Arm, seconds: float, work: float = 0.0, unit: str = ""
+) -> None:
     """`work` units per call are printed as a rate of the best time."""
     result, reference = ours(), torch_arm()
-    error = (result.float() - reference.float()).abs().max() / reference.float().abs().max().clamp_min(1e-6)
-    assert error < (3e-2 if result.dtype == torch.bfloat16 else 1e-4), f"{name}: results differ by {error:.2e}"
+    error = (
+        result.float() - reference.float()
+    ).abs().max() / reference.float().abs().max().clamp_min(1e-6)
+    assert error < (3e-2 if result.dtype == torch.bfloat16 else 1e-4), (
+        f"{name}: results differ by {error:.2e}"
+    )
     times: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
@@ -60,12 +66,25 @@ def attention(seconds: float) -> None:
     shapes = [(14, 2, 64), (16, 8, 128), (8, 8, 64)]
     for heads, kv_heads, dim in shapes:
         for dtype in DTYPES:
-            for rows, kv_len, new in [(1, 128, 1), (8, 1024, 1), (1, 4096, 1), (1, 512, 512), (1, 2048, 256)]:
+            for rows, kv_len, new in [
+                (1, 128, 1),
+                (8, 1024, 1),
+                (1, 4096, 1),
+                (1, 512, 512),
+                (1, 2048, 256),
+            ]:
                 _attention_case(heads, kv_heads, dim, dtype, rows, kv_len, new, seconds)
 
 
 def _attention_case(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, rows: int, kv_len: int, new: int, seconds: float
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    kv_len: int,
+    new: int,
+    seconds: float,
 ) -> None:
     """Ours reads scattered pages; torch gets contiguous K and V for prefill and gathers pages for decode."""
     size = 16
@@ -76,7 +95,12 @@ def _attention_case(
     kv.data.copy_(torch.randn(kv.data.shape))
     order = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)).tolist()
     spec: Any = SimpleNamespace(
-        num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, q_size=heads * dim, windows=(0,)
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        q_size=heads * dim,
+        windows=(0,),
     )
     backend = CpuAttention(spec, kv)
     tables = [order[r * each : (r + 1) * each] for r in range(rows)]
@@ -88,7 +112,9 @@ def _attention_case(
 
     def gathered() -> tuple[Tensor, Tensor]:
         both = kv.data[:, 0][index].flatten(1, 1)  # [rows, pages, 2, size, Hk, D]
-        both = both.permute(2, 0, 4, 1, 3, 5).reshape(2, rows, kv_heads, each * size, dim)[:, :, :, :kv_len]
+        both = both.permute(2, 0, 4, 1, 3, 5).reshape(2, rows, kv_heads, each * size, dim)[
+            :, :, :, :kv_len
+        ]
         return both[0], both[1]
 
     visible = torch.ones(new, kv_len, dtype=torch.bool).tril(kv_len - new)
@@ -100,13 +126,25 @@ def _attention_case(
         causal = new == kv_len
         mask = None if causal or new == 1 else visible
         out = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=causal and new > 1, enable_gqa=heads != kv_heads
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal and new > 1,
+            enable_gqa=heads != kv_heads,
         )
         return out.transpose(1, 2).reshape(rows * new, heads * dim)
 
     pairs = rows * sum(range(kv_len - new + 1, kv_len + 1))
     label = f"attention {heads}/{kv_heads}x{dim} {name} {rows} x {new} of {kv_len}"
-    compare(label, lambda: backend.forward(0, q, k, v), reference, seconds, 4.0 * pairs * heads * dim, "GFLOP/s")
+    compare(
+        label,
+        lambda: backend.forward(0, q, k, v),
+        reference,
+        seconds,
+        4.0 * pairs * heads * dim,
+        "GFLOP/s",
+    )
 
 
 def linear(seconds: float) -> None:
@@ -122,19 +160,34 @@ def linear(seconds: float) -> None:
                 flops = 2.0 * rows * inputs * outputs
                 read = float(weight.nbytes)
                 arms = (partial(packed.multiply, x), partial(functional.linear, x, weight))
-                compare(label, *arms, seconds, read if rows <= 8 else flops, "GB/s" if rows <= 8 else "GFLOP/s")
+                compare(
+                    label,
+                    *arms,
+                    seconds,
+                    read if rows <= 8 else flops,
+                    "GB/s" if rows <= 8 else "GFLOP/s",
+                )
 
 
 def small(seconds: float) -> None:
     for dtype in DTYPES:
         for rows in (1, 8, 512):
             for name, ours, reference in _small_cases(rows, dtype):
-                compare(f"{name} {rows} x 1024 {dtype}".replace("torch.", ""), ours, reference, seconds / 2)
+                compare(
+                    f"{name} {rows} x 1024 {dtype}".replace("torch.", ""),
+                    ours,
+                    reference,
+                    seconds / 2,
+                )
 
 
 def _small_cases(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, Arm, Arm]]:
     x, w = torch.randn(rows, 1024).to(dtype), torch.rand(1024).to(dtype) + 0.5
-    yield "rms_norm", lambda: ops_cpu.rms_norm(x, w, 1e-6), lambda: functional.rms_norm(x, (1024,), w, 1e-6)
+    yield (
+        "rms_norm",
+        lambda: ops_cpu.rms_norm(x, w, 1e-6),
+        lambda: functional.rms_norm(x, (1024,), w, 1e-6),
+    )
     both = torch.randn(rows, 2048).to(dtype)
 
     def silu() -> Tensor:
@@ -161,8 +214,12 @@ GROUPS = {"attention": attention, "linear": linear, "small": small}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], help="which kernels (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", choices=[[], *GROUPS], help="which kernels (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of both arms")
     parser.add_argument("--seconds", type=float, default=0.4, help="time per line [s]")
     args = parser.parse_args()

@@ -61,7 +61,9 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
         step += 1
         for seq in seqs:
             queue.on_tokens(seq)  # all have another cached prefix
-        times["from scratch"].append(elapsed_ms(lambda: ordered(seqs, POLICIES[name](params), PriorityRule(), view())))
+        times["from scratch"].append(
+            elapsed_ms(lambda: ordered(seqs, POLICIES[name](params), PriorityRule(), view()))
+        )
         times["tree changed"].append(elapsed_ms(lambda: next(queue.in_order())))
         times["blocked"].append(elapsed_ms(lambda: next(queue.in_order())))
     for _ in range(len(seqs)):  # a long queue is brought up to date over several looks
@@ -72,7 +74,9 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()

@@ -29,7 +29,9 @@ from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 ARMS = {
     "cost": Arm("cost", ("--policy", "cost")),
     "cache_aware": Arm("cache_aware, smallest tree", ("--policy", "cache_aware")),
-    "cache_aware_load": Arm("cache_aware, least load", ("--policy", "cache_aware", "--cache-miss", "least_load")),
+    "cache_aware_load": Arm(
+        "cache_aware, least load", ("--policy", "cache_aware", "--cache-miss", "least_load")
+    ),
     "power_of_two": Arm("power_of_two", ("--policy", "power_of_two")),
     "round_robin": Arm("round_robin", ("--policy", "round_robin")),
     "random": Arm("random", ("--policy", "random")),
@@ -38,14 +40,18 @@ ARMS = {
 }
 
 
-def work_per_node(options: argparse.Namespace, trace: list[traces.TraceRequest], model: StepModel) -> float:
+def work_per_node(
+    options: argparse.Namespace, trace: list[traces.TraceRequest], model: StepModel
+) -> float:
     """Seconds that the trace asks of each node that prefills, behind one cache of all nodes' size.
 
     On engines that do both phases answers count, too: their rows ride along in the steps of prompts.
     """
     nodes = options.workers or options.prefill
     cached = traces.cached_in_arrival_order(trace, options.pool_tokens * nodes)
-    work = sum(model.prefill_seconds(r.input_length - c, c) for r, c in zip(trace, cached, strict=True))
+    work = sum(
+        model.prefill_seconds(r.input_length - c, c) for r, c in zip(trace, cached, strict=True)
+    )
     if options.workers:
         context = [r.input_length + r.output_length / 2 for r in trace]
         per_token = [model.token_us * 1e-6 + c * model.kv_read_ns * 1e-9 for c in context]
@@ -59,7 +65,11 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, 
     trace = traces.read(traces.locate(options.trace), options.limit or None)
     span = work_per_node(options, trace, device.model) / options.load
     work = replay.asks(trace, span / traces.arrivals(trace)[-1] / speed)
-    shape = f"{options.workers} engines" if options.workers else f"{options.prefill} P and {options.decode} D nodes"
+    shape = (
+        f"{options.workers} engines"
+        if options.workers
+        else f"{options.prefill} P and {options.decode} D nodes"
+    )
     print(
         f"{options.trace}: {len(trace)} requests in {span:.0f} simulated s ({work[-1].at:.0f} s), load {options.load}, "
         f"{shape} ({options.order}), {options.device}{', turns held' if options.hold_turns else ''}; "
@@ -67,7 +77,12 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, 
         flush=True,
     )
     common = ["--simulate", options.device, "--max-queued-requests", "100000"]
-    common += ["--max-total-tokens", str(options.pool_tokens // scale), "--request-timeout-secs", "3600"]
+    common += [
+        "--max-total-tokens",
+        str(options.pool_tokens // scale),
+        "--request-timeout-secs",
+        "3600",
+    ]
     flags = {
         "prefill": [*common, "--schedule-policy", options.order],
         "worker": [*common, "--schedule-policy", options.order, "--stream-interval", "16"],
@@ -99,7 +114,13 @@ async def one(
     began = time.monotonic()
     async with fleet.router(arm, session) as (url, _):
         outcome = await replay.replay(
-            session, url, "demo", work, scale=scale, chat=options.chat, hold_turns=options.hold_turns
+            session,
+            url,
+            "demo",
+            work,
+            scale=scale,
+            chat=options.chat,
+            hold_turns=options.hold_turns,
         )
     after = await replay.worker_counts(session, fleet.urls("worker") or fleet.urls("prefill"))
     split = [after[url] - before[url] for url in before]
@@ -114,9 +135,17 @@ async def one(
         "late": outcome.late_secs,
     }
     seconds = time.monotonic() - began
-    print(f"  {arm.name}: TTFT mean {result['ttft']['mean']:.2f} s, {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"  {arm.name}: TTFT mean {result['ttft']['mean']:.2f} s, {seconds:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     if outcome.failures:
-        print(f"  {len(outcome.failures)} failed, first: {outcome.failures[0]}", file=sys.stderr, flush=True)
+        print(
+            f"  {len(outcome.failures)} failed, first: {outcome.failures[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
     return result
 
 
@@ -136,15 +165,27 @@ def table(results: list[dict[str, Any]]) -> str:
         return f"{statistics.median(values):.2f}{spread}"
 
     for name, mine in rounds.items():
-        ttft = [f"{statistics.median(r['ttft'][c] for r in mine):.2f}" for c in ("mean", "p50", "p95", "p99")]
+        ttft = [
+            f"{statistics.median(r['ttft'][c] for r in mine):.2f}"
+            for c in ("mean", "p50", "p95", "p99")
+        ]
         hits, spread = (statistics.median(r[c] for r in mine) for c in ("hits", "spread"))
-        cells = [name, *ttft, ratio(mine, "mean"), ratio(mine, "p95"), f"{hits:.3f}", f"{spread:.2f}"]
+        cells = [
+            name,
+            *ttft,
+            ratio(mine, "mean"),
+            ratio(mine, "p95"),
+            f"{hits:.3f}",
+            f"{spread:.2f}",
+        ]
         lines.append("| " + " | ".join([*cells, str(sum(r["failed"] for r in mine))]) + " |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", default="mooncake_conversation_first30min")
     parser.add_argument("--load", type=float, default=0.85)
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
@@ -152,8 +193,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=0, help="only the first so many requests")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=0, help="engines that do both phases, instead of these")
-    parser.add_argument("--pool-tokens", type=int, default=1 << 20, help="cache of each node [real tokens]")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="engines that do both phases, instead of these"
+    )
+    parser.add_argument(
+        "--pool-tokens", type=int, default=1 << 20, help="cache of each node [real tokens]"
+    )
     parser.add_argument("--order", default="fcfs", help="--schedule-policy of the prefill nodes")
     parser.add_argument("--device", default="reference,speed=8,length_scale=8")
     parser.add_argument("--chat", action="store_true", help="send chat messages, not completions")
@@ -161,7 +206,9 @@ def main() -> int:
     parser.add_argument("--json")
     options = parser.parse_args()
     if unknown := set(options.arms.split(",")) - set(ARMS):
-        parser.error(f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+        parser.error(
+            f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}"
+        )
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         results = asyncio.run(measure(options, Path(folder)))
     print(table(results))

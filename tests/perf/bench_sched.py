@@ -59,7 +59,14 @@ class Times:
         return sorted(self.spent)[len(self.spent) * 99 // 100]
 
 
-def report(name: str, times: Times, *, budget: float | None = None, plain: Times | None = None, per: int = 1) -> None:
+def report(
+    name: str,
+    times: Times,
+    *,
+    budget: float | None = None,
+    plain: Times | None = None,
+    per: int = 1,
+) -> None:
     """One line; `per`: operations in one call, `budget` and the printed times are those of one operation [s]."""
     scale = 1e6 / per
     line = f"{name:58} {times.median * scale:10.2f} us  p99 {times.p99 * scale:10.2f}  n={len(times.spent):<6}"
@@ -69,7 +76,9 @@ def report(name: str, times: Times, *, budget: float | None = None, plain: Times
         ratios = sorted(a / b for a, b in zip(times.spent, plain.spent, strict=True))
         tenth = len(ratios) // 10
         line += f" plain {plain.median * scale:9.2f} us"
-        line += f"  x{statistics.median(ratios):6.2f} [{ratios[tenth]:.2f} … {ratios[-1 - tenth]:.2f}]"
+        line += (
+            f"  x{statistics.median(ratios):6.2f} [{ratios[tenth]:.2f} … {ratios[-1 - tenth]:.2f}]"
+        )
     print(line, flush=True)
 
 
@@ -94,10 +103,14 @@ def tokens_of(rng: random.Random, length: int) -> array[int]:
     return array("i", rng.randbytes(4 * length))
 
 
-def request(handle: int, prompt: array[int], max_new: int, room: int | None = None) -> ValidatedRequest:
+def request(
+    handle: int, prompt: array[int], max_new: int, room: int | None = None
+) -> ValidatedRequest:
     meet = None if room is None else Rendezvous("p", 1, room)
     params = SamplingParams(max_new_tokens=max_new)
-    return ValidatedRequest(handle, f"r{handle}", prompt, params, arrival=float(handle), rendezvous=meet)
+    return ValidatedRequest(
+        handle, f"r{handle}", prompt, params, arrival=float(handle), rendezvous=meet
+    )
 
 
 # ---------------------------------------------------------------------- planning
@@ -124,10 +137,14 @@ def short_of_memory(policy: str) -> Scheduler:
     The other pages are leased to a peer; pages kept back for the running answers last some 400 steps.
     """
     rng = random.Random(1)
-    sched = Scheduler(Limits(1 << 16, 16, 8 * ROWS, 10_000, step_tokens=8192, policy=policy, role="prefill"))
+    sched = Scheduler(
+        Limits(1 << 16, 16, 8 * ROWS, 10_000, step_tokens=8192, policy=policy, role="prefill")
+    )
     for handle in range(ROWS):
         sched.add(request(handle, tokens_of(rng, 64 + handle % 16), 100_000))
-    for _ in range(700):  # more than the 600 steps after which the estimate of answers has sunk to its floor
+    for _ in range(
+        700
+    ):  # more than the 600 steps after which the estimate of answers has sunk to its floor
         _turn(sched)
     for handle in range(ROWS, 4 * ROWS):
         sched.add(request(handle, tokens_of(rng, 2048), 1, room=handle))
@@ -156,11 +173,15 @@ def _commit(sched: Scheduler, plan: StepPlan, result: StepResult) -> None:
     sched.drain_events()
 
 
-def time_steps(name: str, sched: Scheduler, seconds: float, stop: StopReason, steps: int = 8000) -> None:
+def time_steps(
+    name: str, sched: Scheduler, seconds: float, stop: StopReason, steps: int = 8000
+) -> None:
     planning, committing, plain = Times(), Times(), Times()
     gc.collect()
     end = time.perf_counter() + seconds
-    while len(planning.spent) < steps and (time.perf_counter() < end or len(planning.spent) < MIN_ROUNDS):
+    while len(planning.spent) < steps and (
+        time.perf_counter() < end or len(planning.spent) < MIN_ROUNDS
+    ):
         plan = planning.call(lambda: sched.plan(0.0))
         assert isinstance(plan, StepPlan)
         assert plan.num_decode == len(plan.rows) == ROWS
@@ -181,7 +202,10 @@ def bench_plan(seconds: float) -> None:
         name = f"{ROWS} rows, 1000 queued, no pages, {policy}"
         time_steps(name, short_of_memory(policy), seconds, StopReason.NO_PAGES, steps=200)
     for policy in ("fcfs", "srpt-aging"):
-        _time_admission(Limits(1 << 16, 16, 64, 100_000, step_tokens=8192, role="prefill", policy=policy), seconds)
+        _time_admission(
+            Limits(1 << 16, 16, 64, 100_000, step_tokens=8192, role="prefill", policy=policy),
+            seconds,
+        )
 
 
 def _time_admission(limits: Limits, seconds: float) -> None:
@@ -248,7 +272,9 @@ def bench_order(seconds: float) -> None:
     for name in POLICIES:
         policy = POLICIES[name](PolicyParams())
         keys = list(policy.sort_keys(queue, view, policy.cache_key(len(queue), view)))
-        ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
+        ready = [
+            (0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)
+        ]
         by_key = [handle for _, _, _, handle in sorted(ready)]
         waiting = WaitingQueue(policy, PriorityRule(), lambda: view, SharingStrategy())
         for seq in queue:
@@ -298,7 +324,11 @@ def bench_radix(seconds: float) -> None:
         )
         other = tokens[: PROMPT - PROMPT // 16] + tokens_of(rng, PROMPT // 16)
         late = other.tobytes()
-        assert PROMPT * 15 // 16 - page < cache.probe(late, b"", PROMPT).num_tokens <= PROMPT * 15 // 16
+        assert (
+            PROMPT * 15 // 16 - page
+            < cache.probe(late, b"", PROMPT).num_tokens
+            <= PROMPT * 15 // 16
+        )
         race(
             f"probe, first difference at {PROMPT * 15 // 16}, page {page}",
             lambda cache=cache, late=late: cache.probe(late, b"", PROMPT).num_tokens,
@@ -323,7 +353,12 @@ def _split_path(page: int, seconds: float) -> None:
         allocator.free(duplicates(pages, cache.insert(side.tobytes(), pages, b"")))
     key = tokens.tobytes()
     assert cache.match(key, b"", PROMPT).num_tokens == PROMPT
-    race(f"match {PROMPT} tokens over 16 edges, page {page}", lambda: cache.match(key, b"", PROMPT), None, seconds)
+    race(
+        f"match {PROMPT} tokens over 16 edges, page {page}",
+        lambda: cache.match(key, b"", PROMPT),
+        None,
+        seconds,
+    )
 
 
 def _fill_and_empty(page: int, seconds: float) -> None:
@@ -363,7 +398,12 @@ def _fill_and_empty(page: int, seconds: float) -> None:
         evicting.call(empty)
         assert cache.evictable_pages == 0
         assert allocator.free_count == 1 << 16
-    report(f"insert per page, page {page} | one dict entry per page", inserting, plain=plain, per=64 * 64)
+    report(
+        f"insert per page, page {page} | one dict entry per page",
+        inserting,
+        plain=plain,
+        per=64 * 64,
+    )
     report(f"evict per page, in bites of 4, page {page}", evicting, per=stored)
 
 
@@ -388,7 +428,9 @@ def bench_host(_seconds: float) -> None:
         return make_engine(demo, dtype="bfloat16", page_size=16, max_total_tokens=4096, **flags)
 
     arms = {"overlap on": engine(), "overlap off": engine(disable_overlap_schedule=True)}
-    found: dict[str, tuple[Times, Times, Times]] = {name: (Times(), Times(), Times()) for name in arms}
+    found: dict[str, tuple[Times, Times, Times]] = {
+        name: (Times(), Times(), Times()) for name in arms
+    }
     params = SamplingParams(max_new_tokens=201, temperature=0.0, ignore_eos=True)
     handle = 0
     answers: dict[str, list[list[int]]] = {name: [] for name in arms}
@@ -396,7 +438,11 @@ def bench_host(_seconds: float) -> None:
         for name, made in arms.items():
             handle += 1
             req = ValidatedRequest(
-                handle, f"r{handle}", array("i", range(10 * turn, 10 * turn + 20)), params, arrival=0.0
+                handle,
+                f"r{handle}",
+                array("i", range(10 * turn, 10 * turn + 20)),
+                params,
+                arrival=0.0,
             )
             tokens, steps = _decode_alone(made, req)
             answers[name].append(tokens)
@@ -411,7 +457,9 @@ def bench_host(_seconds: float) -> None:
         arms[name].close()
 
 
-def _decode_alone(engine: object, req: ValidatedRequest) -> tuple[list[int], list[tuple[float, float, float]]]:
+def _decode_alone(
+    engine: object, req: ValidatedRequest
+) -> tuple[list[int], list[tuple[float, float, float]]]:
     """Tokens, and per decode step (wall, wall - forward, wall - device job)."""
     from baton.runtime.engine_loop import EngineLoop
 
@@ -442,8 +490,12 @@ GROUPS = {"plan": bench_plan, "order": bench_order, "radix": bench_radix, "host"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], help="what to time (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", choices=[[], *GROUPS], help="what to time (default: all)"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="time per line [s]")
     args = parser.parse_args()
     for group in args.groups or GROUPS:

@@ -32,7 +32,9 @@ class Seen:
 
     @property
     def hit_rate(self) -> float:
-        return sum(t.cached_tokens for t in self.timings) / sum(t.prompt_tokens for t in self.timings)
+        return sum(t.cached_tokens for t in self.timings) / sum(
+            t.prompt_tokens for t in self.timings
+        )
 
     @property
     def rate(self) -> float:
@@ -40,7 +42,10 @@ class Seen:
 
 
 async def run(
-    session: aiohttp.ClientSession, url: str, conversations: Iterable[Sequence[Turn]], concurrency: int
+    session: aiohttp.ClientSession,
+    url: str,
+    conversations: Iterable[Sequence[Turn]],
+    concurrency: int,
 ) -> Seen:
     """Every turn of a conversation after the one before. Raises what a failed request raises."""
     queue = iter(conversations)
@@ -49,7 +54,9 @@ async def run(
     async def client() -> None:
         for turns in queue:
             for turn in turns:
-                timings.append(await send(session, url, "demo", turn.prompt, turn.answer_tokens, chat=True))
+                timings.append(
+                    await send(session, url, "demo", turn.prompt, turn.answer_tokens, chat=True)
+                )
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in itertools.repeat(None, concurrency)))

@@ -70,7 +70,10 @@ def installed(arms: Sequence[Arm]) -> list[Arm]:
     """Those that can run; the others are named."""
     for arm in arms:
         if not arm.is_installed:
-            print(f"{arm.name}: not installed, left out; tests/peers/setup.sh installs it", file=sys.stderr)
+            print(
+                f"{arm.name}: not installed, left out; tests/peers/setup.sh installs it",
+                file=sys.stderr,
+            )
     return [arm for arm in arms if arm.is_installed]
 
 
@@ -92,7 +95,16 @@ class Fleet:
             children = []
             for role, count in roles.items():
                 for number in range(count):
-                    argv = [sys.executable, "-m", "baton.cli", "engine", "--port", "0", "--log-level", "warning"]
+                    argv = [
+                        sys.executable,
+                        "-m",
+                        "baton.cli",
+                        "engine",
+                        "--port",
+                        "0",
+                        "--log-level",
+                        "warning",
+                    ]
                     argv += ["--disaggregation-mode", "null" if role == "worker" else role]
                     argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
                     child = _child(f"{role}-{number}", [*argv, *flags[role]], log_dir)
@@ -119,7 +131,9 @@ class Fleet:
                 raise RuntimeError(f"{node.url} does not become idle")
 
     @contextlib.asynccontextmanager
-    async def router(self, arm: Arm, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, int]]:
+    async def router(
+        self, arm: Arm, session: aiohttp.ClientSession
+    ) -> AsyncIterator[tuple[str, int]]:
         """`arm`'s router before the fleet, from ready until stopped: its URL and pid."""
         port = free_port()
         argv = [sys.executable, "-m", "baton.cli", "router"]
@@ -132,7 +146,9 @@ class Fleet:
         else:
             argv += ["--pd-disaggregation"]
             for node in self.nodes:
-                argv += [f"--{node.role}", node.url] + ([str(node.bootstrap_port)] if node.role == "prefill" else [])
+                argv += [f"--{node.role}", node.url] + (
+                    [str(node.bootstrap_port)] if node.role == "prefill" else []
+                )
         child = _child(f"router-{arm.name.replace(' ', '-')}", argv, self.log_dir)
         url = f"http://127.0.0.1:{port}"
         await child.start()
@@ -145,7 +161,9 @@ class Fleet:
 
 def _child(name: str, argv: Sequence[str], log_dir: Path) -> ChildProcess:
     path = os.pathsep.join([str(REPO / "engine"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return ChildProcess(name, lambda: argv, log_dir / f"{name}.log", {**os.environ, "PYTHONPATH": path})
+    return ChildProcess(
+        name, lambda: argv, log_dir / f"{name}.log", {**os.environ, "PYTHONPATH": path}
+    )
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str, arm: Arm, nodes: int) -> None:
@@ -155,7 +173,10 @@ async def _healthy(session: aiohttp.ClientSession, url: str, arm: Arm, nodes: in
             if arm.peer is None:
                 async with session.get(f"{url}/workers") as response:
                     workers = (await response.json())["workers"]
-                    if len({w["url"].partition("@")[0] for w in workers if w.get("is_healthy")}) == nodes:
+                    if (
+                        len({w["url"].partition("@")[0] for w in workers if w.get("is_healthy")})
+                        == nodes
+                    ):
                         return
             else:
                 async with session.get(f"{url}/readiness") as response:
@@ -168,7 +189,11 @@ async def _healthy(session: aiohttp.ClientSession, url: str, arm: Arm, nodes: in
 def machine() -> str:
     """Machine and commit, for the head of a table of results."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores, {platform.machine()}, Python {platform.python_version()}, commit {commit.stdout.strip()}"

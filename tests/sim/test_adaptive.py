@@ -37,18 +37,26 @@ def forecast(queue: QueueSnapshot, order: str) -> OrderForecast:
     return finish(forecast_in_parts(queue, order))
 
 
-def snapshot(*requests: WaitingRequest, cache_blocks: int = 100, rate: float = 100.0) -> QueueSnapshot:
+def snapshot(
+    *requests: WaitingRequest, cache_blocks: int = 100, rate: float = 100.0
+) -> QueueSnapshot:
     return QueueSnapshot(rate, 10, cache_blocks, 0.0, 0.0, requests)
 
 
-def waiting(tokens: int, *blocks: int, wait: float = 0.0, cached: int = 0, waited_tokens: int = 0) -> WaitingRequest:
+def waiting(
+    tokens: int, *blocks: int, wait: float = 0.0, cached: int = 0, waited_tokens: int = 0
+) -> WaitingRequest:
     return WaitingRequest(wait, tokens, 0.0, waited_tokens, blocks, cached)
 
 
 def test_forecast_serves_one_after_the_other_at_the_measured_rate() -> None:
     queue = snapshot(waiting(800, wait=3.0), waiting(100, wait=2.0), waiting(100, wait=1.0))
-    assert forecast(queue, "fcfs") == OrderForecast(pytest.approx((11 + 11 + 11) / 3), pytest.approx(11.0))
-    assert forecast(queue, "short-first") == OrderForecast(pytest.approx((3 + 3 + 13) / 3), pytest.approx(13.0))
+    assert forecast(queue, "fcfs") == OrderForecast(
+        pytest.approx((11 + 11 + 11) / 3), pytest.approx(11.0)
+    )
+    assert forecast(queue, "short-first") == OrderForecast(
+        pytest.approx((3 + 3 + 13) / 3), pytest.approx(13.0)
+    )
 
 
 def test_forecast_knows_what_the_cache_holds_and_what_it_forgets() -> None:
@@ -56,7 +64,9 @@ def test_forecast_knows_what_the_cache_holds_and_what_it_forgets() -> None:
     roomy, tight = snapshot(*both), snapshot(*both, cache_blocks=3)
     assert forecast(roomy, "fcfs").mean == pytest.approx((0.35 + 0.70 + 0.75) / 3)
     assert forecast(tight, "fcfs").mean == pytest.approx((0.35 + 0.70 + 1.05) / 3)
-    assert forecast(tight, "lpm").mean == pytest.approx((0.35 + 0.40 + 0.75) / 3), "1 and 3 before 2"
+    assert forecast(tight, "lpm").mean == pytest.approx((0.35 + 0.40 + 0.75) / 3), (
+        "1 and 3 before 2"
+    )
     warm = snapshot(waiting(35, 1, 2, 3), waiting(35, 7, 8, 9, cached=2))
     assert forecast(warm, "lpm").mean == pytest.approx((0.15 + 0.50) / 2)
 
@@ -68,7 +78,9 @@ def test_forecast_by_response_ratio() -> None:
 
 def test_equal_requests_have_equal_forecasts_and_keep_fcfs() -> None:
     found = finish(
-        forecasts_in_parts(snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)]))
+        forecasts_in_parts(
+            snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)])
+        )
     )
     assert len(set(found.values())) == 1
     assert decide(OrderChoice("fcfs"), found, 0.1) == OrderChoice("fcfs")
@@ -110,7 +122,9 @@ def test_never_two_switches_within_two_windows(seed: int) -> None:
 
 
 def test_the_tail_weight_decides_between_mean_and_p99() -> None:
-    found = {name: OrderForecast(10.0, 10.0) for name in CANDIDATES} | {"lpm": OrderForecast(8.0, 30.0)}
+    found = {name: OrderForecast(10.0, 10.0) for name in CANDIDATES} | {
+        "lpm": OrderForecast(8.0, 30.0)
+    }
     assert decide(OrderChoice("fcfs", "lpm"), found, 0.0).active == "lpm"
     assert decide(OrderChoice("fcfs", "lpm"), found, 0.5).active == "fcfs"
 
@@ -122,12 +136,16 @@ def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
     seqs = []
     for handle, (prompt, namespace) in enumerate(prompts):
         req = request(handle, prompt, 8)
-        seqs.append(Seq(req.__class__(handle, "r", req.prompt, req.params, None, namespace), req.prompt, 8))
+        seqs.append(
+            Seq(req.__class__(handle, "r", req.prompt, req.params, None, namespace), req.prompt, 8)
+        )
     pages = state.memory.allocator.alloc(8)
     assert pages is not None
     state.memory.cache.insert(seqs[0].key, pages, b"")
     view = state.view()
-    made = finish(snapshot_in_parts(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4))
+    made = finish(
+        snapshot_in_parts(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4)
+    )
     a, b, c, d = (r.blocks for r in made.requests)
     assert made.block_tokens == 16
     assert a[:2] == b[:2]
@@ -143,7 +161,13 @@ def test_snapshot_and_review_are_bounded() -> None:
     queue = []
     for handle in range(2000):
         prompt = array("i", [handle]) * 5000
-        queue.append(Seq(request(handle, [1], 8).__class__(handle, "r", prompt, arrival=float(handle)), prompt, 8))
+        queue.append(
+            Seq(
+                request(handle, [1], 8).__class__(handle, "r", prompt, arrival=float(handle)),
+                prompt,
+                8,
+            )
+        )
     made = finish(snapshot_in_parts(queue, state.view(), PolicyParams(), lambda _: 0))
     assert len(made.requests) == adaptive.MAX_REQUESTS
     assert sum(len(r.blocks) for r in made.requests) <= adaptive.MAX_BLOCKS
@@ -153,13 +177,17 @@ def test_snapshot_and_review_are_bounded() -> None:
 # ---------------------------------------------------------------------- in the scheduler, on a virtual clock
 
 
-def run(trace: list[TraceRequest], arrivals: list[float], pool_tokens: int) -> tuple[list[str], SimNode]:
+def run(
+    trace: list[TraceRequest], arrivals: list[float], pool_tokens: int
+) -> tuple[list[str], SimNode]:
     """The orders that were active after each window of 5 s, and the node at the end."""
     lim = Limits(
         pool_tokens // 16, 16, 64, 10_000, 512, role="prefill", policy="adaptive",
         policy_params=PolicyParams(adaptive_window_secs=5.0, short_first_aging_tokens_per_s=10.0),
     )  # fmt: skip
-    model = StepModel(step_ms=0.1, token_us=1000.0, weights_ms=0.1, attention_ns=0.0)  # 1000 tokens/s
+    model = StepModel(
+        step_ms=0.1, token_us=1000.0, weights_ms=0.1, attention_ns=0.0
+    )  # 1000 tokens/s
     node = SimNode(NodeSetting(trace, arrivals, model), lim)
     active: list[str] = []
     drain = node.sched.drain_events
@@ -186,7 +214,12 @@ def test_settles_on_lpm_where_prefixes_are_shared_and_the_cache_is_small() -> No
         block += 1
         document = i % 12
         trace.append(
-            TraceRequest(0.0, 1536 + 512, rng.randint(1, 2000), (*(document * 3 + j for j in range(3)), block))
+            TraceRequest(
+                0.0,
+                1536 + 512,
+                rng.randint(1, 2000),
+                (*(document * 3 + j for j in range(3)), block),
+            )
         )
     active, _ = run(trace, [0.5 * i for i in range(240)], pool_tokens=6 * 2048)
     assert active[-1] == "lpm"
@@ -196,7 +229,10 @@ def test_settles_on_lpm_where_prefixes_are_shared_and_the_cache_is_small() -> No
 def test_settles_on_short_first_where_lengths_are_bimodal() -> None:
     rng = random.Random(2)
     lengths = [8192 if rng.random() < 0.15 else 128 for _ in range(300)]
-    trace = [TraceRequest(0.0, n, 1, tuple(10_000 * i + j for j in range(-(-n // 512)))) for i, n in enumerate(lengths)]
+    trace = [
+        TraceRequest(0.0, n, 1, tuple(10_000 * i + j for j in range(-(-n // 512))))
+        for i, n in enumerate(lengths)
+    ]
     active, _ = run(trace, [0.9 * i for i in range(300)], pool_tokens=200_000)
     assert "short-first" in active
     assert switches(active) <= 2
@@ -215,12 +251,16 @@ def test_stays_on_fcfs_where_all_are_equal() -> None:
 
 
 def test_a_decision_is_replayed_from_its_line() -> None:
-    lim = Limits(400, 4, 2, 1000, 16, policy="adaptive", policy_params=PolicyParams(adaptive_window_secs=1.0))
+    lim = Limits(
+        400, 4, 2, 1000, 16, policy="adaptive", policy_params=PolicyParams(adaptive_window_secs=1.0)
+    )
     node = Node(lim, depth=1)
     rng = random.Random(3)
     lines = []
     for handle in range(60):
-        node.sched.add(request(handle, [rng.randrange(VOCAB) for _ in range(rng.choice([4, 200]))], 4))
+        node.sched.add(
+            request(handle, [rng.randrange(VOCAB) for _ in range(rng.choice([4, 200]))], 4)
+        )
     for now in range(1, 40):
         plan = node.sched.plan(float(now * 2))
         for event in node.sched.drain_events():
@@ -244,7 +284,9 @@ def test_a_decision_is_replayed_from_its_line() -> None:
 
 
 def test_an_empty_queue_breaks_the_row() -> None:
-    policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0))
+    policy = AdaptivePolicy(
+        PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0)
+    )
     state = SchedulerState(Limits(100, 4, 4, 100, 64))
     at = state.view()
 
@@ -270,7 +312,9 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
     queue = []
     for handle in range(600):
         plain = request(handle, [rng.randrange(VOCAB) for _ in range(rng.choice([40, 900]))], 4)
-        queue.append(Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4))
+        queue.append(
+            Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4)
+        )
     policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
     at = state.view()
     now = dataclasses.replace(at, now=1.0)
@@ -288,6 +332,8 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
         assert plans < 400
     assert plans > 50
     assert reviewed.line() == once.line()
-    assert policy.review(queue, dataclasses.replace(at, now=1.99)) is None, "the next window is not over"
+    assert policy.review(queue, dataclasses.replace(at, now=1.99)) is None, (
+        "the next window is not over"
+    )
     after_a_long_step = policy.review(queue, dataclasses.replace(at, now=20.0))
     assert after_a_long_step is not None, "1 % of 18 s is time for all of it"

@@ -20,7 +20,9 @@ AGING = 500.0
 SEEDS = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
-def bimodal(seed: int, rho: float = 0.8, count: int = 3000) -> tuple[list[TraceRequest], list[float]]:
+def bimodal(
+    seed: int, rho: float = 0.8, count: int = 3000
+) -> tuple[list[TraceRequest], list[float]]:
     rng = random.Random(seed)
     lengths = [LONG if rng.random() < SHARE_LONG else SHORT for _ in range(count)]
     mean_secs = sum(lengths) / count / TOKENS_PER_SEC
@@ -28,7 +30,10 @@ def bimodal(seed: int, rho: float = 0.8, count: int = 3000) -> tuple[list[TraceR
     for _ in lengths:
         at += rng.expovariate(rho / mean_secs)
         arrivals.append(at)
-    trace = [TraceRequest(0.0, n, 1, tuple(100 * i + j for j in range(-(-n // 512)))) for i, n in enumerate(lengths)]
+    trace = [
+        TraceRequest(0.0, n, 1, tuple(100 * i + j for j in range(-(-n // 512))))
+        for i, n in enumerate(lengths)
+    ]
     return trace, arrivals
 
 
@@ -40,7 +45,9 @@ def run(policy: str, seed: int) -> list[float]:
         40_000, 16, 8, 100_000, 512, role="prefill", policy=policy, radix_cache=False,
         policy_params=PolicyParams(short_first_aging_tokens_per_s=AGING, short_first_output_weight=0.0),
     )  # fmt: skip
-    model = StepModel(step_ms=0.01, token_us=1e6 / TOKENS_PER_SEC, weights_ms=0.01, attention_ns=0.0)
+    model = StepModel(
+        step_ms=0.01, token_us=1e6 / TOKENS_PER_SEC, weights_ms=0.01, attention_ns=0.0
+    )
     node = SimNode(NodeSetting(trace, arrivals, model), lim)
     node.run()
     return sorted(ttfts(node.records))

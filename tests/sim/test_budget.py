@@ -36,10 +36,15 @@ def pages_needed(answers: list[KnownAnswer], page: int) -> int:
 
 
 @given(
-    st.lists(st.builds(KnownAnswer, st.integers(1, 40), st.integers(1, 30), st.integers(0, 10)), max_size=12),
+    st.lists(
+        st.builds(KnownAnswer, st.integers(1, 40), st.integers(1, 30), st.integers(0, 10)),
+        max_size=12,
+    ),
     st.sampled_from([1, 2, 4, 16]),
 )
-def test_peak_growth_equals_walking_through_the_steps(answers: list[KnownAnswer], page: int) -> None:
+def test_peak_growth_equals_walking_through_the_steps(
+    answers: list[KnownAnswer], page: int
+) -> None:
     assert peak_growth(answers, page) == pages_needed(answers, page)
 
 
@@ -99,7 +104,9 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
         node = Node(Limits(100, 1, 4, 10, 64, radix_cache=False, clip_max_new_tokens=clip), depth=1)
         for handle in range(2):
             req = request(handle, [handle] * 8, 90)
-            node.sched.add(dataclasses.replace(req, params=dataclasses.replace(req.params, stop_token_ids=())))
+            node.sched.add(
+                dataclasses.replace(req, params=dataclasses.replace(req.params, stop_token_ids=()))
+            )
         node.step()
         return node.sched.counts()["running"]
 
@@ -107,7 +114,9 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "77")
     assert setup.limits(build({}), 100).clip_max_new_tokens == 77
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "many")
-    with pytest.raises(ConfigError, match="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: --clip-max-new-tokens many: "):
+    with pytest.raises(
+        ConfigError, match="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: --clip-max-new-tokens many: "
+    ):
         build({})
 
 
@@ -151,7 +160,14 @@ def test_step_time_predicts_a_device_that_is_linear_in_rows_tokens_and_pairs(
     clockwork.base, clockwork.row, clockwork.token, clockwork.pair = base, base / 100, token, pair
     node = Node(Limits(4000, 4, 8, 100, 256, radix_cache=False), depth=1)
     for handle in range(8):
-        node.sched.add(request(handle, [handle % VOCAB] * rng.randint(500, 1500), rng.randint(5, 40), ignore_eos=True))
+        node.sched.add(
+            request(
+                handle,
+                [handle % VOCAB] * rng.randint(500, 1500),
+                rng.randint(5, 40),
+                ignore_eos=True,
+            )
+        )
     times = StepTime(256)
     for plan, seconds in run_timed(node, clockwork):
         times.observe(plan, seconds)
@@ -164,7 +180,9 @@ def test_step_time_predicts_a_device_that_is_linear_in_rows_tokens_and_pairs(
 
 
 @pytest.mark.parametrize("base", [0.0, 0.005])
-def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_prompts(base: float) -> None:
+def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_prompts(
+    base: float,
+) -> None:
     """Steps with decode rows teach it, and the fixed time of many short steps does not displace long prompts."""
     clockwork = Clockwork()
     clockwork.base, clockwork.row, clockwork.token, clockwork.pair = base, 0.0, 0.0001, 0.0
@@ -185,7 +203,9 @@ def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_promp
 
 def test_a_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
     """--long-prefill-token-threshold, on the flags' way into the scheduler."""
-    flags = build({"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16})
+    flags = build(
+        {"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16}
+    )
     node = Node(setup.limits(flags, 1000), depth=1)
     node.sched.add(request(0, [1] * 2000, 4))
     for handle in range(1, 4):
@@ -239,7 +259,9 @@ def test_vllm_names_are_aliases() -> None:
     assert (parsed.max_running_requests, parsed.chunked_prefill_size) == (7, 64)
 
 
-@pytest.mark.parametrize("flag", ["enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"])
+@pytest.mark.parametrize(
+    "flag", ["enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"]
+)
 def test_without_chunking_flags_about_chunks_are_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="--chunked-prefill-size -1 splits no prompt"):
         build({"chunked_prefill_size": -1, flag: 64})
@@ -258,7 +280,9 @@ def test_step_target_keeps_steps_within_the_target_and_every_prompt_moving() -> 
     assert len(learned) > 20
     for plan, seconds in learned:
         assert seconds <= target * 1.1
-        assert any(row.n >= 4 for row in plan.rows[plan.num_decode :]), "at least a page of prompt per step"
+        assert any(row.n >= 4 for row in plan.rows[plan.num_decode :]), (
+            "at least a page of prompt per step"
+        )
     full = [seconds for plan, seconds in learned if plan.stopped_by.value == "token_budget"]
     assert min(full) >= target * 0.8, "the target is used, not only kept"
     assert set(node.finished) == set(range(6))
@@ -286,7 +310,9 @@ def test_one_page_moves_even_when_decode_alone_exceeds_the_target() -> None:
     node.sched.add(request(0, [1] * 9, 30, ignore_eos=True))
     node.sched.add(request(1, [2] * 40, 1, ignore_eos=True))
     steps = run_timed(node, Clockwork())
-    assert {row.n for plan, _ in steps for row in plan.rows if row.start < 9 or row.handle == 1} <= {1, 4}
+    assert {
+        row.n for plan, _ in steps for row in plan.rows if row.start < 9 or row.handle == 1
+    } <= {1, 4}
     assert set(node.finished) == {0, 1}
 
 
@@ -315,7 +341,9 @@ def test_prefill_first_alternates_unless_mixed_chunk_or_a_longer_gap_is_allowed(
 
 
 def test_max_decode_gap_without_prefill_first_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--max-decode-gap-ms 5.0: decode rows wait only with --prefill-first"):
+    with pytest.raises(
+        ConfigError, match=r"--max-decode-gap-ms 5.0: decode rows wait only with --prefill-first"
+    ):
         build({"max_decode_gap_ms": 5.0})
     for field, value in (("watermark", 0.6), ("step_target_ms", -1.0), ("clip_max_new_tokens", 0)):
         with pytest.raises(ConfigError, match=rf"--{field.replace('_', '-')} {value}"):
@@ -325,7 +353,10 @@ def test_max_decode_gap_without_prefill_first_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_total_growth_is_the_sum_of_growth_and_partial_of_a_filter(seed: int) -> None:
     rng = random.Random(seed)
-    node = Node(Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_max_new_tokens=rng.choice([3, 4096])), depth=2)
+    node = Node(
+        Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_max_new_tokens=rng.choice([3, 4096])),
+        depth=2,
+    )
     partial = 0
     for handle in range(20):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]

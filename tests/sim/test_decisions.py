@@ -43,7 +43,9 @@ def test_records_follow_the_plans() -> None:
     assert [decision._asdict() for decision in heard] == records
     assert json.loads(json.dumps(records))[0]["admitted"] == [0]
     assert sum(node.sched.decisions.steps.values()) == len(node.plans)
-    assert node.sched.decisions.counters()['steps_total{mode="decode",stopped_by="queue_empty"}'] == 1
+    assert (
+        node.sched.decisions.counters()['steps_total{mode="decode",stopped_by="queue_empty"}'] == 1
+    )
     assert node.sched.decisions.recent(2) == records[-2:]
 
 
@@ -80,4 +82,6 @@ def test_the_ring_keeps_the_last_ones() -> None:
     records = node.sched.decisions.recent()
     assert len(records) == step_log.RING
     assert records[-1]["step"] == step_log.RING + 40
-    assert node.sched.decisions.steps[ForwardMode.DECODE, StopReason.QUEUE_EMPTY] == step_log.RING + 39
+    assert (
+        node.sched.decisions.steps[ForwardMode.DECODE, StopReason.QUEUE_EMPTY] == step_log.RING + 39
+    )

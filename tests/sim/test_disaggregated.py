@@ -48,13 +48,17 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
 
     for handle in range(30):
         prompt = random_prompt(rng, shared, longest)
-        req = request(handle, prompt, rng.randint(1, 20), ignore_eos=rng.random() < 0.7, room=1000 + handle)
+        req = request(
+            handle, prompt, rng.randint(1, 20), ignore_eos=rng.random() < 0.7, room=1000 + handle
+        )
         for each in rng.sample([p, d], 2):
             each.sched.add(req)
             for _ in range(rng.randint(0, 3)):
                 turn()
         room_left = d.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room_left), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room_left), req.params.ignore_eos
+        )
         if rng.random() < 0.15:
             victim = rng.randrange(handle + 1)
             if victim not in d.finished:
@@ -98,7 +102,8 @@ def test_a_full_decode_node_delays_no_prefill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "granted"), [("fcfs", [1, 2, 3]), ("short-first", [3, 1, 2]), ("edf", [2, 3, 1]), ("lof", [2, 1, 3])]
+    ("policy", "granted"),
+    [("fcfs", [1, 2, 3]), ("short-first", [3, 1, 2]), ("edf", [2, 3, 1]), ("lof", [2, 1, 3])],
 )
 @pytest.mark.parametrize("announced", [False, True])
 def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
@@ -106,7 +111,12 @@ def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
 ) -> None:
     limits = Limits(100, 4, 1, 100, 64, role="decode", policy=policy, num_reserved_decode_tokens=0)
     d = Node(limits, depth=1)
-    for handle, length, answer, due in ((0, 4, 1, 9.0), (1, 20, 9, 900.0), (2, 40, 20, 300.0), (3, 8, 4, 600.0)):
+    for handle, length, answer, due in (
+        (0, 4, 1, 9.0),
+        (1, 20, 9, 900.0),
+        (2, 40, 20, 300.0),
+        (3, 8, 4, 600.0),
+    ):
         req = request(handle, [handle] * length, answer, ignore_eos=True, room=handle)
         d.sched.add(dataclasses.replace(req, arrival=0.0, ttft_deadline=due))
         if handle == 0:
@@ -125,7 +135,9 @@ def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
 @pytest.mark.parametrize("announced", [False, True])
 def test_prompts_pass_one_without_room_on_a_decode_node_but_not_for_ever(announced: bool) -> None:
     """A large prompt arrives while an answer runs that leaves no room for it; small prompts keep coming."""
-    limits = Limits(100, 4, 32, 1000, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0)
+    limits = Limits(
+        100, 4, 32, 1000, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0
+    )
     d = Node(limits, depth=1)
 
     def arrive(handle: int, length: int, answer: int) -> None:
@@ -153,12 +165,16 @@ def test_prompts_pass_one_without_room_on_a_decode_node_but_not_for_ever(announc
 
 @pytest.mark.parametrize("skip", [0, 2])
 def test_skip_ahead_bounds_the_prompts_that_a_decode_node_passes_over(skip: int) -> None:
-    limits = Limits(100, 4, 32, 100, 64, role="decode", radix_cache=False, admission_skip_ahead=skip)
+    limits = Limits(
+        100, 4, 32, 100, 64, role="decode", radix_cache=False, admission_skip_ahead=skip
+    )
     d = Node(limits, depth=1)
     d.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
     d.step()
     for handle in (1, 2, 3, 4, 5):
-        d.sched.add(request(handle, [2] * (300 if handle < 4 else 4), 4, ignore_eos=True, room=handle))
+        d.sched.add(
+            request(handle, [2] * (300 if handle < 4 else 4), 4, ignore_eos=True, room=handle)
+        )
     d.step()
     assert not d.grants
     d.sched.abort(3)
@@ -173,7 +189,11 @@ def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> Non
     for handle in range(4):
         d.sched.add(request(handle, [1] * 12, 1, room=handle))
     d.step()
-    active = [name for name, is_it in d.sched.gauges().items() if is_it and name.startswith("schedule_policy")]
+    active = [
+        name
+        for name, is_it in d.sched.gauges().items()
+        if is_it and name.startswith("schedule_policy")
+    ]
     assert active == ['schedule_policy_active{policy="fcfs"}']
     assert d.sched.counters()["schedule_policy_degraded_total"] == (policy == "lpm")
 
@@ -183,7 +203,9 @@ def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
     d = Node(Limits(8, 4, 8, 100, 64, role="decode", num_reserved_decode_tokens=0), depth=1)
     relay = Relay(p, d, random.Random(0), 0.0)
-    late, early = (request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2))
+    late, early = (
+        request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2)
+    )
     for req in (late, early):
         d.sched.add(req)
         d.step()
@@ -224,7 +246,9 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
         p.step()
         for book in p.final_pages.values():
             for page, content in book.values():
-                assert p.device.memory[page][: len(content)] == content, "an announced page was given away"
+                assert p.device.memory[page][: len(content)] == content, (
+                    "an announced page was given away"
+                )
         for room in list(p.done):
             del p.done[room], p.final_pages[room]
             p.sched.release(room)
@@ -277,14 +301,18 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     p.sched.add(request(1, first, 3, room=101))
     p.sched.add(request(2, first, 3, room=102))
     p.run()
-    p.sched.add(request(3, first + [2] * 40, 3, room=103))  # has the same pages, and computes for some steps more
+    p.sched.add(
+        request(3, first + [2] * 40, 3, room=103)
+    )  # has the same pages, and computes for some steps more
     p.step()
     p.sched.release(101, "CHECKSUM")
     p.sched.ledger()
     p.sched.add(request(4, first, 3, room=104))
     p.sched.add(request(5, first, 3, room=105))
     p.run()
-    assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed again is shared"
+    assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), (
+        "only what was computed again is shared"
+    )
     assert p.sched.counters()["kv_quarantined_pages_total"] >= 5
     assert sorted(p.done) == [101, 102, 103, 104, 105]
     for room in (102, 103, 104, 105):
@@ -342,8 +370,13 @@ def test_a_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
 
 
 def test_pages_are_granted_only_when_no_earlier_step_can_write_to_them() -> None:
-    d = Node(Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0), depth=2)
-    prompt = next(p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if 3 <= len(_answer(p)) <= 5)
+    d = Node(
+        Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, num_reserved_decode_tokens=0),
+        depth=2,
+    )
+    prompt = next(
+        p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if 3 <= len(_answer(p)) <= 5
+    )
     d.sched.add(request(0, prompt, 8))
     d.step()
     d.sched.add(request(1, [1] * 11, 1, room=7))

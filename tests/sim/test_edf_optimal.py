@@ -27,9 +27,14 @@ def some_order_meets_all(jobs: list[tuple[int, float]]) -> bool:
 def first_tokens(policy: str, jobs: list[tuple[int, float]]) -> list[float]:
     """When each prompt is done, if a step takes as long as it has tokens and holds one prompt's chunk."""
     params = PolicyParams(demote_hopeless=False)
-    node = Node(Limits(800, 1, 8, 100, 8, policy=policy, policy_params=params, prefill_max_requests=1), depth=1)
+    node = Node(
+        Limits(800, 1, 8, 100, 8, policy=policy, policy_params=params, prefill_max_requests=1),
+        depth=1,
+    )
     for handle, (tokens, due) in enumerate(jobs):
-        req = dataclasses.replace(request(handle, [handle % 5] * tokens, 1), arrival=0.0, ttft_deadline=due)
+        req = dataclasses.replace(
+            request(handle, [handle % 5] * tokens, 1), arrival=0.0, ttft_deadline=due
+        )
         node.sched.add(dataclasses.replace(req, namespace=b"%d" % handle))
     now, done = 0.0, {}
     while len(done) < len(jobs):
@@ -48,7 +53,9 @@ def test_edf_misses_nothing_that_any_order_could_meet(seed: int) -> None:
     sizes = [rng.randint(1, 40) for _ in range(5)]
     total = sum(sizes) * SECS_PER_TOKEN
     jobs = [(tokens, rng.uniform(tokens * SECS_PER_TOKEN, total * 1.1)) for tokens in sizes]
-    missed = [end > due + 1e-9 for end, (_, due) in zip(first_tokens("edf", jobs), jobs, strict=True)]
+    missed = [
+        end > due + 1e-9 for end, (_, due) in zip(first_tokens("edf", jobs), jobs, strict=True)
+    ]
     assert any(missed) is not some_order_meets_all(jobs)
 
 

@@ -45,7 +45,9 @@ def test_answers_do_not_depend_on_what_is_evicted(policy: str, seed: int) -> Non
         req = request(handle, prompt, rng.randint(1, 10), ignore_eos=True)
         req = dataclasses.replace(req, priority=rng.choice([None, 0, 5]))
         node.sched.add(req)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, lim.capacity_tokens - len(prompt)), True)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, lim.capacity_tokens - len(prompt)), True
+        )
         for _ in range(rng.randint(0, 5)):
             node.step()
     node.run()
@@ -55,7 +57,9 @@ def test_answers_do_not_depend_on_what_is_evicted(policy: str, seed: int) -> Non
 
 
 def serve(node: Node, handle: int, prompt: list[int], priority: int | None = None) -> None:
-    node.sched.add(dataclasses.replace(request(handle, prompt, 1, ignore_eos=True), priority=priority))
+    node.sched.add(
+        dataclasses.replace(request(handle, prompt, 1, ignore_eos=True), priority=priority)
+    )
     node.run()
 
 
@@ -63,11 +67,18 @@ def serve(node: Node, handle: int, prompt: list[int], priority: int | None = Non
 def test_prefixes_of_important_requests_stay(low_values_first: bool) -> None:
     """Ten pages: four for an important prompt, the rest for a stream of unimportant and unstated ones."""
     rule = PriorityRule(low_values_first=low_values_first)
-    node = Node(Limits(10, PAGE, 2, 100, 64, radix_eviction_policy="priority", priority=rule), depth=1)
+    node = Node(
+        Limits(10, PAGE, 2, 100, 64, radix_eviction_policy="priority", priority=rule), depth=1
+    )
     important = [1] * 16
     serve(node, 0, important, priority=-5 if low_values_first else 5)
     for handle in range(1, 12):
-        serve(node, handle, [2, *([handle % VOCAB, handle // VOCAB] * 8)][:16], None if handle % 2 else 0)
+        serve(
+            node,
+            handle,
+            [2, *([handle % VOCAB, handle // VOCAB] * 8)][:16],
+            None if handle % 2 else 0,
+        )
     assert cached(node, important) == 16
 
 
@@ -86,7 +97,10 @@ def test_a_prefix_that_many_requests_reuse_outlives_newer_ones_with_lfu() -> Non
 
 def test_finding_ones_own_pages_after_a_retraction_is_no_reuse() -> None:
     """Retracted again and again, a request must not make its prompt look popular."""
-    node = Node(Limits(8, 1, 4, 100, 8, radix_eviction_policy="lfu", schedule_conservativeness=0.01), depth=1)
+    node = Node(
+        Limits(8, 1, 4, 100, 8, radix_eviction_policy="lfu", schedule_conservativeness=0.01),
+        depth=1,
+    )
     for handle in range(3):
         node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True, is_length_known=False))
     node.run()

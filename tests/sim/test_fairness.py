@@ -24,9 +24,13 @@ from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, reque
 STEP = 16
 
 
-def fair(classes: str = "", tenants: dict[str, TenantRule] | None = None, **more: Any) -> FairnessRules:
+def fair(
+    classes: str = "", tenants: dict[str, TenantRule] | None = None, **more: Any
+) -> FairnessRules:
     rules = parse_classes(classes)[0] if classes else FairnessRules().classes
-    return FairnessRules(classes=rules, tenants=None if tenants is None else TenantRules(named=tenants), **more)
+    return FairnessRules(
+        classes=rules, tenants=None if tenants is None else TenantRules(named=tenants), **more
+    )
 
 
 def limits(rules: FairnessRules, **more: Any) -> Limits:
@@ -88,25 +92,35 @@ def spread(series: list[Fraction]) -> Fraction:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("sizes", [("small", "large"), ("large", "small"), ("mixed", "mixed")])
-def test_backlogged_classes_share_prompt_tokens_by_weight(policy: str, sizes: tuple[str, str]) -> None:
+def test_backlogged_classes_share_prompt_tokens_by_weight(
+    policy: str, sizes: tuple[str, str]
+) -> None:
     """|served_i / w_i - served_j / w_j| ≤ (largest chunk + quantum) (1/w_i + 1/w_j) over every window."""
     rng = random.Random(policy + sizes[0])
     weights = {"gold": 5, "coal": 2}
-    books = Books(limits(fair("gold:5,coal:2", charge_decode=False), policy=policy, max_partial_prefills=64))
+    books = Books(
+        limits(fair("gold:5,coal:2", charge_decode=False), policy=policy, max_partial_prefills=64)
+    )
     waiting = dict.fromkeys(weights, 0)
     handle = 0
     series = [Fraction(0)]
     for _ in range(300):
         for name, style in zip(weights, sizes, strict=True):
             while sum(books.owner[s] == name for s in books.owner) - waiting[name] < 40:
-                size = {"small": rng.randint(1, 3), "large": rng.randint(60, 100), "mixed": rng.choice((1, 90))}[style]
+                size = {
+                    "small": rng.randint(1, 3),
+                    "large": rng.randint(60, 100),
+                    "mixed": rng.choice((1, 90)),
+                }[style]
                 handle += 1
                 books.add(ask(handle, size, of=name), name)
         plan = books.step()
         assert plan is not None
         assert plan.num_tokens >= STEP - 1, "work conserving: only the rest of a page stays empty"
         got = books.prompt_tokens(plan)
-        series.append(series[-1] + Fraction(got.get("gold", 0), 5) - Fraction(got.get("coal", 0), 2))
+        series.append(
+            series[-1] + Fraction(got.get("gold", 0), 5) - Fraction(got.get("coal", 0), 2)
+        )
         for name in weights:
             waiting[name] = sum(books.owner[h] == name for h in books.ended)
     assert spread(series) <= (STEP + STEP) * (Fraction(1, 5) + Fraction(1, 2))
@@ -125,11 +139,16 @@ def test_a_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
     while books.prompt_tokens(books.step() or books.steps[0]).get("gold", 0) == 0:
         waited += 1
     assert waited <= 2
-    first, last = (f'class_tokens_total{{class="{name}",kind="prompt"}}' for name in ("gold", "coal"))
+    first, last = (
+        f'class_tokens_total{{class="{name}",kind="prompt"}}' for name in ("gold", "coal")
+    )
     counters = books.sched.sharing.counters()
     assert counters[first] == sum(books.prompt_tokens(p).get("gold", 0) for p in books.steps)
     assert counters[last] == sum(books.prompt_tokens(p).get("coal", 0) for p in books.steps)
-    assert books.sched.sharing.gauges()['class_waiting{class="coal"}'] == books.sched.counts()["waiting"]
+    assert (
+        books.sched.sharing.gauges()['class_waiting{class="coal"}']
+        == books.sched.counts()["waiting"]
+    )
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging"])
@@ -170,7 +189,9 @@ def test_answers_are_charged_to_their_class_unless_switched_off() -> None:
         got = [books.prompt_tokens(plan) for plan in books.steps]
         shares[charged] = sum(g.get("a", 0) for g in got) / sum(sum(g.values()) for g in got)
     assert shares[False] == pytest.approx(0.5, abs=0.05)
-    assert shares[True] < 0.1, "8 tokens of answers per step against 8 of prompts: b is owed all prompts"
+    assert shares[True] < 0.1, (
+        "8 tokens of answers per step against 8 of prompts: b is owed all prompts"
+    )
 
 
 def test_a_large_request_of_one_class_is_not_kept_out_by_small_ones_of_another() -> None:
@@ -257,7 +278,9 @@ def test_a_pausing_tenant_earns_nothing() -> None:
 
 
 def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
-    rules = fair(tenants={"capped": TenantRule(max_running=1), "small": TenantRule(max_kv_tokens=100)})
+    rules = fair(
+        tenants={"capped": TenantRule(max_running=1), "small": TenantRule(max_kv_tokens=100)}
+    )
     books = Books(limits(rules, schedule_conservativeness=1 / 0.7))
     for handle in range(12):
         name = ("capped", "small", "free")[handle % 3]
@@ -272,11 +295,15 @@ def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
         most = {name: max(most[name], now[name]) for name in most}
     assert most["capped"] == 1
     assert most["free"] == 4, "all of them run at once beside the others' queues"
-    assert 2 <= most["small"] <= 3, "100 tokens for requests of 40, which estimates let grow a little"
+    assert 2 <= most["small"] <= 3, (
+        "100 tokens for requests of 40, which estimates let grow a little"
+    )
     free = [h for h in range(12) if books.owner[h] == "free"]
     assert set(books.ended[:4]) & set(free), "no tenant waits for the capped one"
     counters = books.sched.sharing.counters()
-    assert counters['tenant_throttled_total{reason="running"}'] == 3, "once per request that had to wait"
+    assert counters['tenant_throttled_total{reason="running"}'] == 3, (
+        "once per request that had to wait"
+    )
     assert counters['tenant_throttled_total{reason="kv"}'] >= 1
 
 
@@ -291,7 +318,9 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
     sched = Scheduler(limits(fair(tenants={"t": TenantRule(max_queued=2, max_kv_tokens=50)})))
     for handle in (0, 1):
         sched.add(ask(handle, 4, by="t"))
-    with pytest.raises(TenantQueueFull, match=r"2 requests of tenant 't' are waiting, its limit is 2") as full:
+    with pytest.raises(
+        TenantQueueFull, match=r"2 requests of tenant 't' are waiting, its limit is 2"
+    ) as full:
         sched.add(ask(2, 4, by="t"))
     assert (full.value.param, full.value.retry_after_secs) == ("tenant", 1)
     sched.add(ask(3, 4, by="other"))
@@ -304,14 +333,18 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
 
 def test_the_nodes_own_requests_have_no_limits() -> None:
     """A health probe works where tenants that are not named are refused."""
-    refusing = TenantRules(default=TenantRule(max_queued=0, max_kv_tokens=1), named={"t": TenantRule()})
+    refusing = TenantRules(
+        default=TenantRule(max_queued=0, max_kv_tokens=1), named={"t": TenantRule()}
+    )
     books = Books(limits(FairnessRules(tenants=refusing)))
     with pytest.raises(PromptTooLong):
         books.sched.add(ask(0, 4, by="stranger"))
     books.add(ask(1, 4), "")
     while not books.ended:
         books.step()
-    assert books.sched.sharing.counters()['tenant_tokens_total{tenant="internal",kind="prompt"}'] == 4
+    assert (
+        books.sched.sharing.counters()['tenant_tokens_total{tenant="internal",kind="prompt"}'] == 4
+    )
 
 
 def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
@@ -324,14 +357,21 @@ def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
     while len(books.ended) < 2:
         books.step()
     counters = books.sched.sharing.counters()
-    got = [counters[f'tenant_tokens_total{{tenant="named",kind="{k}"}}'] for k in ("prompt", "cached", "generated")]
+    got = [
+        counters[f'tenant_tokens_total{{tenant="named",kind="{k}"}}']
+        for k in ("prompt", "cached", "generated")
+    ]
     assert got == [9 + 1, 8, 10]
     assert books.sched.sharing._counters[0]["named"] == 10 + 0.25 * 8 + 3.0 * 10
     for handle in range(2, 2 * MAX_LABELS):
         books.add(ask(handle, 1, by=f"t{handle}"), "x")
     while len(books.ended) < 2 * MAX_LABELS:
         books.step()
-    labels = {key.split('"')[1] for key in books.sched.sharing.counters() if key.startswith("tenant_tokens")}
+    labels = {
+        key.split('"')[1]
+        for key in books.sched.sharing.counters()
+        if key.startswith("tenant_tokens")
+    }
     assert len(labels) == MAX_LABELS + 2
     assert "other" in labels
 
@@ -353,7 +393,9 @@ def test_priority_orders_inside_a_tenant_and_not_between_tenants() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(6))
-def test_with_one_class_and_one_tenant_every_plan_is_the_same_as_without(policy: str, seed: int) -> None:
+def test_with_one_class_and_one_tenant_every_plan_is_the_same_as_without(
+    policy: str, seed: int
+) -> None:
     """Over random loads with priorities, preemption, retraction and overlap."""
 
     def plans(rules: FairnessRules) -> list[StepPlan]:
@@ -386,7 +428,10 @@ def test_with_one_class_and_one_tenant_every_plan_is_the_same_as_without(policy:
 def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) -> None:
     rng = random.Random(4000 + seed)
     page = rng.choice([1, 2, 4])
-    caps = {"x": TenantRule(weight=3, max_running=2), "y": TenantRule(max_kv_tokens=60, max_queued=50)}
+    caps = {
+        "x": TenantRule(weight=3, max_running=2),
+        "y": TenantRule(max_kv_tokens=60, max_queued=50),
+    }
     rules = fair(rng.choice(("", "a:8,b:4,c:1", "a:1,b:1")), rng.choice((None, {}, caps)))
     node = Node(
         limits(
@@ -405,11 +450,16 @@ def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) 
         req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
         node.sched.add(
             dataclasses.replace(
-                req, priority=rng.choice((None, 0, 5, 9)), priority_class=rng.choice("abc"), tenant=rng.choice("xyz")
+                req,
+                priority=rng.choice((None, 0, 5, 9)),
+                priority_class=rng.choice("abc"),
+                tenant=rng.choice("xyz"),
             )
         )
         room = node.sched.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
+        )
         for _ in range(rng.randint(0, 5)):
             node.step()
         if rng.random() < 0.1:
@@ -433,12 +483,16 @@ def test_a_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None
     for handle in range(40):
         plain = request(handle, [1000 + handle] * 16, 50, ignore_eos=True, room=handle)
         tenant = "poor" if handle in (20, 21, 22) else "rich"
-        sched.add(dataclasses.replace(plain, priority_class="b" if handle < 20 else "a", tenant=tenant))
+        sched.add(
+            dataclasses.replace(plain, priority_class="b" if handle < 20 else "a", tenant=tenant)
+        )
     sched.plan()
     assert sched.counts()["transfer"] == 10
     got = sorted(sched._state.transfer)
     assert sum(h < 20 for h in got) in (2, 3), "b came first, and has a quarter"
-    assert sum(h in (20, 21, 22) for h in got) <= 1, "a tenant's limit holds for pages on their way too"
+    assert sum(h in (20, 21, 22) for h in got) <= 1, (
+        "a tenant's limit holds for pages on their way too"
+    )
 
 
 def test_preemption_makes_room_for_the_request_whose_turn_it_is() -> None:
@@ -450,7 +504,9 @@ def test_preemption_makes_room_for_the_request_whose_turn_it_is() -> None:
     books.step()
     books.add(ask(2, 4, of="a", by="capped", max_new=2, priority=9), "capped")
     books.step()
-    assert books.sched.counters()["preemptions_total"] == 0, "its tenant is at its limit: no request gives way for it"
+    assert books.sched.counters()["preemptions_total"] == 0, (
+        "its tenant is at its limit: no request gives way for it"
+    )
     books.add(ask(3, 4, of="b", by="other", max_new=2, priority=9), "other")
     while 3 not in books.ended:
         books.step()

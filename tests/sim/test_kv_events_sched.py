@@ -34,7 +34,9 @@ def in_memory(node: Node) -> set[bytes]:
             for token in memoryview(prefix).cast("i"):
                 state = chain(state, token)
                 states.append(state)
-            assert node.device.memory[page] == states[-cache.page_size :], "announced before it was computed"
+            assert node.device.memory[page] == states[-cache.page_size :], (
+                "announced before it was computed"
+            )
         stack += [(before + edge.key, child) for child in edge.children.values()]
     return found
 
@@ -78,7 +80,9 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     node.sched.plan()
     drain(node, consumer)
     assert announced > 10
-    assert len(consumer.blocks) == node.sched.ledger().cached, "idle: all that is cached is announced"
+    assert len(consumer.blocks) == node.sched.ledger().cached, (
+        "idle: all that is cached is announced"
+    )
     assert len(in_memory(node)) == len(consumer.blocks)
     fresh = Consumer(page * 4)
     for event in node.sched.cached_blocks():

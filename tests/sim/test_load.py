@@ -44,7 +44,9 @@ def test_the_numbers_of_a_scripted_state() -> None:
     assert (load.queued_requests, load.queued_prompt_tokens, load.queued_tokens) == (2, 21, 21)
     assert load.bands == {DEFAULT: WaitingLoad(2, 21)}
     assert load.pages_free + load.pages_evictable + 3 + 3 == load.pages == 100
-    assert json.loads(json.dumps(dataclasses.asdict(load)))["bands"] == {DEFAULT: {"requests": 2, "tokens": 21}}
+    assert json.loads(json.dumps(dataclasses.asdict(load)))["bands"] == {
+        DEFAULT: {"requests": 2, "tokens": 21}
+    }
 
 
 def test_cached_prefixes_are_no_work() -> None:
@@ -54,7 +56,9 @@ def test_cached_prefixes_are_no_work() -> None:
     node.add(0, 1.0, 4, max_new=9)
     node.step(1.0)
     node.add(5, 2.0, 12)
-    assert node.sched.load().queued_tokens == 12 - 8, "two whole pages and the token to be computed anyway"
+    assert node.sched.load().queued_tokens == 12 - 8, (
+        "two whole pages and the token to be computed anyway"
+    )
 
 
 def test_rates_and_other_states() -> None:
@@ -78,7 +82,9 @@ def tokens_ahead(load: LoadReport, priority: float | None = None) -> int:
         priority: normalized (larger is better), plus what aging gave it since its t0; None: it has none.
     """
     mine = BANDS.index(DEFAULT if priority is None else band(priority))
-    return load.started_tokens + sum(entry.tokens for name, entry in load.bands.items() if BANDS.index(name) <= mine)
+    return load.started_tokens + sum(
+        entry.tokens for name, entry in load.bands.items() if BANDS.index(name) <= mine
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -88,7 +94,13 @@ def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
     node = Clocked(dataclasses.replace(LIMITS, priority=rule))
     now = 10.0
     for handle in range(30):
-        node.add(handle, rng.uniform(0, now), rng.randint(1, 30), max_new=1, priority=rng.choice((None, -9, 0, 2, 50)))
+        node.add(
+            handle,
+            rng.uniform(0, now),
+            rng.randint(1, 30),
+            max_new=1,
+            priority=rng.choice((None, -9, 0, 2, 50)),
+        )
     node.step(now)
     load = node.sched.load()
     for priority in (None, -20, -9, 0, 3, 50, 5000):
@@ -153,7 +165,9 @@ class Cluster:
                 break
             heapq.heappop(self.held)
             self.sent[worker].append(job)
-            self.nodes[worker].add(job.handle, job.arrival, job.tokens, max_new=1, priority=job.priority)
+            self.nodes[worker].add(
+                job.handle, job.arrival, job.tokens, max_new=1, priority=job.priority
+            )
         for node in self.nodes:
             plan = node.step(float(self.now), takes=1.0)
             for row in plan.rows if plan else ():
@@ -162,12 +176,18 @@ class Cluster:
 
     def backlog(self, worker: int) -> int:
         load = self.published[worker]
-        return load.started_tokens + load.queued_tokens + sum(job.tokens for job in self.sent[worker])
+        return (
+            load.started_tokens + load.queued_tokens + sum(job.tokens for job in self.sent[worker])
+        )
 
     def ahead(self, worker: int, job: Job) -> int:
         load = self.published[worker]
         value = job.priority + self.rate * (self.now - job.arrival)
-        mine = sum(other.tokens for other in self.sent[worker] if other.key(self.rate) <= job.key(self.rate))
+        mine = sum(
+            other.tokens
+            for other in self.sent[worker]
+            if other.key(self.rate) <= job.key(self.rate)
+        )
         return tokens_ahead(load, value) + mine
 
     def inverted_tokens(self) -> int:
@@ -176,7 +196,9 @@ class Cluster:
         for job in self.jobs.values():
             worse = [j for j in self.jobs.values() if j.key(self.rate) > job.key(self.rate)]
             began = self.started[job.handle]
-            worst = max(worst, sum(j.tokens for j in worse if job.arrival < self.started[j.handle] < began))
+            worst = max(
+                worst, sum(j.tokens for j in worse if job.arrival < self.started[j.handle] < began)
+            )
         return worst
 
 
@@ -191,7 +213,9 @@ def in_turn(cluster: Cluster, job: Job) -> int:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
-def test_three_workers_invert_the_global_order_by_no_more_than_what_is_in_flight_and_an_interval(rate: float) -> None:
+def test_three_workers_invert_the_global_order_by_no_more_than_what_is_in_flight_and_an_interval(
+    rate: float,
+) -> None:
     in_flight, interval = WORKERS * BACKLOG, INTERVAL * STEP_TOKENS
     bound = in_flight + interval
     blind = []
@@ -202,7 +226,12 @@ def test_three_workers_invert_the_global_order_by_no_more_than_what_is_in_flight
             while cluster.now < 200 or len(cluster.started) < len(cluster.jobs):
                 # Overload for 200 ticks: three steps' tokens arrive in two.
                 for _ in range(rng.choice((0, 1, 5)) if cluster.now < 200 else 0):
-                    job = Job(len(cluster.jobs), cluster.now, rng.randint(8, LONGEST), rng.choice((0, 2, 5, 20, 70)))
+                    job = Job(
+                        len(cluster.jobs),
+                        cluster.now,
+                        rng.randint(8, LONGEST),
+                        rng.choice((0, 2, 5, 20, 70)),
+                    )
                     cluster.arrive(job)
                 cluster.tick()
         assert clusters[0].inverted_tokens() <= bound, f"seed {seed}"

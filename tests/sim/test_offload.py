@@ -60,7 +60,9 @@ def test_offload_frees_the_pages_at_once_and_keeps_them_for_their_request(mode: 
     plan = node.sched.plan()
     if mode == "offload":
         assert plan is not None
-        assert (plan.mode, plan.rows, len(plan.copies)) == (ForwardMode.IDLE, (), 1), "a step for the copies alone"
+        assert (plan.mode, plan.rows, len(plan.copies)) == (ForwardMode.IDLE, (), 1), (
+            "a step for the copies alone"
+        )
         node.sched.commit(plan, node.device.execute(plan))
     assert node.sched.plan() is None
     for handle in range(1, 11):  # more than device and host hold, each asked for twice
@@ -87,8 +89,13 @@ def test_offload_without_room_leaves_the_pages_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize(("copy_seconds", "offloads"), [(0.0001, True), (10.0, False)])
-def test_auto_offloads_where_copying_is_faster_than_computing(copy_seconds: float, offloads: bool) -> None:
-    node = Node(Limits(40, 4, 4, 100, 64, host_pages=40, host_pages_per_s=600.0, preemption_mode="auto"), depth=1)
+def test_auto_offloads_where_copying_is_faster_than_computing(
+    copy_seconds: float, offloads: bool
+) -> None:
+    node = Node(
+        Limits(40, 4, 4, 100, 64, host_pages=40, host_pages_per_s=600.0, preemption_mode="auto"),
+        depth=1,
+    )
 
     def observe(plan: StepPlan, seconds: float, copying: float) -> None:
         for _ in range(60):
@@ -134,7 +141,9 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
         req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
         node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
         room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
+        )
         for _ in range(rng.randint(0, 5)):
             node.step()
             if rng.random() < 0.2:
@@ -150,7 +159,9 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
     node.run()
     for handle, tokens in want.items():
         got = node.outputs.get(handle, [])
-        assert got == (tokens[: len(got)] if handle in aborted else tokens), f"seed {seed} request {handle}"
+        assert got == (tokens[: len(got)] if handle in aborted else tokens), (
+            f"seed {seed} request {handle}"
+        )
     assert node.device.copied > 0
     node.sched.ledger().check_idle(node.limits.num_pages)
     host = node.sched.host_ledger()
@@ -158,8 +169,13 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
     host.check_idle(node.limits.host_pages)
 
 
-def test_a_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_after_the_copies() -> None:
-    d = Node(Limits(10, 4, 4, 100, 64, role="decode", num_reserved_decode_tokens=0, host_pages=40), depth=2)
+def test_a_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_after_the_copies() -> (
+    None
+):
+    d = Node(
+        Limits(10, 4, 4, 100, 64, role="decode", num_reserved_decode_tokens=0, host_pages=40),
+        depth=2,
+    )
     prompt = [1] * 24
     run_one(d, 0, prompt)
     run_one(d, 1, [2] * 36)
@@ -172,4 +188,6 @@ def test_a_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_aft
     assert not d.grants, "the pages to be granted still hold what has to be copied out"
     d.sched.commit(plan, d.device.execute(plan))
     d.absorb()
-    assert (d.grants[7].start_page, len(d.grants[7].pages)) == (6, 2), "P is asked for the new part only"
+    assert (d.grants[7].start_page, len(d.grants[7].pages)) == (6, 2), (
+        "P is asked for the new part only"
+    )

@@ -25,9 +25,21 @@ Results = dict[str, dict[str, object]]
 
 def simulate(trace: str, load: float, orders: Sequence[str]) -> Results:
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = ["-m", "baton.cli", "simulate", "--schedule-policy", ",".join(orders), "--trace", trace]
-        subprocess.run([sys.executable, *command, "--load", str(load), "--json", out.name], check=True)
-        return {found["policy"]: found for found in json.loads(Path(out.name).read_text())["policies"]}
+        command = [
+            "-m",
+            "baton.cli",
+            "simulate",
+            "--schedule-policy",
+            ",".join(orders),
+            "--trace",
+            trace,
+        ]
+        subprocess.run(
+            [sys.executable, *command, "--load", str(load), "--json", out.name], check=True
+        )
+        return {
+            found["policy"]: found for found in json.loads(Path(out.name).read_text())["policies"]
+        }
 
 
 def short(value: float) -> str:
@@ -37,7 +49,10 @@ def short(value: float) -> str:
 def ttft_cell(result: dict[str, object]) -> str:
     ttft = result["ttft"]
     assert isinstance(ttft, dict)
-    return " / ".join(short(ttft[key]) for key in ("mean", "p50", "p95", "p99")) + f", {ttft['max']:.0f}"
+    return (
+        " / ".join(short(ttft[key]) for key in ("mean", "p50", "p95", "p99"))
+        + f", {ttft['max']:.0f}"
+    )
 
 
 def fairness_cells(result: dict[str, object]) -> list[str]:
@@ -52,7 +67,10 @@ def rewritten(page: str, header: str, cells: Callable[[str], list[str]]) -> str:
     start = page.index(header)
     end = page.index("\n\n", start)
     rows = page[start:end].splitlines()
-    found = [f"| {' | '.join([order, *cells(order)])} |" for order in (row.split("|")[1].strip() for row in rows[2:])]
+    found = [
+        f"| {' | '.join([order, *cells(order)])} |"
+        for order in (row.split("|")[1].strip() for row in rows[2:])
+    ]
     return page[:start] + "\n".join([*rows[:2], *found]) + page[end:]
 
 
@@ -61,7 +79,9 @@ def orders_in(page: str, header: str) -> list[str]:
     return re.findall(r"^\| ([a-z-]+) \|", table, re.MULTILINE)[1:]
 
 
-ORDERS_HEADER = "| order | conversation, load 0.7 | conversation, load 0.9 | hot system prompt, load 0.9 |"
+ORDERS_HEADER = (
+    "| order | conversation, load 0.7 | conversation, load 0.9 | hot system prompt, load 0.9 |"
+)
 FAIRNESS_HEADER = "| order | TTFT mean [s] | longest wait [s] | requests that starved |"
 
 
@@ -70,8 +90,12 @@ def regenerated(results: Sequence[Results]) -> dict[str, str]:
     orders = (DOCS / "orders.md").read_text(encoding="utf-8")
     metrics = (DOCS / "metrics.md").read_text(encoding="utf-8")
     return {
-        "orders.md": rewritten(orders, ORDERS_HEADER, lambda order: [ttft_cell(found[order]) for found in results]),
-        "metrics.md": rewritten(metrics, FAIRNESS_HEADER, lambda order: fairness_cells(results[1][order])),
+        "orders.md": rewritten(
+            orders, ORDERS_HEADER, lambda order: [ttft_cell(found[order]) for found in results]
+        ),
+        "metrics.md": rewritten(
+            metrics, FAIRNESS_HEADER, lambda order: fairness_cells(results[1][order])
+        ),
     }
 
 
@@ -85,7 +109,9 @@ def all_results() -> list[Results]:
 @pytest.mark.timeout(3600)
 def test_the_measured_tables_are_not_stale() -> None:
     for name, text in regenerated(all_results()).items():
-        assert (DOCS / name).read_text(encoding="utf-8") == text, f"{name}: run python -m {__spec__.name}"
+        assert (DOCS / name).read_text(encoding="utf-8") == text, (
+            f"{name}: run python -m {__spec__.name}"
+        )
 
 
 if __name__ == "__main__":

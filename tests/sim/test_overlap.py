@@ -107,7 +107,8 @@ def test_a_row_preempted_in_flight_keeps_the_token_it_was_computing() -> None:
     assert len(at.outputs[0]) == known + 1, "the step in flight was committed after the preemption"
     at.run()
     assert at.outputs == {
-        h: reference(request(h, p, n).prompt, n, True) for h, p, n in [(0, [1, 2, 3], 30), (1, [3, 2, 1], 3)]
+        h: reference(request(h, p, n).prompt, n, True)
+        for h, p, n in [(0, [1, 2, 3], 30), (1, [3, 2, 1], 3)]
     }
 
 
@@ -125,7 +126,9 @@ class RandomDevice:
         return self.device.execute(plan)
 
 
-def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     limits = Limits(30, 2, 4, 1000, 8)
     device = RandomDevice(limits, 0)
     engine = EngineLoop(Scheduler(limits), device, None, overlap=True, clock=lambda: 0.0)  # type: ignore[arg-type]
@@ -156,7 +159,9 @@ def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pyte
         engine.close()
 
 
-def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, FinishReason], set[int]]:
+def answers(
+    seed: int, overlap: bool
+) -> tuple[dict[int, list[int]], dict[int, FinishReason], set[int]]:
     """Outputs and ends of a scripted crowd; aborts are bound to what was heard, so that they mean the same anywhere."""
     rng = random.Random(seed)
     limits = Limits(
@@ -241,7 +246,9 @@ class Going:
             raise ValueError("an illegal memory access was encountered")
         if device.engine._flight:
             with device.changed:
-                assert device.changed.wait_for(lambda: device.launched > self.step, timeout=10), "launching waits"
+                assert device.changed.wait_for(lambda: device.launched > self.step, timeout=10), (
+                    "launching waits"
+                )
             device.ahead += 1
         return self.result, 0.25
 
@@ -254,7 +261,9 @@ def going_on(overlap: bool, fails_at: int = -1) -> tuple[EngineLoop, GoesOn]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_ends(overlap: bool) -> None:
+def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_ends(
+    overlap: bool,
+) -> None:
     engine, device = going_on(overlap)
     asked = [request(handle, [handle, 1, 2], 12, ignore_eos=True) for handle in range(3)]
     got: dict[int, list[int]] = {req.handle: [] for req in asked}
@@ -268,7 +277,9 @@ def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_e
     assert got == {req.handle: reference(req.prompt, 12, True) for req in asked}
     steps = engine.counters["engine_steps_total"]
     assert device.ahead == (steps - 1 if overlap else 0)
-    assert engine.counters["engine_step_seconds_total"] == 0.25 * steps, "as the device says, not as launching took"
+    assert engine.counters["engine_step_seconds_total"] == 0.25 * steps, (
+        "as the device says, not as launching took"
+    )
     engine.close()
 
 
@@ -277,6 +288,8 @@ def test_an_error_after_the_launch_names_the_step() -> None:
     engine.submit(request(0, [1, 2, 3], 12, ignore_eos=True))
     for _ in range(2):
         engine.step(0.0)  # the second turn plans step 2 and collects step 1
-    with pytest.raises(RuntimeError, match="step 2 failed on the device: ValueError: an illegal memory access"):
+    with pytest.raises(
+        RuntimeError, match="step 2 failed on the device: ValueError: an illegal memory access"
+    ):
         engine.step(0.0)
     engine.close()

@@ -33,7 +33,9 @@ class PagesMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 20]),
         estimate=st.sampled_from([0.05, 1.0]),
     )
-    def start(self, page: int, depth: int, slots: int, chunk: int, mode: str, host: int, estimate: float) -> None:
+    def start(
+        self, page: int, depth: int, slots: int, chunk: int, mode: str, host: int, estimate: float
+    ) -> None:
         limits = Limits(
             PAGES, page, slots, 100, page * chunk, schedule_conservativeness=estimate, preemption_mode=mode,
             host_pages=host, priority=PriorityRule(enabled=True, preemption_threshold=0),
@@ -46,15 +48,24 @@ class PagesMachine(RuleBasedStateMachine):
 
     # Pages of two kinds, so that prompts share, split and repeat; a tail makes the last page partial.
     @rule(
-        kinds=st.lists(st.booleans(), max_size=4), tail=st.integers(0, 3), answer=st.integers(1, 9), more=st.booleans()
+        kinds=st.lists(st.booleans(), max_size=4),
+        tail=st.integers(0, 3),
+        answer=st.integers(1, 9),
+        more=st.booleans(),
     )
     def add(self, kinds: list[bool], tail: int, answer: int, more: bool) -> None:
         page, handle = self.node.limits.page_size, len(self.want)
-        prompt = [token for kind in kinds for token in ([1] * page if kind else [1] * (page - 1) + [2])]
+        prompt = [
+            token for kind in kinds for token in ([1] * page if kind else [1] * (page - 1) + [2])
+        ]
         prompt = (prompt + [3] * tail or [3])[: self.node.limits.capacity_tokens - 1]
-        req = dataclasses.replace(request(handle, prompt, answer, ignore_eos=True), priority=int(more))
+        req = dataclasses.replace(
+            request(handle, prompt, answer, ignore_eos=True), priority=int(more)
+        )
         self.sched.add(req)
-        self.want[handle] = reference(req.prompt, min(answer, self.node.limits.capacity_tokens - len(prompt)), True)
+        self.want[handle] = reference(
+            req.prompt, min(answer, self.node.limits.capacity_tokens - len(prompt)), True
+        )
 
     @rule(turns=st.integers(1, 4))
     def step(self, turns: int) -> None:
@@ -135,5 +146,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.sched.ledger().free == PAGES
 
 
-PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+PagesMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+)
 TestPages = PagesMachine.TestCase

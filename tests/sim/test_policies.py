@@ -32,7 +32,9 @@ class FixedIndex:
         self.cached = cached
         self.version = 0
 
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None) -> PrefixProbe:
+    def probe(
+        self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None
+    ) -> PrefixProbe:
         found = self.cached.get(tokens[0], 0)
         node = TreeNode(None, tokens[:1] if found else b"", array("i"), tokens[0])
         return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
@@ -47,17 +49,33 @@ class FixedIndex:
         return [probe.node.serial] if probe.node.key else []
 
 
-def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> PolicyContext:
+def view(
+    now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0
+) -> PolicyContext:
     return PolicyContext(now, step, FixedIndex(cached or {}), 1000.0, computed, 0.5)
 
 
-def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: float = 0.0, born: int = 0) -> Seq:
-    req = dataclasses.replace(request(handle, [first] + [2] * (length - 1), max_new), arrival=arrival)
+def seq(
+    handle: int,
+    length: int,
+    max_new: int = 4,
+    *,
+    first: int = 1,
+    arrival: float = 0.0,
+    born: int = 0,
+) -> Seq:
+    req = dataclasses.replace(
+        request(handle, [first] + [2] * (length - 1), max_new), arrival=arrival
+    )
     return Seq(req, array("i", req.prompt), max_new, tokens_computed_at_arrival=born)
 
 
 def order(
-    policy: str, queue: list[Seq], at: PolicyContext, rule: PriorityRule | None = None, **params: float
+    policy: str,
+    queue: list[Seq],
+    at: PolicyContext,
+    rule: PriorityRule | None = None,
+    **params: float,
 ) -> list[int]:
     made = POLICIES[policy](PolicyParams(**params))  # type: ignore[arg-type]
     return [s.handle for s in ordered(queue, made, rule or PriorityRule(), at)]
@@ -73,11 +91,19 @@ def test_each_policy_orders_by_its_definition() -> None:
     assert order("fcfs", queue, at) == [1, 2, 3]
     assert order("lpm", queue, at) == [1, 3, 2]
     assert order("lof", queue, at) == [2, 3, 1]
-    assert order("short-first", queue, at, short_first_aging_tokens_per_s=0) == [1, 3, 2], "4+4, 10+8, 10+32"
+    assert order("short-first", queue, at, short_first_aging_tokens_per_s=0) == [1, 3, 2], (
+        "4+4, 10+8, 10+32"
+    )
     weighted = {"short_first_aging_tokens_per_s": 0, "short_first_output_weight": 0}
     assert order("short-first", queue, at, **weighted) == [1, 2, 3], "4, 10, 10; then arrival"
-    assert order("short-first", queue, at, **(weighted | {"short_first_output_weight": 1})) == [1, 3, 2]
-    assert order("srpt-aging", queue, at, srpt_aging=0) == [1, 2, 3], "4, 10, 10 tokens left; then arrival"
+    assert order("short-first", queue, at, **(weighted | {"short_first_output_weight": 1})) == [
+        1,
+        3,
+        2,
+    ]
+    assert order("srpt-aging", queue, at, srpt_aging=0) == [1, 2, 3], (
+        "4, 10, 10 tokens left; then arrival"
+    )
     assert order("hrrn", queue, at) == [1, 2, 3], "1000/4, 1000/10, 100/10"
     assert sorted(order("random", queue, at)) == [1, 2, 3]
 
@@ -89,14 +115,20 @@ def test_edf_serves_the_earliest_deadline_and_demotes_what_is_lost() -> None:
 
     queue = [due(1, 100, None), due(2, 100, 5.0), due(3, 100, 3.0), due(4, 4000, 6.0)]
     assert order("edf", queue, view(now=1.0), default_deadline_secs=60.0) == [3, 2, 4, 1]
-    assert order("edf", queue, view(now=2.95), default_deadline_secs=60.0) == [2, 1, 3, 4], "3 and 4 are lost"
+    assert order("edf", queue, view(now=2.95), default_deadline_secs=60.0) == [2, 1, 3, 4], (
+        "3 and 4 are lost"
+    )
     assert order("edf", queue, view(now=2.95), demote_hopeless=False) == [3, 2, 4, 1]
 
 
 def test_missed_first_token_deadlines_are_counted_once() -> None:
     node = Node(Limits(100, 4, 4, 100, 16, policy="edf"), depth=1)
     for handle, deadline in ((0, 1.0), (1, 9.0), (2, None)):
-        node.sched.add(dataclasses.replace(request(handle, [1] * 5, 3, ignore_eos=True), ttft_deadline=deadline))
+        node.sched.add(
+            dataclasses.replace(
+                request(handle, [1] * 5, 3, ignore_eos=True), ttft_deadline=deadline
+            )
+        )
     plan = node.sched.plan(now=0.5)
     assert plan is not None
     node.sched.commit(plan, node.device.execute(plan), now=2.0)
@@ -112,7 +144,9 @@ def test_aging_bounds_how_long_a_long_request_is_overtaken() -> None:
     ):
         early, late = seq(2, 10, arrival=1.0), seq(3, 10, arrival=150.0)
         assert order(policy, [long_one, early], view(), **params) == [2, 1]
-        assert order(policy, [long_one, late], view(), **params) == [1, 3], "50 tokens per second of waiting"
+        assert order(policy, [long_one, late], view(), **params) == [1, 3], (
+            "50 tokens per second of waiting"
+        )
 
 
 def test_with_a_long_queue_srpt_ages_slower_in_proportion() -> None:
@@ -120,8 +154,12 @@ def test_with_a_long_queue_srpt_ages_slower_in_proportion() -> None:
     params = {"srpt_aging": 0.05, "srpt_aging_backlog_secs": 10.0}
     for queued, expected in ((9_000, [1, 2]), (12_000, [1, 2]), (20_000, [2, 1])):
         at = dataclasses.replace(view(), queued_tokens=queued)
-        assert order("srpt-aging", queue, at, **params) == expected, "150 s * 50/s, times 10 s / 20 s"
-    assert order("srpt-aging", queue, dataclasses.replace(view(), queued_tokens=20_000), srpt_aging=0.05) == [1, 2]
+        assert order("srpt-aging", queue, at, **params) == expected, (
+            "150 s * 50/s, times 10 s / 20 s"
+        )
+    assert order(
+        "srpt-aging", queue, dataclasses.replace(view(), queued_tokens=20_000), srpt_aging=0.05
+    ) == [1, 2]
 
 
 def test_random_is_reproducible_changes_per_step_and_is_not_arrival_order() -> None:
@@ -138,7 +176,9 @@ def test_lpm_degrades_above_the_threshold_and_returns_with_hysteresis() -> None:
     cached = {9: 4}
 
     def first(count: int) -> int:
-        queue = [seq(h, 5, arrival=float(h)) for h in range(count - 1)] + [seq(99, 5, first=9, arrival=99.0)]
+        queue = [seq(h, 5, arrival=float(h)) for h in range(count - 1)] + [
+            seq(99, 5, first=9, arrival=99.0)
+        ]
         return ordered(queue, policy, PriorityRule(), view(cached=cached))[0].handle
 
     assert [first(n) for n in (8, 9, 8, 7, 6, 7, 8, 9)] == [99, 0, 0, 0, 99, 99, 99, 0]
@@ -148,7 +188,9 @@ def test_lpm_aging_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
     cold, hit = seq(1, 50, arrival=0.0), seq(2, 50, first=2, arrival=11.0)
     at = view(cached={2: 40})
     assert order("lpm", [cold, hit], at) == [2, 1]
-    assert order("lpm", [cold, hit], at, lpm_aging_tokens_per_s=4.0) == [1, 2], "40 tokens of match = 10 s at 4/s"
+    assert order("lpm", [cold, hit], at, lpm_aging_tokens_per_s=4.0) == [1, 2], (
+        "40 tokens of match = 10 s at 4/s"
+    )
 
 
 def walk_order(paths: Sequence[Path]) -> list[int]:
@@ -182,7 +224,9 @@ class Plain:
     def nodes(self, prefix: tuple[int, ...] = ()) -> list[int]:
         """Every node of the paths, the root too, in the order of the walk."""
         children = {path[len(prefix)] for path in self.under(prefix) if len(path) > len(prefix)}
-        heaviest_first = sorted(children, key=lambda child: (-len(self.under((*prefix, child))), child))
+        heaviest_first = sorted(
+            children, key=lambda child: (-len(self.under((*prefix, child))), child)
+        )
         below = [node for child in heaviest_first for node in self.nodes((*prefix, child))]
         return [*below, prefix[-1] if prefix else ROOT]
 
@@ -211,14 +255,20 @@ def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: b
     members: list[Seq] = []
     for handle in range(200):
         new = seq(handle, rng.randint(1, 30), rng.randint(1, 9), arrival=rng.random() * 9)
-        new = Seq(dataclasses.replace(new.req, priority=rng.choice([None, 1, 5])), new.tokens, new.max_new_tokens)
+        new = Seq(
+            dataclasses.replace(new.req, priority=rng.choice([None, 1, 5])),
+            new.tokens,
+            new.max_new_tokens,
+        )
         queue.add(new)
         members.append(new)
         if rng.random() < 0.4:
             gone = members.pop(rng.randrange(len(members)))
             queue.discard(gone)
             queue.discard(gone)
-        assert [s.handle for s in queue.in_order()] == [s.handle for s in ordered(members, made, rule, view())]
+        assert [s.handle for s in queue.in_order()] == [
+            s.handle for s in ordered(members, made, rule, view())
+        ]
 
 
 def test_priority_comes_before_the_policy_in_both_directions_and_missing_is_lowest() -> None:
@@ -228,7 +278,12 @@ def test_priority_comes_before_the_policy_in_both_directions_and_missing_is_lowe
 
     queue = [ask(1, None), ask(2, 5), ask(3, -3), ask(4, 5)]
     assert order("fcfs", queue, view(), PriorityRule(enabled=True)) == [2, 4, 3, 1]
-    assert order("fcfs", queue, view(), PriorityRule(enabled=True, low_values_first=True)) == [3, 2, 4, 1]
+    assert order("fcfs", queue, view(), PriorityRule(enabled=True, low_values_first=True)) == [
+        3,
+        2,
+        4,
+        1,
+    ]
     assert order("fcfs", queue, view(), PriorityRule(enabled=False)) == [1, 2, 3, 4]
 
 
@@ -238,7 +293,9 @@ def test_static_aging_keys_order_like_priority_plus_rate_times_wait(seed: int) -
     rule = PriorityRule(enabled=True, aging_rate=rng.choice([0.1, 1.0, 7.0]))
     queue = [
         Seq(
-            dataclasses.replace(request(h, [1], 1), priority=rng.randrange(20), arrival=rng.random() * 50),
+            dataclasses.replace(
+                request(h, [1], 1), priority=rng.randrange(20), arrival=rng.random() * 50
+            ),
             array("i", [1]),
             1,
         )
@@ -249,14 +306,20 @@ def test_static_aging_keys_order_like_priority_plus_rate_times_wait(seed: int) -
     got = order("fcfs", queue, view(now), rule)
     exact = [s.handle for s in aged]
     values = {s.handle: s.req.priority + rule.aging_rate * (now - s.req.arrival) for s in queue}  # type: ignore[operator]
-    assert all(values[a] > values[b] - 1 for i, a in enumerate(got) for b in got[i:]), "in whole units"
+    assert all(values[a] > values[b] - 1 for i, a in enumerate(got) for b in got[i:]), (
+        "in whole units"
+    )
     assert got[0] in exact[:10]
 
 
 def test_inside_one_unit_of_aged_priority_the_policy_decides() -> None:
     rule = PriorityRule(enabled=True, aging_rate=0.1)
     queue = [
-        Seq(dataclasses.replace(request(h, [h] * size, 1), priority=5, arrival=arrival), array("i", [h] * size), 1)
+        Seq(
+            dataclasses.replace(request(h, [h] * size, 1), priority=5, arrival=arrival),
+            array("i", [h] * size),
+            1,
+        )
         for h, size, arrival in ((1, 50, 21.0), (2, 10, 22.0), (3, 30, 29.0), (4, 1, 31.0))
     ]
     assert order("srpt-aging", queue, view(100.0), rule, srpt_aging=0.0) == [2, 3, 1, 4]
@@ -273,7 +336,11 @@ def test_aging_stops_at_its_maximum_and_a_missing_priority_can_be_given_a_value(
     assert order("fcfs", queue, view(now=100.0), without) == [1, 2, 3], "0 + 10, 4 + 1"
     capped = dataclasses.replace(without, aging_max=3.0)
     assert order("fcfs", queue, view(now=100.0), capped) == [2, 1, 3], "0 + 3, 4 + 1"
-    assert order("fcfs", queue, view(now=100.0), dataclasses.replace(capped, default=7)) == [3, 2, 1]
+    assert order("fcfs", queue, view(now=100.0), dataclasses.replace(capped, default=7)) == [
+        3,
+        2,
+        1,
+    ]
 
 
 def preempting(**over: object) -> Node:
@@ -284,7 +351,9 @@ def preempting(**over: object) -> Node:
     return Node(Limits(**(values | over)), depth=2)  # type: ignore[arg-type]
 
 
-def ranked(handle: int, priority: int, prompt: list[int] | None = None, max_new: int = 30) -> object:
+def ranked(
+    handle: int, priority: int, prompt: list[int] | None = None, max_new: int = 30
+) -> object:
     req = request(handle, prompt or [handle % VOCAB] * 6, max_new, ignore_eos=True)
     return dataclasses.replace(req, priority=priority)
 
@@ -316,7 +385,9 @@ def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
     node.step()
     node.sched.add(ranked(2, 10))  # type: ignore[arg-type]
     node.run()
-    assert node.sched.counters()["preemptions_total"] == 0, "a difference of exactly the threshold does not preempt"
+    assert node.sched.counters()["preemptions_total"] == 0, (
+        "a difference of exactly the threshold does not preempt"
+    )
 
     tight = preempting(num_pages=24, max_running_requests=8, schedule_conservativeness=1.0)
     tight.sched.add(ranked(0, 0, max_new=36))  # type: ignore[arg-type]
@@ -374,7 +445,9 @@ def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed
         req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
         node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
         room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
+        )
         for _ in range(rng.randint(0, 5)):
             node.step()
     node.run()
@@ -400,12 +473,16 @@ def test_srpt_lets_a_short_prompt_pass_a_long_one_between_its_chunks() -> None:
     assert done["srpt-aging"] <= 2 < 12 <= done["fcfs"]
 
 
-def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def first_rows(params: PolicyParams) -> list[int]:
         node = Node(Limits(64, 4, 8, 100, 1000, policy="lpm", policy_params=params), depth=1)
         node.sched.add(request(9, [4] * 9, 1, ignore_eos=True))
         node.run()  # [4] * 8 is cached
-        for handle, prompt in enumerate(([1] * 8 + [2], [1] * 8 + [3], [2] * 9, [4] * 8 + [1], [4] * 8 + [2], [1] * 3)):
+        for handle, prompt in enumerate(
+            ([1] * 8 + [2], [1] * 8 + [3], [2] * 9, [4] * 8 + [1], [4] * 8 + [2], [1] * 3)
+        ):
             node.sched.add(request(handle, prompt, 1, ignore_eos=True))
         plan = node.sched.plan()
         assert plan is not None
@@ -416,11 +493,18 @@ def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(monke
         in_batch_prefix_caching_check_threshold=4, in_batch_prefix_caching_deprioritize_threshold=8
     )
     assert first_rows(set_as_there) == [3, 4, 0, 2, 5, 1]
-    longer = PolicyParams(in_batch_prefix_caching_check_threshold=4, in_batch_prefix_caching_deprioritize_threshold=9)
+    longer = PolicyParams(
+        in_batch_prefix_caching_check_threshold=4, in_batch_prefix_caching_deprioritize_threshold=9
+    )
     assert first_rows(longer) == [3, 4, 0, 1, 2, 5], "only 8 tokens are alike"
-    warm_too = PolicyParams(in_batch_prefix_caching_check_threshold=8, in_batch_prefix_caching_deprioritize_threshold=8)
+    warm_too = PolicyParams(
+        in_batch_prefix_caching_check_threshold=8, in_batch_prefix_caching_deprioritize_threshold=8
+    )
     assert first_rows(warm_too) == [3, 0, 2, 5, 1, 4]
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "32")
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", "16")
     got = setup.limits(build({}), 100).policy_params
-    assert (got.in_batch_prefix_caching_check_threshold, got.in_batch_prefix_caching_deprioritize_threshold) == (32, 16)
+    assert (
+        got.in_batch_prefix_caching_check_threshold,
+        got.in_batch_prefix_caching_deprioritize_threshold,
+    ) == (32, 16)

@@ -32,7 +32,10 @@ def asked(handle: int, prompt: list[int], max_new: int, priority: int | None) ->
 def busy_node(rng: random.Random) -> Node:
     """A node with several running requests of mixed priority that share some prefixes."""
     page = rng.choice([1, 2, 4])
-    node = Node(Limits(400, page, 8, 100, 8 * page, priority=PRIORITY, max_preemptions_per_request=2), depth=1)
+    node = Node(
+        Limits(400, page, 8, 100, 8 * page, priority=PRIORITY, max_preemptions_per_request=2),
+        depth=1,
+    )
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(2)]
     for handle in range(8):
         prompt = random_prompt(rng, shared, 24)
@@ -51,7 +54,9 @@ def test_the_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more
     head = Seq(asked(99, [1, 2], 4, rng.choice([3, 6, 9])), request(99, [1, 2], 4).prompt, 4)
     freed = {s.handle: state.memory.freed_by(s) for s in running}
     short = rng.randint(-2, 60)
-    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by, PRIORITY.sort_key(head, 0.0))
+    chosen = priority_victims(
+        head, short, running, node.limits, state.memory.freed_by, PRIORITY.sort_key(head, 0.0)
+    )
 
     below = PRIORITY.base(head) - PRIORITY.preemption_threshold
     eligible = [s for s in running if PRIORITY.base(s) < below and may_preempt(s, node.limits)]
@@ -68,7 +73,9 @@ def test_the_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more
     assert sum(freed[s.handle][0] for s in chosen) >= short, "all or nothing"
     assert min(enough) <= sum(freed[s.handle][1] for s in chosen) <= 2 * min(enough)
     spare = sum(freed[s.handle][0] for s in chosen) - short
-    assert len(chosen) == 1 or all(freed[s.handle][0] > spare for s in chosen), "one gives way for nothing"
+    assert len(chosen) == 1 or all(freed[s.handle][0] > spare for s in chosen), (
+        "one gives way for nothing"
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -138,7 +145,9 @@ def test_retraction_spares_the_more_important_and_the_oldest_of_them() -> None:
 
     rows = [seq(0, 1), seq(1, 5), seq(2, 5), seq(3, None)]
     order = []
-    while (victim := retraction_victim(rows, rows[-1] if len(rows) == 1 else rows[0], PRIORITY)) is not None:
+    while (
+        victim := retraction_victim(rows, rows[-1] if len(rows) == 1 else rows[0], PRIORITY)
+    ) is not None:
         order.append(victim.handle)
         rows.remove(victim)
     assert order == [3, 2, 0]
@@ -201,7 +210,9 @@ def test_an_aged_request_preempts_no_other() -> None:
 def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
     """Every step asks again if a request may start, whatever it was that ended."""
     slots, pages = (1, 100) if lacks == "slots" else (8, 6)
-    sched = Scheduler(Limits(pages, 4, slots, 1 if lacks == "queue" else 100, 64, radix_cache=False))
+    sched = Scheduler(
+        Limits(pages, 4, slots, 1 if lacks == "queue" else 100, 64, radix_cache=False)
+    )
 
     def turn() -> list[int]:
         plan = sched.plan()
@@ -263,7 +274,9 @@ def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> Non
 
 
 @pytest.mark.parametrize(("under_way", "preempts"), [(200, False), (0, True)])
-def test_a_request_preempts_only_if_the_step_has_tokens_for_it(under_way: int, preempts: bool) -> None:
+def test_a_request_preempts_only_if_the_step_has_tokens_for_it(
+    under_way: int, preempts: bool
+) -> None:
     sched = Scheduler(Limits(400, 4, 2, 100, 16, priority=PRIORITY))
 
     def step() -> None:
@@ -311,7 +324,9 @@ def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> No
 def median_wait_of_the_important(threshold: int) -> tuple[float, int]:
     """(median seconds to a first token of the important half, preemptions), at 1.2 times the load a node can carry."""
     rule = PriorityRule(enabled=True, preemption_threshold=threshold, aging_rate=2.0)
-    sched = Scheduler(Limits(12_500, 16, 16, 10_000, step_tokens=512, priority=rule, radix_cache=False))
+    sched = Scheduler(
+        Limits(12_500, 16, 16, 10_000, step_tokens=512, priority=rule, radix_cache=False)
+    )
     rng = random.Random(3)
     now, arrival, handle, first, begun = 0.0, 0.0, 0, {}, {}
     while now < 300.0:

@@ -27,7 +27,9 @@ def limits(**over: object) -> Limits:
     return Limits(**(values | over))  # type: ignore[arg-type]
 
 
-def ask(handle: int, priority: int | None = None, length: int = 5, **over: object) -> ValidatedRequest:
+def ask(
+    handle: int, priority: int | None = None, length: int = 5, **over: object
+) -> ValidatedRequest:
     req = request(handle, [handle % 5] * length, 40, ignore_eos=True)
     return dataclasses.replace(req, priority=priority, **over)  # type: ignore[arg-type]
 
@@ -45,13 +47,19 @@ def full_node(*priorities: int | None, **over: object) -> Node:
 @pytest.mark.parametrize("seed", range(25))
 def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse(seed: int) -> None:
     rng = random.Random(seed)
-    lim = limits(max_queued_requests=rng.randint(1, 12), max_queued_tokens=rng.choice([None, 40, 60]), priority=RULE)
+    lim = limits(
+        max_queued_requests=rng.randint(1, 12),
+        max_queued_tokens=rng.choice([None, 40, 60]),
+        priority=RULE,
+    )
     admission = AdmissionController(lim)
     inside: dict[int, Seq] = {}
     for handle in range(300):
         now = handle / 4
         req = dataclasses.replace(
-            request(handle, [1] * rng.randint(1, 25), 1), arrival=now, priority=rng.choice([None, 0, 1, 2])
+            request(handle, [1] * rng.randint(1, 25), 1),
+            arrival=now,
+            priority=rng.choice([None, 0, 1, 2]),
         )
 
         def excess(gone: list[Seq], req: ValidatedRequest = req) -> bool:
@@ -60,7 +68,9 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
             most = lim.max_queued_tokens or 10**9
             return too_many or (tokens > 0 and tokens + len(req.prompt) > most)
 
-        worse = [s for s in inside.values() if not s.has_started and RULE.base(s) < RULE.base_of(req)]
+        worse = [
+            s for s in inside.values() if not s.has_started and RULE.base(s) < RULE.base_of(req)
+        ]
         worse.sort(key=lambda s: (RULE.base(s), -s.req.arrival))
         expected: list[Seq] = []
         while excess(expected) and len(expected) < len(worse):
@@ -114,7 +124,9 @@ def test_too_few_victims_are_none_and_a_long_prompt_may_wait_alone() -> None:
     node.sched.add(ask(5, 4, length=40))
     node.absorb()
     assert sorted(node.errors) == [1, 2, 3]
-    with pytest.raises(QueueFull, match="40 prompt tokens are waiting and this request brings 1, the limit is 15"):
+    with pytest.raises(
+        QueueFull, match="40 prompt tokens are waiting and this request brings 1, the limit is 15"
+    ):
         node.sched.add(ask(6, 4, length=1))
 
 
@@ -214,7 +226,9 @@ def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
         req = ask(handle, length=20)
         seqs.append(Seq(req, req.prompt, 1))
         admission.add(seqs[-1], 20, 0.0)
-    assert admission.retry_after(0.0, prefill_rate=10.0) == 2, "nothing has moved: 20 tokens at 10/s"
+    assert admission.retry_after(0.0, prefill_rate=10.0) == 2, (
+        "nothing has moved: 20 tokens at 10/s"
+    )
     for i, seq in enumerate(seqs[:30]):
         admission.remove(seq, 4.0 * (i + 1))
     assert 3 < admission.retry_after(120.0, 10.0) <= 5, "one in 4 s"
@@ -235,7 +249,9 @@ def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time()
         node.sched.add(ask(3, priority=2, arrival=30.0))
         node.sched.add(ask(4, priority=8, arrival=30.0))
         order = [seq.handle for seq in node.sched._state.waiting.in_order()]
-        assert order.index(2) == 2, "after what was stated before it came, before what comes much later"
+        assert order.index(2) == 2, (
+            "after what was stated before it came, before what comes much later"
+        )
 
 
 def test_moving_rate_forgets_the_past() -> None:
@@ -254,7 +270,9 @@ def test_moving_rate_forgets_the_past() -> None:
 
 
 @pytest.mark.parametrize("idle_secs", [0.0, 1.0, 60.0, 3600.0, 21_500.0, 22_200.0, 86_400.0, 1e9])
-def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(idle_secs: float) -> None:
+def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(
+    idle_secs: float,
+) -> None:
     """Sums that faded for six hours are denormal: 1 / rate is infinite, which no Retry-After may be."""
     node = Node(limits(max_queued_requests=2), depth=1)
     for handle in range(3):
@@ -275,8 +293,12 @@ def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(i
     admission.remove(first, 1.0)
     admission.add(second, 20, 1.0 + idle_secs)
     if idle_secs > 30.0:
-        assert admission.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, "20 tokens at 10/s: nothing has moved"
-    assert 1 <= admission.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, "stuck for as long"
+        assert admission.retry_after(1.0 + idle_secs, prefill_rate=10.0) == 2, (
+            "20 tokens at 10/s: nothing has moved"
+        )
+    assert 1 <= admission.retry_after(1.0 + 2 * idle_secs, prefill_rate=10.0) <= 60, (
+        "stuck for as long"
+    )
 
 
 def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
@@ -310,7 +332,9 @@ def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
 def test_a_missed_deadline_is_predicted_only_from_a_comparable_recent_prompt(
     aborts: bool, length: int, asked_after: float, refused: bool
 ) -> None:
-    node = Node(limits(max_running_requests=4, step_tokens=4, aborts_missed_deadlines=aborts), depth=1)
+    node = Node(
+        limits(max_running_requests=4, step_tokens=4, aborts_missed_deadlines=aborts), depth=1
+    )
     node.sched.add(ask(0, length=40))
     now = 0.0
     while 0 not in node.finished:
@@ -342,7 +366,9 @@ def test_a_deadline_passes_in_the_opening_queue_too() -> None:
 def test_admission_controller_keeps_no_records_of_requests_that_left() -> None:
     admission = AdmissionController(limits(max_queued_requests=10, queue_timeout_secs=1e6))
     for handle in range(20_000):
-        req = dataclasses.replace(request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1]))
+        req = dataclasses.replace(
+            request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1])
+        )
         seq = Seq(req, req.prompt, 1)
         admission.add(seq, 1, 0.0)
         admission.remove(seq, 0.0)

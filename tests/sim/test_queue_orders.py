@@ -23,7 +23,9 @@ from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
 from tests.support.sched_sim import duplicates, ordered, ranks, request
 
-PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
+PARAMS = PolicyParams(
+    lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0
+)
 
 
 class World:
@@ -40,7 +42,9 @@ class World:
         self.made = 0
 
     def view(self) -> PolicyContext:
-        return PolicyContext(self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120)
+        return PolicyContext(
+            self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120
+        )
 
     def prompt(self) -> list[int]:
         return [self.rng.randrange(2) for _ in range(self.rng.randint(1, 14))]
@@ -55,7 +59,12 @@ class World:
             namespace=rng.choice([b"", b"t"]),
             ttft_deadline=rng.choice([None, self.now + rng.randrange(16) / 4]),
         )
-        return Seq(req, array("i", req.prompt), req.params.max_new_tokens, tokens_computed_at_arrival=self.computed)
+        return Seq(
+            req,
+            array("i", req.prompt),
+            req.params.max_new_tokens,
+            tokens_computed_at_arrival=self.computed,
+        )
 
     def publish(self) -> None:
         tokens = array("i", self.prompt())
@@ -103,8 +112,12 @@ class World:
         view = self.view()
         if policy.reorders_partial_prefills:
             return [s.handle for s in ordered(self.members + under_way, policy, self.rule, view)]
-        entries = ranks(self.members, policy, self.rule, view, policy.cache_key(len(self.members), view))
-        entries += [(self.rule.key(s, self.now), -math.inf, s.req.arrival, s.handle) for s in under_way]
+        entries = ranks(
+            self.members, policy, self.rule, view, policy.cache_key(len(self.members), view)
+        )
+        entries += [
+            (self.rule.key(s, self.now), -math.inf, s.req.arrival, s.handle) for s in under_way
+        ]
         return [entry[3] for entry in sorted(entries)]
 
 
@@ -129,12 +142,16 @@ def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> No
                 if world.queue.policy.keys_are_independent
                 else []
             )
-            assert [s.handle for s in world.queue.in_order(running)] == world.defined(running), f"seed {seed}"
+            assert [s.handle for s in world.queue.in_order(running)] == world.defined(running), (
+                f"seed {seed}"
+            )
             assert len(world.queue) == len(world.members)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpt-aging"])
-def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twice(policy: str) -> None:
+def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twice(
+    policy: str,
+) -> None:
     for seed in range(40):
         world = World(policy, RULES[3], seed)
         for _ in range(60):
@@ -160,7 +177,9 @@ def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twic
         assert [s.handle for s in world.queue.in_order()] == world.defined([])
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lof", "lpm", "dfs-weight", "short-first", "srpt-aging", "edf", "hrrn"])
+@pytest.mark.parametrize(
+    "policy", ["fcfs", "lof", "lpm", "dfs-weight", "short-first", "srpt-aging", "edf", "hrrn"]
+)
 def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
     """While requests only decode, the clock and the step number go on; edf looks again when a deadline is lost."""
     world = World(policy, PriorityRule(), 3)
@@ -204,7 +223,9 @@ def test_dfs_weight_follows_the_tree_from_look_to_look(seed: int, rule: int) -> 
             paths[s.handle] = tuple(world.cache.path_of(probe))
         walk = Plain(list(paths.values())).nodes()
 
-        def rank(s: Seq, walk: list[int] = walk, paths: dict[int, tuple[int, ...]] = paths) -> tuple[float, ...]:
+        def rank(
+            s: Seq, walk: list[int] = walk, paths: dict[int, tuple[int, ...]] = paths
+        ) -> tuple[float, ...]:
             end = (ROOT, *paths[s.handle])[-1]
             return (world.rule.key(s, world.now), walk.index(end), s.req.arrival, s.handle)
 
@@ -221,7 +242,9 @@ def test_edf_demotes_at_the_moment_a_deadline_is_lost() -> None:
     for now in (0.0, 3.0, 3.25, 4.0, 4.25):
         world.now = now
         seen.append([s.handle for s in world.queue.in_order()])
-    assert seen == [[1, 2], [1, 2], [2, 1], [2, 1], [1, 2]], "2 s of work each; both lost: by deadline again"
+    assert seen == [[1, 2], [1, 2], [2, 1], [2, 1], [1, 2]], (
+        "2 s of work each; both lost: by deadline again"
+    )
 
 
 def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
@@ -321,7 +344,9 @@ def test_all_of_a_burst_are_given_on_demand_and_the_important_first(policy: str)
     assert sorted(given) == [seq.handle for seq in world.members]
     most = max(world.rule.base(seq) for seq in world.members)
     count = sum(world.rule.base(seq) == most for seq in world.members)
-    assert {world.rule.base(world.members[handle - 1]) for handle in given[: min(count, KEYS_PER_LOOK)]} == {most}
+    assert {
+        world.rule.base(world.members[handle - 1]) for handle in given[: min(count, KEYS_PER_LOOK)]
+    } == {most}
 
 
 @pytest.mark.parametrize("rule", [0, 3])
@@ -331,7 +356,9 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
 ) -> None:
     """No look enters more than a part, though requests come and go and the tree changes; then the order is exact."""
     params = dataclasses.replace(
-        PARAMS, in_batch_prefix_caching_check_threshold=2, in_batch_prefix_caching_deprioritize_threshold=3
+        PARAMS,
+        in_batch_prefix_caching_check_threshold=2,
+        in_batch_prefix_caching_deprioritize_threshold=3,
     )
     world, _ = crowd(policy, RULES[rule], 0)
     world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view, SharingStrategy())
@@ -352,7 +379,9 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
         before, entered[:] = world.queue._order, []
         next(world.queue.in_order())
         sorted_again += world.queue._order is not before
-        assert sum(entered) <= 3 * EXACT_UP_TO + KEYS_PER_LOOK, "those that join, in both orders, a part, those due"
+        assert sum(entered) <= 3 * EXACT_UP_TO + KEYS_PER_LOOK, (
+            "those that join, in both orders, a part, those due"
+        )
         world.publish()
         world.cache.evict(2)
         world.queue.discard(world.members.pop(world.rng.randrange(len(world.members))))
@@ -379,7 +408,9 @@ def test_edf_lets_no_request_pass_for_ever() -> None:
         while 1 in [seq.handle for seq in waiting_queue]:
             for _ in range(2):  # twice what is served, each with a second to spare
                 handle += 1
-                req = dataclasses.replace(request(handle, [2] * 8, 1), ttft_deadline=world.now + 2.0, arrival=world.now)
+                req = dataclasses.replace(
+                    request(handle, [2] * 8, 1), ttft_deadline=world.now + 2.0, arrival=world.now
+                )
                 waiting_queue.add(Seq(req, array("i", req.prompt), 1))
             waiting_queue.discard(next(waiting_queue.in_order()))
             served += 1
@@ -404,7 +435,9 @@ def test_edf_puts_every_request_before_all_that_arrive_after_a_bounded_time(
     first = dataclasses.replace(request(1, [1] * work, 1), ttft_deadline=deadline, arrival=0.0)
     waiting_queue = [Seq(first, array("i", first.prompt), 1)]
     for handle, (slack, length) in enumerate(others, start=2):
-        late = dataclasses.replace(request(handle, [1] * length, 1), ttft_deadline=bound + slack, arrival=bound)
+        late = dataclasses.replace(
+            request(handle, [1] * length, 1), ttft_deadline=bound + slack, arrival=bound
+        )
         waiting_queue.append(Seq(late, array("i", late.prompt), 1))
     world = World("edf", RULES[0], 1)
     world.now, world.rate = now, 10.0

@@ -29,7 +29,11 @@ LOOKS = {
 
 
 def test_every_public_method_of_the_scheduler_is_recorded_or_only_looks() -> None:
-    methods = {name for name, member in vars(Scheduler).items() if callable(member) and not name.startswith("_")}
+    methods = {
+        name
+        for name, member in vars(Scheduler).items()
+        if callable(member) and not name.startswith("_")
+    }
     assert methods == LOOKS | set(recording.INPUTS)
 
 
@@ -84,7 +88,9 @@ class Storm:
             handle,
             f"r{handle}",
             prompt,
-            SamplingParams(max_new_tokens=rng.randint(1, 20), stop_token_ids=(0,), logit_bias=((1, 0.5),)),
+            SamplingParams(
+                max_new_tokens=rng.randint(1, 20), stop_token_ids=(0,), logit_bias=((1, 0.5),)
+            ),
             priority=rng.choice((None, 0, 5)),
             namespace=rng.choice((b"", b"\xff\x00")),
             arrival=self.now - rng.random(),
@@ -131,7 +137,11 @@ class Storm:
         for event in self.sched.drain_events():
             if isinstance(event, GrantPages | AbortTransfer | PrefillDone):
                 assert event.req.rendezvous
-                table = {GrantPages: self.granted, AbortTransfer: self.closing, PrefillDone: self.leased}[type(event)]
+                table = {
+                    GrantPages: self.granted,
+                    AbortTransfer: self.closing,
+                    PrefillDone: self.leased,
+                }[type(event)]
                 table.append(event.req.rendezvous.room)
 
     def turn(self, *, arrivals: bool) -> None:
@@ -155,7 +165,11 @@ class Storm:
             self.flight.append(plan)
         while self.flight and (plan is None or len(self.flight) > 1 or rng.random() < 0.5):
             oldest = self.flight.pop(0)
-            sched.commit(oldest, StepResult([rng.randrange(3) for row in oldest.rows if row.sample]), self.now)
+            sched.commit(
+                oldest,
+                StepResult([rng.randrange(3) for row in oldest.rows if row.sample]),
+                self.now,
+            )
             sched.observe(oldest, rng.random(), rng.random() / 2)
         self.absorb()
 
@@ -217,16 +231,24 @@ def test_values_survive_the_lines() -> None:
         to_plain(object())
 
 
-def test_the_command_says_whether_the_plans_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_whether_the_plans_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storm = Storm(3, "null")
     storm.run()
     file, out = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join(storm.lines) + "\n")
     assert sim.main(["--replay", str(file), "--json", str(out)]) == 0
-    assert f"{len(storm.plans)} plans\nevery plan equals the recorded one" in capsys.readouterr().out
+    assert (
+        f"{len(storm.plans)} plans\nevery plan equals the recorded one" in capsys.readouterr().out
+    )
     assert len(out.read_text().splitlines()) == len(storm.plans)
     last = max(i for i, line in enumerate(storm.lines) if line.startswith('["="'))
-    file.write_text("\n".join([*storm.lines[:last], '["=", "0000"]', *storm.lines[last + 1 :], '["expire", 1e9]']))
+    file.write_text(
+        "\n".join(
+            [*storm.lines[:last], '["=", "0000"]', *storm.lines[last + 1 :], '["expire", 1e9]']
+        )
+    )
     assert sim.main(["--replay", str(file)]) == 1
     assert "recorded plan 0000, here " in capsys.readouterr().out
     file.write_text("nonsense\n")

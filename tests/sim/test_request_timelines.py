@@ -49,7 +49,12 @@ def test_a_prompt_in_chunks_and_its_answer() -> None:
     assert (timeline.admitted_at, timeline.first_token_at, timeline.ended_at) == (1.0, 6.0, 10.0)
     assert timeline.events == [(2.0, "computed", 16), (4.0, "computed", 16), (6.0, "computed", 8)]
     assert (timeline.steps, timeline.computed_tokens, timeline.cached_tokens) == (3, 40, 0)
-    assert (timeline.output_tokens, timeline.finish, timeline.error, timeline.recomputed_tokens) == (3, "length", "", 0)
+    assert (
+        timeline.output_tokens,
+        timeline.finish,
+        timeline.error,
+        timeline.recomputed_tokens,
+    ) == (3, "length", "", 0)
     assert not timeline.is_transfer
     assert not timeline.leased_pages
 
@@ -84,7 +89,11 @@ def test_first_token_of_an_untraced_request_carries_its_wait_for_a_slot() -> Non
 
 def test_a_preempted_request_reports_when_and_the_recomputed_tokens() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=0)
-    node = Timed(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"))
+    node = Timed(
+        dataclasses.replace(
+            LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"
+        )
+    )
     node.sched.add(dataclasses.replace(traced(1, 8, 12), priority=1))
     for _ in range(4):
         node.step()
@@ -119,7 +128,12 @@ def test_the_end_of_one_that_never_ran() -> None:
     node.sched.stats.now = 9.0
     node.sched.fail(2, RequestTimeout("too late"))
     timeline = node.only_timeline()
-    assert (timeline.admitted_at, timeline.ended_at, timeline.finish, timeline.error) == (None, 9.0, "error", "timeout")
+    assert (timeline.admitted_at, timeline.ended_at, timeline.finish, timeline.error) == (
+        None,
+        9.0,
+        "error",
+        "timeout",
+    )
 
 
 def test_a_lease_lasts_until_it_is_released_and_reports_why() -> None:
@@ -131,7 +145,11 @@ def test_a_lease_lasts_until_it_is_released_and_reports_why() -> None:
     node.sched.release(5, "LEASE_EXPIRED")
     timeline = node.only_timeline()
     assert (timeline.first_token_at, timeline.ended_at) == (4.0, 50.0)
-    assert (timeline.leased_pages, timeline.output_tokens, timeline.finish) == (5, 1, "LEASE_EXPIRED")
+    assert (timeline.leased_pages, timeline.output_tokens, timeline.finish) == (
+        5,
+        1,
+        "LEASE_EXPIRED",
+    )
 
 
 def test_a_transfer_reports_how_its_pages_came() -> None:
@@ -158,7 +176,11 @@ def test_a_broken_transfer_ends_with_its_code() -> None:
     node.step()
     node.sched.transfer_failed(5, KvTransferFailed("PEER_LOST: gone"))
     timeline = node.only_timeline()
-    assert (timeline.first_token_at, timeline.finish, timeline.error) == (None, "error", "kv_transfer_failed")
+    assert (timeline.first_token_at, timeline.finish, timeline.error) == (
+        None,
+        "error",
+        "kv_transfer_failed",
+    )
 
 
 def test_events_of_a_timeline_are_bounded() -> None:
@@ -200,7 +222,9 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     for handle in range(30):
         prompt = random_prompt(rng, [[1, 2, 3, 4, 0, 1, 2, 3]], longest)
         req = request(handle, prompt, rng.randint(1, 20), room=1000 + handle)
-        req = requests[handle] = dataclasses.replace(req, arrival=0.0, trace=b"t" if handle % 2 else b"")
+        req = requests[handle] = dataclasses.replace(
+            req, arrival=0.0, trace=b"t" if handle % 2 else b""
+        )
         for each in rng.sample([p, d], 2):
             each.sched.add(req)
             turn()
@@ -219,11 +243,15 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     for each in (p, d):
         each.absorb()
         assert each.sched.is_idle
-        assert sorted(timeline.handle for timeline in each.timelines) == [h for h in requests if h % 2]
+        assert sorted(timeline.handle for timeline in each.timelines) == [
+            h for h in requests if h % 2
+        ]
         for timeline in each.timelines:
             assert timeline.prompt_tokens == len(requests[timeline.handle].prompt)
             times = [timeline.admitted_at, timeline.first_token_at, timeline.ended_at]
-            assert sorted(at for at in times if at is not None) == [at for at in times if at is not None]
+            assert sorted(at for at in times if at is not None) == [
+                at for at in times if at is not None
+            ]
             assert timeline.first_token_at is None or timeline.admitted_at is not None
             assert timeline.output_tokens == len(each.outputs.get(timeline.handle, []))
             assert (timeline.handle in each.errors) == bool(timeline.error)
@@ -240,4 +268,6 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
         if timeline.first_token_at is not None and not timeline.retractions:
             assert timeline.cached_tokens + timeline.computed_tokens == timeline.prompt_tokens
             # Decode gave up before the prompt was computed: its pages went from the step into the cache.
-            assert timeline.leased_pages or timeline.handle in aborted or timeline.handle in d.errors
+            assert (
+                timeline.leased_pages or timeline.handle in aborted or timeline.handle in d.errors
+            )

@@ -25,7 +25,9 @@ def limits(**changes: object) -> Limits:
     return dataclasses.replace(Limits(400, 4, 8, 100, 64, priority=PRIORITY), **changes)  # type: ignore[arg-type]
 
 
-def important(handle: int, priority: int | None, prompt_tokens: int = 4, max_new: int = 50) -> ValidatedRequest:
+def important(
+    handle: int, priority: int | None, prompt_tokens: int = 4, max_new: int = 50
+) -> ValidatedRequest:
     prompt = [handle % VOCAB, *[1] * (prompt_tokens - 1)]
     req = request(handle, prompt, max_new, ignore_eos=True, is_length_known=False)
     return dataclasses.replace(req, priority=priority)
@@ -49,7 +51,13 @@ def test_decode_rows_and_their_tokens_stand_by_priority_then_arrival() -> None:
         turn(sched)  # admitted one by one
     sched.drain_events()
     assert rows(turn(sched)) == [4, 1, 3, 2, 0]
-    assert [e.handle for e in sched.drain_events() if isinstance(e, EmittedTokens)] == [4, 1, 3, 2, 0]
+    assert [e.handle for e in sched.drain_events() if isinstance(e, EmittedTokens)] == [
+        4,
+        1,
+        3,
+        2,
+        0,
+    ]
     sched.abort(1)
     sched.suspend([4])
     assert rows(turn(sched)) == [3, 2, 0]
@@ -62,7 +70,9 @@ def test_without_priorities_decode_rows_stand_by_arrival_whatever_the_policy() -
     sched = Scheduler(limits(policy="lof", priority=PriorityRule(), step_tokens=4))
     for handle in range(3):
         sched.add(important(handle, 10 * handle, max_new=50 + handle))
-    assert [rows(turn(sched))[-1] for _ in range(3)] == [2, 1, 0], "lof admits the longest answer first"
+    assert [rows(turn(sched))[-1] for _ in range(3)] == [2, 1, 0], (
+        "lof admits the longest answer first"
+    )
     assert rows(turn(sched)) == [0, 1, 2]
 
 
@@ -90,13 +100,17 @@ def test_a_priority_adjusted_while_it_runs_moves_its_row() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "lof", "hrrn", "srpt-aging"])
 @pytest.mark.parametrize("fairness", [FairnessRules(), FAIR], ids=["plain", "classes"])
-def test_chunk_tokens_go_to_the_more_important_prompt_first(policy: str, fairness: FairnessRules) -> None:
+def test_chunk_tokens_go_to_the_more_important_prompt_first(
+    policy: str, fairness: FairnessRules
+) -> None:
     sched = Scheduler(limits(policy=policy, step_tokens=16, fairness=fairness))
     sched.add(important(0, 0, 100))
     assert rows(turn(sched)) == [0]
     sched.add(important(1, 1, 24))
     sched.add(important(2, 0, 24))
-    assert rows(turn(sched)) == [1], "the prompt under way has to wait: no preemption, it keeps its pages"
+    assert rows(turn(sched)) == [1], (
+        "the prompt under way has to wait: no preemption, it keeps its pages"
+    )
     assert [(row.handle, row.n) for row in turn(sched).rows] == [(1, 8), (0, 8)]
     if policy in ("fcfs", "lof", "hrrn"):
         assert rows(turn(sched)) == [1, 0], "among equals the prompt under way goes on"
@@ -111,9 +125,13 @@ def test_the_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> No
 
 
 @pytest.mark.parametrize(("length", "starts"), [(8, True), (100, False)])
-def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_start(length: int, starts: bool) -> None:
+def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_start(
+    length: int, starts: bool
+) -> None:
     """Each prompt gets 16 tokens of a step's 64, so there is budget for others behind the two under way."""
-    sched = Scheduler(limits(step_tokens=64, max_partial_prefills=2, long_prefill_token_threshold=16))
+    sched = Scheduler(
+        limits(step_tokens=64, max_partial_prefills=2, long_prefill_token_threshold=16)
+    )
     for handle in range(2):
         sched.add(important(handle, 5, 100))
     assert rows(turn(sched)) == [0, 1]
@@ -128,7 +146,11 @@ def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> 
 
     def add(handle: int, priority: int, prompt_tokens: int, max_new: int) -> None:
         prompt = [handle] * prompt_tokens
-        sched.add(dataclasses.replace(request(handle, prompt, max_new, ignore_eos=True), priority=priority))
+        sched.add(
+            dataclasses.replace(
+                request(handle, prompt, max_new, ignore_eos=True), priority=priority
+            )
+        )
 
     add(0, 5, 4, 60)
     turn(sched)

@@ -52,7 +52,9 @@ def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None
         max_new = rng.randint(1, 30)
         req = request(handle, prompt, max_new, ignore_eos=rng.random() < 0.7)
         node.sched.add(req)
-        want[handle] = reference(req.prompt, min(max_new, capacity - len(prompt)), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(max_new, capacity - len(prompt)), req.params.ignore_eos
+        )
         for _ in range(rng.randint(0, 6)):
             node.step()
         if rng.random() < 0.15:
@@ -77,7 +79,9 @@ def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_without_a_token_ends_its_request_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_a_token_ends_its_request_alone(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = Node(Limits(64, 1, 4, 100, 32), depth=depth)
     for handle in range(3):
         node.sched.add(request(handle, [handle] * 4, 8, ignore_eos=True))
@@ -132,7 +136,9 @@ def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
         want[handle] = reference(req.prompt, 18, True)
     node.run()
     assert node.outputs == want
-    assert node.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small for all"
+    assert node.sched.counters()["retractions_total"] > 0, (
+        "the pool was meant to be too small for all"
+    )
 
 
 def test_at_most_one_step_between_two_tokens_of_a_running_request() -> None:
@@ -158,10 +164,14 @@ def test_requests_of_one_step_share_their_prefix() -> None:
         node.sched.add(request(handle, [*prompt, handle], 3, ignore_eos=True))
     plan = node.sched.plan()
     assert plan is not None
-    assert [row.n for row in plan.rows] == [9, 1, 1, 1], "followers compute only what the leader does not"
+    assert [row.n for row in plan.rows] == [9, 1, 1, 1], (
+        "followers compute only what the leader does not"
+    )
     node.flight.append(plan)
     node.run()
-    assert all(node.outputs[h] == reference(request(h, [*prompt, h], 3).prompt, 3, True) for h in range(4))
+    assert all(
+        node.outputs[h] == reference(request(h, [*prompt, h], 3).prompt, 3, True) for h in range(4)
+    )
 
 
 def test_lpm_prefers_the_cached_prompt_and_fcfs_the_older() -> None:
@@ -225,7 +235,9 @@ def test_same_inputs_same_plans() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "edf"])
 def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: str) -> None:
-    node = Node(Limits(400, 4, 32, 100, 64, policy=policy, max_partial_prefills=2, role="prefill"), depth=1)
+    node = Node(
+        Limits(400, 4, 32, 100, 64, policy=policy, max_partial_prefills=2, role="prefill"), depth=1
+    )
     for handle in range(24):
         node.sched.add(request(handle, [handle % VOCAB] * (handle % 3) + [4] * 8, 1, room=handle))
     plan = node.sched.plan()
@@ -238,7 +250,9 @@ def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: s
 
 def test_a_prompt_that_precedes_the_unfinished_one_starts_before_it() -> None:
     """One unfinished prompt is allowed, and that is 0; 1 is due before it and 2 after it."""
-    node = Node(Limits(400, 4, 32, 100, 16, policy="edf", max_partial_prefills=1, role="prefill"), depth=1)
+    node = Node(
+        Limits(400, 4, 32, 100, 16, policy="edf", max_partial_prefills=1, role="prefill"), depth=1
+    )
 
     def due(handle: int, length: int, at: float) -> None:
         req = request(handle, [handle] * length, 1, room=handle)
@@ -258,14 +272,18 @@ def test_a_prompt_that_precedes_the_unfinished_one_starts_before_it() -> None:
 def test_others_pass_a_request_that_waits_for_pages_and_do_not_delay_it(share: str) -> None:
     """Request 0 holds a quarter of the pool for long; request 1 needs most of it and waits for 0, the others do not."""
     rules = FairnessRules(
-        classes=parse_classes("small:8,large:1")[0] if share == "classes" else FairnessRules().classes,
+        classes=parse_classes("small:8,large:1")[0]
+        if share == "classes"
+        else FairnessRules().classes,
         tenants=TenantRules() if share == "tenants" else None,
     )
     node = Node(Limits(100, 4, 32, 100, 64, fairness=rules, radix_cache=False), depth=1)
 
     def add(handle: int, length: int, answer: int, who: str) -> None:
         req = request(handle, [handle % VOCAB] * length, answer, ignore_eos=True)
-        node.sched.add(dataclasses.replace(req, arrival=float(handle), priority_class=who, tenant=who))
+        node.sched.add(
+            dataclasses.replace(req, arrival=float(handle), priority_class=who, tenant=who)
+        )
 
     add(0, 20, 80, "small")
     node.step()
@@ -360,7 +378,10 @@ def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.Mo
             yield seq
 
     monkeypatch.setattr(WaitingQueue, "in_order", counted)
-    for limits in (Limits(4000, 4, 2, 5000, 8, policy=policy), Limits(80, 4, 50, 5000, 8, policy=policy)):
+    for limits in (
+        Limits(4000, 4, 2, 5000, 8, policy=policy),
+        Limits(80, 4, 50, 5000, 8, policy=policy),
+    ):
         node = Node(limits, depth=1)
         for handle in (0, 1):
             node.sched.add(request(handle, [1] * 120, 8))
@@ -377,7 +398,9 @@ def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.Mo
             assert len(taken) <= limits.admission_skip_ahead + 4
 
 
-def test_an_admission_taken_back_leaves_cached_tokens_to_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admission_taken_back_leaves_cached_tokens_to_charge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rules = FairnessRules(tenants=TenantRules())
     node = Node(Limits(100, 4, 4, 100, 64, fairness=rules), depth=1)
     for handle, tenant in ((0, "a"), (1, "b")):
@@ -400,7 +423,9 @@ def test_disabled_cache_takes_and_finds_nothing() -> None:
     assert memory.extend(seq, 2)
     seq.computed = 2
     memory.publish(seq)
-    assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), "the sequence still owns its pages"
+    assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), (
+        "the sequence still owns its pages"
+    )
     match = memory.match(later, 2)
     assert match.num_tokens == 0
     memory.cache.unlock(match.node)

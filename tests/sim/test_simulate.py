@@ -32,25 +32,44 @@ from baton.sim.report import SummaryStat, summarize, table
 from baton.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
-    step_ms=0, token_us=1000, weights_ms=0, attention_ns=0, kv_read_ns=0, transfer_ms=1000, transfer_us=0
+    step_ms=0,
+    token_us=1000,
+    weights_ms=0,
+    attention_ns=0,
+    kv_read_ns=0,
+    transfer_ms=1000,
+    transfer_us=0,
 )
 """A step takes a millisecond per token and nothing else; D needs a second to pull a prompt."""
 
 
-def request(at_ms: float, prompt: int, answer: int = 1, blocks: tuple[int, ...] | None = None) -> TraceRequest:
+def request(
+    at_ms: float, prompt: int, answer: int = 1, blocks: tuple[int, ...] | None = None
+) -> TraceRequest:
     made = blocks if blocks is not None else tuple(range(-(-prompt // BLOCK_TOKENS)))
     return TraceRequest(at_ms, prompt, answer, made)
 
 
 def budgets(**changes: Any) -> Limits:
-    base = {"num_pages": 4096, "page_size": 16, "max_running_requests": 64, "max_queued_requests": 10_000}
+    base = {
+        "num_pages": 4096,
+        "page_size": 16,
+        "max_running_requests": 64,
+        "max_queued_requests": 10_000,
+    }
     return Limits(**(base | {"step_tokens": 64, "role": "prefill"} | changes))
 
 
 def node(
-    trace: list[TraceRequest], *, budget: Limits | None = None, model: StepModel = MS_PER_TOKEN, **more: Any
+    trace: list[TraceRequest],
+    *,
+    budget: Limits | None = None,
+    model: StepModel = MS_PER_TOKEN,
+    **more: Any,
 ) -> SimNode:
-    setting = NodeSetting(trace=trace, arrivals=[r.timestamp_ms / 1e3 for r in trace], model=model, **more)
+    setting = NodeSetting(
+        trace=trace, arrivals=[r.timestamp_ms / 1e3 for r in trace], model=model, **more
+    )
     return SimNode(setting, budget or budgets())
 
 
@@ -69,8 +88,12 @@ def random_trace(seed: int, count: int = 60) -> list[TraceRequest]:
         prompt = rng.randint(1, 5 * BLOCK_TOKENS)
         blocks = [rng.randrange(3)]
         while len(blocks) * BLOCK_TOKENS < prompt:
-            blocks.append(3 * blocks[-1] + 3 + rng.randrange(3))  # a ternary tree: a number has one prefix
-        made.append(TraceRequest(at, prompt, rng.randint(1, 40), tuple(blocks), rng.choice([None, 1, 50])))
+            blocks.append(
+                3 * blocks[-1] + 3 + rng.randrange(3)
+            )  # a ternary tree: a number has one prefix
+        made.append(
+            TraceRequest(at, prompt, rng.randint(1, 40), tuple(blocks), rng.choice([None, 1, 50]))
+        )
     return made
 
 
@@ -80,11 +103,18 @@ def random_trace(seed: int, count: int = 60) -> list[TraceRequest]:
 def test_ttft_of_a_tiny_trace_without_overlap() -> None:
     """A's first 64 tokens until 64 ms; its other 36 with 16 of B's (28 fit: whole pages) until 116; B's rest to 132."""
     made = ran(
-        [request(0, 100, blocks=(0,)), request(10, 32, blocks=(1,)), request(1000, 100, blocks=(0,))], overlap=False
+        [
+            request(0, 100, blocks=(0,)),
+            request(10, 32, blocks=(1,)),
+            request(1000, 100, blocks=(0,)),
+        ],
+        overlap=False,
     )
     assert [r.ttft for r in made.records] == pytest.approx([0.116, 0.122, 0.004])
     assert [r.wait for r in made.records] == pytest.approx([0.0, 0.054, 0.0])
-    assert [r.cached_tokens for r in made.records] == [0, 0, 96], "six whole pages of C's prompt are A's"
+    assert [r.cached_tokens for r in made.records] == [0, 0, 96], (
+        "six whole pages of C's prompt are A's"
+    )
     assert made.steps == 4
 
 
@@ -108,7 +138,9 @@ def test_decoding_waits_for_weights_and_reads_its_context() -> None:
     made = ran([request(0, 32, answer=3)], model=model, overlap=False, budget=budgets(role="null"))
     record = made.records[0]
     assert record.ttft == pytest.approx(0.033), "1 ms + 32 tokens"
-    assert record.finished == pytest.approx(0.033 + (0.011 + 0.033) + (0.011 + 0.034)), "contexts of 33 and 34 tokens"
+    assert record.finished == pytest.approx(0.033 + (0.011 + 0.033) + (0.011 + 0.034)), (
+        "contexts of 33 and 34 tokens"
+    )
     assert record.tpot == pytest.approx((0.011 + 0.033 + 0.011 + 0.034) / 2)
 
 
@@ -123,7 +155,9 @@ def test_attention_counts_each_pair_of_tokens_once_however_a_prompt_is_cut() -> 
 @pytest.mark.parametrize("role", ["prefill", "null"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_clock_runs_forward_pages_balance_and_everyone_is_answered(policy: str, role: str) -> None:
-    made = node(random_trace(5), budget=budgets(policy=policy, role=role, num_pages=220, step_tokens=256))
+    made = node(
+        random_trace(5), budget=budgets(policy=policy, role=role, num_pages=220, step_tokens=256)
+    )
     seen: list[float] = []
 
     def watch(at: SimNode) -> None:
@@ -154,16 +188,33 @@ def test_same_seed_same_decisions_other_seed_others() -> None:
 
 def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     """A never ends in time, B waits behind it too long, C finds the queue full."""
-    trace = [request(0, 2000, blocks=(0, 1, 2, 3)), request(1, 600, blocks=(4, 5)), request(2, 10, blocks=(6,))]
-    made = ran(trace, overlap=False, timeout_secs=1.0, budget=budgets(max_queued_requests=1, prefill_max_requests=1))
+    trace = [
+        request(0, 2000, blocks=(0, 1, 2, 3)),
+        request(1, 600, blocks=(4, 5)),
+        request(2, 10, blocks=(6,)),
+    ]
+    made = ran(
+        trace,
+        overlap=False,
+        timeout_secs=1.0,
+        budget=budgets(max_queued_requests=1, prefill_max_requests=1),
+    )
     assert [r.outcome for r in made.records] == [
         RequestOutcome.TIMED_OUT,
         RequestOutcome.TIMED_OUT,
         RequestOutcome.REFUSED,
     ]
     report = summarize("fcfs", made, 1.0, 0.0)
-    assert (report.completed, report.refused, report.timed_out, report.ttft, report.in_time) == (0, 1, 2, None, 0.0)
-    assert "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)" in table([report])
+    assert (report.completed, report.refused, report.timed_out, report.ttft, report.in_time) == (
+        0,
+        1,
+        2,
+        None,
+        0.0,
+    )
+    assert "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)" in table(
+        [report]
+    )
 
 
 @pytest.mark.slow
@@ -176,8 +227,12 @@ def test_mean_wait_is_that_of_queueing_theory() -> None:
     for i in range(count):
         at += rng.expovariate(rho / mean) * 1e3
         trace.append(request(at, rng.choice(sizes), blocks=(i,)))
-    budget = budgets(prefill_max_requests=1, step_tokens=512, radix_cache=False, page_size=128, num_pages=100_000)
-    made = ran(trace, overlap=False, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget)
+    budget = budgets(
+        prefill_max_requests=1, step_tokens=512, radix_cache=False, page_size=128, num_pages=100_000
+    )
+    made = ran(
+        trace, overlap=False, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget
+    )
     report = summarize("fcfs", made, 1.0, 0.0)
     assert report.wait is not None
     assert report.wait.mean == pytest.approx(rho / mean * square / (2 * (1 - rho)), rel=0.08)
@@ -205,9 +260,18 @@ GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [7
         ('{"timestamp": 4, "input_length": 1, "output_length": 1}', "before the previous line's 5"),
         ('{"timestamp": 6, "input_length": 0, "output_length": 1}', "input_length is 0"),
         ('{"timestamp": 6, "input_length": 1, "output_length": "3"}', "output_length is '3'"),
-        ('{"timestamp": 6, "input_length": 600, "output_length": 1, "hash_ids": [7]}', "2 blocks of 512 expected"),
-        ('{"timestamp": 6, "input_length": 6, "output_length": 1, "hash_ids": ["a"]}', "not a list of integers"),
-        ('{"timestamp": 6, "input_length": 6, "output_length": 1, "priority": 1.5}', "priority is 1.5"),
+        (
+            '{"timestamp": 6, "input_length": 600, "output_length": 1, "hash_ids": [7]}',
+            "2 blocks of 512 expected",
+        ),
+        (
+            '{"timestamp": 6, "input_length": 6, "output_length": 1, "hash_ids": ["a"]}',
+            "not a list of integers",
+        ),
+        (
+            '{"timestamp": 6, "input_length": 6, "output_length": 1, "priority": 1.5}',
+            "priority is 1.5",
+        ),
     ],
 )
 def test_bad_line_is_named_by_its_number(line: str, complaint: str, tmp_path: Path) -> None:
@@ -232,7 +296,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 def test_equal_stamps_are_spread_over_the_gap_to_the_next() -> None:
     stamps = [1000, 1000, 1000, 4000, 9000, 9000]
-    assert traces.arrivals([request(at, 1) for at in stamps]) == pytest.approx([0, 1, 2, 3, 8, 10.5])
+    assert traces.arrivals([request(at, 1) for at in stamps]) == pytest.approx(
+        [0, 1, 2, 3, 8, 10.5]
+    )
 
 
 @pytest.mark.parametrize("scale", [1, 8, 512])
@@ -263,7 +329,9 @@ def test_equal_ids_behind_different_prefixes_are_different_blocks(tmp_path: Path
 
 
 def test_hits_are_the_trees_own_and_equal_the_yardstick_when_nothing_is_evicted() -> None:
-    trace = [dataclasses.replace(r, timestamp_ms=i * 10_000.0) for i, r in enumerate(random_trace(9, 40))]
+    trace = [
+        dataclasses.replace(r, timestamp_ms=i * 10_000.0) for i, r in enumerate(random_trace(9, 40))
+    ]
     trace = [dataclasses.replace(r, input_length=len(r.blocks) * BLOCK_TOKENS) for r in trace]
     made = ran(trace, budget=budgets(step_tokens=4096))
     expected = traces.cached_in_arrival_order(trace, 1_000_000)
@@ -292,7 +360,11 @@ def test_every_flag_that_the_planner_reads_is_accepted_and_no_other() -> None:
 
     recorder = Recorder()
     limits(recorder, 8)  # type: ignore[arg-type]
-    own = {"schedule_policy", "disaggregation_mode", "num_reserved_decode_tokens"}  # --role, comma list, D only
+    own = {
+        "schedule_policy",
+        "disaggregation_mode",
+        "num_reserved_decode_tokens",
+    }  # --role, comma list, D only
     own |= {"kv_events_config"}  # no subscriber
     own |= {"step_tokens"}  # made of two flags
     also = {
@@ -328,7 +400,9 @@ def test_all_means_every_policy_there_is() -> None:
         (["--plot", "x.png"], "only .svg"),
     ],
 )
-def test_impossible_flags_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_flags_are_refused(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         command.parse(["--trace", "x", *flags])
     assert stop.value.code == 2
@@ -341,11 +415,23 @@ def test_presets_can_be_changed_number_by_number() -> None:
 
 
 def test_coarser_tokens_scale_every_budget_counted_in_tokens() -> None:
-    flags = ["--trace", "x", "--length-scale", "8", "--max-queued-tokens", "8000", "--chunked-prefill-size", "208"]
+    flags = [
+        "--trace",
+        "x",
+        "--length-scale",
+        "8",
+        "--max-queued-tokens",
+        "8000",
+        "--chunked-prefill-size",
+        "208",
+    ]
     scaled = command.parse(flags).limits("fcfs")
     assert (scaled.num_pages, scaled.page_size) == (1_000_000 // 8 // 16, 16)
     assert (scaled.step_tokens, scaled.max_queued_tokens) == (16, 1000)
-    assert scaled.policy_params.short_first_aging_tokens_per_s == EngineConfig().short_first_aging_tokens_per_s / 8
+    assert (
+        scaled.policy_params.short_first_aging_tokens_per_s
+        == EngineConfig().short_first_aging_tokens_per_s / 8
+    )
 
 
 SHIPPED = "mooncake_conversation_first30min"
@@ -367,13 +453,18 @@ def test_coarse_and_fine_tokens_give_the_same_times() -> None:
 
 def test_coarse_tokens_decode_at_the_same_pace_where_no_prompt_interferes() -> None:
     budget = budgets(role="null", num_pages=1000)
-    fine, coarse = (ran([request(0, 4096, answer=512)], model=StepModel(), budget=budget, scale=n) for n in (1, 8))
+    fine, coarse = (
+        ran([request(0, 4096, answer=512)], model=StepModel(), budget=budget, scale=n)
+        for n in (1, 8)
+    )
     assert coarse.records[0].answer_tokens == fine.records[0].answer_tokens == 512
     assert coarse.records[0].tpot == pytest.approx(fine.records[0].tpot, rel=0.01)
 
 
 def test_shortest_remaining_first_wins_on_a_recorded_trace_and_pays_at_the_end() -> None:
-    found = simulated("--limit", "2000", "--length-scale", "16", "--schedule-policy", "fcfs,lpm,srpt-aging")
+    found = simulated(
+        "--limit", "2000", "--length-scale", "16", "--schedule-policy", "fcfs,lpm,srpt-aging"
+    )
     assert found["srpt-aging"].ttft.mean < 0.6 * found["fcfs"].ttft.mean
     assert found["lpm"].ttft.mean < 1.02 * found["fcfs"].ttft.mean
     assert found["srpt-aging"].wait.max > found["fcfs"].wait.max
@@ -398,7 +489,9 @@ def test_policies_rank_on_a_recorded_trace_as_their_descriptions_say() -> None:
 
 
 def test_every_policy_reports_ttft_tpot_and_wait() -> None:
-    found = simulated("--limit", "150", "--length-scale", "32", "--schedule-policy", "all", "--role", "null")
+    found = simulated(
+        "--limit", "150", "--length-scale", "32", "--schedule-policy", "all", "--role", "null"
+    )
     assert found.keys() == POLICIES.keys()
     for summary in found.values():
         for stat in (summary.ttft, summary.tpot, summary.wait):
@@ -408,7 +501,10 @@ def test_every_policy_reports_ttft_tpot_and_wait() -> None:
 
 
 def test_a_recorded_day_is_decided_alike_every_time() -> None:
-    first, again = (simulated("--limit", "300", "--length-scale", "16", "--schedule-policy", "all") for _ in range(2))
+    first, again = (
+        simulated("--limit", "300", "--length-scale", "16", "--schedule-policy", "all")
+        for _ in range(2)
+    )
     assert [s.decisions for s in first.values()] == [s.decisions for s in again.values()]
 
 
@@ -423,13 +519,18 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_progress_says_how_far_and_how_long_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_says_how_far_and_how_long_every_two_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     clock = iter(range(1000))
     progress = command.ProgressLine("lpm", clock=lambda: next(clock) / 2)
     node(random_trace(2)).run(progress)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3
-    assert all(line.startswith("lpm: ") and " requests, " in line and " waiting, at " in line for line in lines)
+    assert all(
+        line.startswith("lpm: ") and " requests, " in line and " waiting, at " in line
+        for line in lines
+    )
     assert "no end in sight yet" in lines[0]
     assert lines[-1].endswith("s left")
 
@@ -438,7 +539,16 @@ def test_command_prints_a_row_per_policy_and_writes_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, plot = tmp_path / "r.json", tmp_path / "r.svg"
-    flags = ["--trace", "gen_hot_system_prompt", "--limit", "40", "--schedule-policy", "fcfs,lpm", "--speedup", "20"]
+    flags = [
+        "--trace",
+        "gen_hot_system_prompt",
+        "--limit",
+        "40",
+        "--schedule-policy",
+        "fcfs,lpm",
+        "--speedup",
+        "20",
+    ]
     assert main.main(["simulate", *flags, "--json", str(results), "--plot", str(plot)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["policy", "requests", "completed"]
@@ -451,10 +561,25 @@ def test_command_prints_a_row_per_policy_and_writes_what_is_asked_for(
     assert len(curves) == 2
 
 
-def test_command_says_what_is_wrong_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_says_what_is_wrong_with_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["simulate", "--trace", str(write(tmp_path / "t.jsonl", GOOD, "{"))]) == 2
     assert "t.jsonl, line 2: not JSON" in capsys.readouterr().err
-    assert main.main(["simulate", "--trace", "gen_hot_system_prompt", "--limit", "2", "--json", str(tmp_path)]) == 1
+    assert (
+        main.main(
+            [
+                "simulate",
+                "--trace",
+                "gen_hot_system_prompt",
+                "--limit",
+                "2",
+                "--json",
+                str(tmp_path),
+            ]
+        )
+        == 1
+    )
     assert "Is a directory" in capsys.readouterr().err
 
 
@@ -476,7 +601,9 @@ def test_ctrl_c_prints_what_there_is() -> None:
 
 def test_simulator_loads_nothing_beyond_the_standard_library() -> None:
     script = "import sys, baton.sim.main; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {"torch", "numpy", "zmq", "aiohttp", "msgspec", "asyncio"}
     assert "baton" in loaded
@@ -484,7 +611,9 @@ def test_simulator_loads_nothing_beyond_the_standard_library() -> None:
 
 def test_statistics_interpolate_between_ranks() -> None:
     stat = SummaryStat.of([4.0, 1.0, 3.0, 2.0])
-    assert stat == SummaryStat(mean=2.5, p50=2.5, p95=pytest.approx(3.85), p99=pytest.approx(3.97), max=4.0)
+    assert stat == SummaryStat(
+        mean=2.5, p50=2.5, p95=pytest.approx(3.85), p99=pytest.approx(3.97), max=4.0
+    )
     assert SummaryStat.of([]) is None
 
 
@@ -505,10 +634,22 @@ def test_docs_list_exactly_the_flags_there_are(flags: type) -> None:
 def mixed_trace(path: Path) -> Path:
     """Batch floods at the start; small interactive requests arrive meanwhile; two tenants of each."""
     lines = [
-        {"timestamp": 0, "input_length": 4000, "output_length": 1, "priority_class": "batch", "tenant": f"t{i % 2}"}
+        {
+            "timestamp": 0,
+            "input_length": 4000,
+            "output_length": 1,
+            "priority_class": "batch",
+            "tenant": f"t{i % 2}",
+        }
         for i in range(20)
     ] + [
-        {"timestamp": 100 * i, "input_length": 400, "output_length": 1, "priority_class": "interactive", "tenant": "t0"}
+        {
+            "timestamp": 100 * i,
+            "input_length": 400,
+            "output_length": 1,
+            "priority_class": "interactive",
+            "tenant": "t0",
+        }
         for i in range(1, 30)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -518,7 +659,16 @@ def mixed_trace(path: Path) -> Path:
 def shares_of(tmp_path: Path, *flags: str) -> dict[str, Any]:
     results = tmp_path / "out.json"
     trace = mixed_trace(tmp_path / "mixed.jsonl")
-    argv = ["simulate", "--trace", str(trace), "--schedule-policy", "fcfs", "--chunked-prefill-size", "512", *flags]
+    argv = [
+        "simulate",
+        "--trace",
+        str(trace),
+        "--schedule-policy",
+        "fcfs",
+        "--chunked-prefill-size",
+        "512",
+        *flags,
+    ]
     assert main.main([*argv, "--json", str(results)]) == 0
     summary = json.loads(results.read_text())["policies"][0]
     return {group["name"]: group for group in summary["groups"]}
@@ -531,14 +681,18 @@ def test_classes_of_a_trace_share_by_weight_and_are_reported_apart(
     assert "fcfs, class batch: 20 of 20 completed; TTFT s" in capsys.readouterr().out
     assert list(plain) == ["class batch", "class interactive", "tenant t0", "tenant t1"]
     shared = shares_of(tmp_path, "--priority-classes", "interactive:8,batch:1")
-    assert shared["class interactive"]["ttft"]["p99"] < plain["class interactive"]["ttft"]["p99"] / 4
+    assert (
+        shared["class interactive"]["ttft"]["p99"] < plain["class interactive"]["ttft"]["p99"] / 4
+    )
     assert shared["class batch"]["completed"] == 20
 
 
 @pytest.mark.parametrize("scale", ["1", "8"])
 def test_tenant_limits_hold_in_the_simulation(tmp_path: Path, scale: str) -> None:
     file = tmp_path / "tenants.json"
-    file.write_text(json.dumps({"tenants": {"t1": {"tokens_per_minute": 10_000, "max_kv_tokens": 4200}}}))
+    file.write_text(
+        json.dumps({"tenants": {"t1": {"tokens_per_minute": 10_000, "max_kv_tokens": 4200}}})
+    )
     groups = shares_of(tmp_path, "--tenant-config", str(file), "--length-scale", scale)
     assert groups["tenant t1"]["refused"] == 8, "two prompts of 4000 fit into a minute of 10 000"
     assert groups["tenant t0"]["refused"] == 0
@@ -549,7 +703,9 @@ def test_tenant_limits_hold_in_the_simulation(tmp_path: Path, scale: str) -> Non
 
 def test_names_in_a_trace_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = mixed_trace(tmp_path / "mixed.jsonl")
-    assert main.main(["simulate", "--trace", str(trace), "--priority-classes", "interactive:1"]) == 2
+    assert (
+        main.main(["simulate", "--trace", str(trace), "--priority-classes", "interactive:1"]) == 2
+    )
     assert "the trace has requests of class batch" in capsys.readouterr().err
     trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "tenant": "a b"}\n')
     assert main.main(["simulate", "--trace", str(trace)]) == 2

@@ -35,7 +35,11 @@ def one_at_a_time(**over: object) -> Limits:
 
 
 def wait_of(
-    unlucky: ValidatedRequest, lucky: Callable[[int], ValidatedRequest], limits: Limits, *, warm: list[int]
+    unlucky: ValidatedRequest,
+    lucky: Callable[[int], ValidatedRequest],
+    limits: Limits,
+    *,
+    warm: list[int],
 ) -> float:
     """Seconds until `unlucky`, arriving at 0, is in a step, with never fewer than three lucky ones in the queue."""
     node = Node(limits, depth=1)
@@ -88,16 +92,26 @@ def test_a_cold_prompt_under_lpm_waits_for_its_lack_of_hits_at_the_aging_rate(ra
 
 
 @pytest.mark.parametrize("rate", [29.3, 101.7])
-def test_a_long_prompt_under_short_first_waits_for_its_length_at_the_aging_rate(rate: float) -> None:
-    limits = one_at_a_time(policy="short-first", policy_params=PolicyParams(short_first_aging_tokens_per_s=rate))
+def test_a_long_prompt_under_short_first_waits_for_its_length_at_the_aging_rate(
+    rate: float,
+) -> None:
+    limits = one_at_a_time(
+        policy="short-first", policy_params=PolicyParams(short_first_aging_tokens_per_s=rate)
+    )
     assert 0 < wait_of(LONG, short, limits, warm=[]) <= len(LONG.prompt) / rate + QUEUED * STEP
-    limits = one_at_a_time(policy="short-first", policy_params=PolicyParams(short_first_aging_tokens_per_s=0))
+    limits = one_at_a_time(
+        policy="short-first", policy_params=PolicyParams(short_first_aging_tokens_per_s=0)
+    )
     assert wait_of(LONG, short, limits, warm=[]) == LIMIT_SECS
 
 
 def test_a_long_prompt_under_srpt_waits_for_its_length_at_a_share_of_the_prefill_rate() -> None:
     limits = one_at_a_time(policy="srpt-aging", policy_params=PolicyParams(srpt_aging=0.05))
-    assert 0 < wait_of(LONG, short, limits, warm=[]) <= len(LONG.prompt) / (0.05 * 2000) + QUEUED * STEP
+    assert (
+        0
+        < wait_of(LONG, short, limits, warm=[])
+        <= len(LONG.prompt) / (0.05 * 2000) + QUEUED * STEP
+    )
     limits = one_at_a_time(policy="srpt-aging", policy_params=PolicyParams(srpt_aging=0.0))
     assert wait_of(LONG, short, limits, warm=[]) == LIMIT_SECS
 
@@ -122,7 +136,9 @@ def test_a_request_without_a_deadline_under_edf_has_the_default_one() -> None:
         # Due a second after it was sent: always before one that is due in five seconds, until those have passed.
         return dataclasses.replace(short(handle), ttft_deadline=(handle - 1000) * STEP + 1.0)
 
-    limits = one_at_a_time(policy="edf", policy_params=PolicyParams(default_deadline_secs=5.0, demote_hopeless=False))
+    limits = one_at_a_time(
+        policy="edf", policy_params=PolicyParams(default_deadline_secs=5.0, demote_hopeless=False)
+    )
     assert 3.5 < wait_of(short(500), urgent, limits, warm=[]) <= 5.0 + QUEUED * STEP
 
 

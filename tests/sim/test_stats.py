@@ -31,7 +31,9 @@ class Clocked:
         self.admissions: list[int] = []
         self.plans: list[StepPlan] = []
 
-    def add(self, handle: int, arrival: float, prompt: int, max_new: int = 2, **fields: object) -> None:
+    def add(
+        self, handle: int, arrival: float, prompt: int, max_new: int = 2, **fields: object
+    ) -> None:
         tokens = [handle % 5, *(handle // 5**i % 5 for i in range(1, prompt))]
         plain = request(handle, tokens, max_new, ignore_eos=True)
         self.sched.add(dataclasses.replace(plain, arrival=arrival, **fields))  # type: ignore[arg-type]
@@ -53,7 +55,11 @@ class Clocked:
 def test_waiting_time_and_overtaking_on_a_scripted_trace() -> None:
     """One slot, shortest first: 1 is overtaken by 2 and 3 and starves from its tenth second on."""
     short_first = PolicyParams(short_first_aging_tokens_per_s=0.0)
-    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, policy="short-first", policy_params=short_first))
+    node = Clocked(
+        dataclasses.replace(
+            LIMITS, max_running_requests=1, policy="short-first", policy_params=short_first
+        )
+    )
     node.add(0, 0.0, 4)
     node.add(1, 0.0, 30)
     node.step(0.0)
@@ -81,7 +87,9 @@ def test_waiting_time_and_overtaking_on_a_scripted_trace() -> None:
 
 
 def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> None:
-    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=PriorityRule(enabled=True)))
+    node = Clocked(
+        dataclasses.replace(LIMITS, max_running_requests=1, priority=PriorityRule(enabled=True))
+    )
     node.add(0, 0.0, 4, max_new=8, priority=9)
     node.add(1, 0.0, 4, priority=1)
     for now in (0.0, 20.0, 21.0):
@@ -95,7 +103,9 @@ def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> Non
     assert set(node.stats.waiting_time) == {"1", "4"}, "bands of powers of four"
 
 
-def test_a_burst_that_waits_too_long_is_counted_over_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_that_waits_too_long_is_counted_over_several_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(collector, "MAX_DUE_PER_PLAN", 4)
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, policy="lof"))
     for handle in range(10):
@@ -126,7 +136,11 @@ def test_aborted_requests_leave_nothing_behind() -> None:
 
 def test_preemption_is_counted_by_both_classes_and_reason_with_its_recompute_tax() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=1)
-    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"))
+    node = Clocked(
+        dataclasses.replace(
+            LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"
+        )
+    )
     node.add(0, 0.0, 16, max_new=20, priority=0)
     for now in (0.0, 1.0, 2.0):
         node.step(now)
@@ -141,7 +155,9 @@ def test_preemption_is_counted_by_both_classes_and_reason_with_its_recompute_tax
     assert sum(node.stats.waiting_time["0"].counts) == 1, "waiting again is not a second admission"
 
 
-def test_a_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operator_if_it_ran() -> None:
+def test_a_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operator_if_it_ran() -> (
+    None
+):
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1))
     node.add(0, 0.0, 4, max_new=9)
     node.add(1, 0.0, 4, max_new=9)
@@ -150,7 +166,10 @@ def test_a_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operat
     for handle in (0, 1):
         state.suspend(state.seqs[handle])
     assert node.stats.queued.total() == 0
-    assert node.stats.counters()['priority_preemption_total{class="default",by="",reason="admin"}'] == 1
+    assert (
+        node.stats.counters()['priority_preemption_total{class="default",by="",reason="admin"}']
+        == 1
+    )
     node.step(30.0)
     assert node.stats.starved.total() == 0
     state.resume(state.seqs[1])
@@ -170,13 +189,18 @@ def test_decode_stalls_are_the_gaps_with_other_work() -> None:
     stalled = [node.step(now) for now in (3.0, 4.0, 5.0)]
     assert [plan.num_decode for plan in stalled if plan] == [0, 1, 0]
     assert sum(node.stats.decode_stall.counts) == 1
-    assert node.stats.decode_stall.sum == pytest.approx(4.5 - 2.5), "the chunk went before, from token to token"
+    assert node.stats.decode_stall.sum == pytest.approx(4.5 - 2.5), (
+        "the chunk went before, from token to token"
+    )
     mixed = Clocked(LIMITS)
     mixed.add(0, 0.0, 4, max_new=9)
     mixed.step(0.0)
     mixed.add(1, 0.5, 8, max_new=2)
     mixed.step(1.0, takes=2.0)
-    assert (sum(mixed.stats.decode_stall.counts), mixed.stats.decode_stall.sum) == (1, pytest.approx(3.0 - 0.5))
+    assert (sum(mixed.stats.decode_stall.counts), mixed.stats.decode_stall.sum) == (
+        1,
+        pytest.approx(3.0 - 0.5),
+    )
 
 
 def test_deadline_slack_and_misses() -> None:
@@ -188,7 +212,10 @@ def test_deadline_slack_and_misses() -> None:
     node.step(2.0, takes=1.0)
     node.sched.expire(3.0)
     assert node.stats.deadlines_missed == {"ttft": 1, "total": 1}
-    assert (sum(node.stats.deadline_slack.counts), node.stats.deadline_slack.sum) == (2, pytest.approx(1.5 - 1.0))
+    assert (sum(node.stats.deadline_slack.counts), node.stats.deadline_slack.sum) == (
+        2,
+        pytest.approx(1.5 - 1.0),
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -198,7 +225,17 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     rule = PriorityRule(enabled=seed % 3 > 0, preemption_threshold=2)
     policy = rng.choice(["fcfs", "short-first", "lof", "random"])
     node = Clocked(
-        Limits(24, 4, 4, 1000, 16, policy=policy, priority=rule, starvation_secs=5.0, schedule_conservativeness=0.1)
+        Limits(
+            24,
+            4,
+            4,
+            1000,
+            16,
+            policy=policy,
+            priority=rule,
+            starvation_secs=5.0,
+            schedule_conservativeness=0.1,
+        )
     )
     arrivals: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -208,7 +245,11 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
         for _ in range(rng.randrange(3) if handle < 60 else 0):
             arrivals[handle] = now - rng.random()
             node.add(
-                handle, arrivals[handle], rng.randint(1, 30), rng.randint(1, 30), priority=rng.choice((None, 0, 9))
+                handle,
+                arrivals[handle],
+                rng.randint(1, 30),
+                rng.randint(1, 30),
+                priority=rng.choice((None, 0, 9)),
             )
             handle += 1
         if rng.random() < 0.1 and handle:
@@ -225,7 +266,9 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     overtaken: Counter[int] = Counter()
     for i, later in enumerate(order):
         for other in order[i + 1 :]:
-            overtaken[other] += (arrivals[other], other) < (arrivals[later], later) and arrivals[other] < first[later]
+            overtaken[other] += (arrivals[other], other) < (arrivals[later], later) and arrivals[
+                other
+            ] < first[later]
     # A request admitted in the step in which its rival arrived was never passed while both waited.
     assert sum(node.stats.overtaken.counts) == len(first)
     assert node.stats.overtaken.sum == sum(overtaken[h] for h in first)
@@ -236,10 +279,20 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     by_outside = {h for h in first if overtaken[h] and first[h] - arrivals[h] > 5.0}
     assert len(by_outside) <= node.stats.starved.total() <= len(arrivals)
     assert node.stats.starving.total() == node.stats.queued.total() == 0
-    reasons = [n for name, n in node.stats.counters().items() if name.startswith("request_retraction_reasons")]
-    classes = [n for name, n in node.stats.counters().items() if name.startswith("priority_preemption")]
+    reasons = [
+        n
+        for name, n in node.stats.counters().items()
+        if name.startswith("request_retraction_reasons")
+    ]
+    classes = [
+        n for name, n in node.stats.counters().items() if name.startswith("priority_preemption")
+    ]
     sent_back = node.sched.counters()
-    assert sum(reasons) == sum(classes) == sent_back["retractions_total"] + sent_back["preemptions_total"]
+    assert (
+        sum(reasons)
+        == sum(classes)
+        == sent_back["retractions_total"] + sent_back["preemptions_total"]
+    )
     assert node.stats._request_stats == node.stats._last_token_at == {}
 
 

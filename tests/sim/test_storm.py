@@ -38,10 +38,16 @@ def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: 
 @pytest.mark.parametrize(
     ("weather", "turns"),
     [
-        (Weather(seed=10053, policy="dfs-weight", role="null", page=4, depth=1, priority=True), 400),
+        (
+            Weather(seed=10053, policy="dfs-weight", role="null", page=4, depth=1, priority=True),
+            400,
+        ),
         (Weather(seed=10231, policy="adaptive", role="pair", page=1, depth=2, priority=True), 400),
         (Weather(seed=10223, policy="adaptive", role="null", page=4, depth=2, priority=True), 400),
-        (Weather(seed=20071, policy="dfs-weight", role="pair", page=16, depth=2, priority=True), 400),
+        (
+            Weather(seed=20071, policy="dfs-weight", role="pair", page=16, depth=2, priority=True),
+            400,
+        ),
         (Weather(seed=20106, policy="random", role="null", page=16, depth=2, priority=False), 400),
         (Weather(seed=20118, policy="random", role="pair", page=16, depth=2, priority=False), 400),
         (Weather(seed=40043, policy="lpm", role="pair", page=4, depth=2, priority=True), TURNS),
@@ -69,10 +75,21 @@ def test_two_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -
                 total.checked += log.checked
                 total.endings += log.endings
             with capsys.disabled():
-                print(f"\n{total.steps} of {LONG_STEPS} steps, {policy}: {dict(total.endings)}", end="", flush=True)
+                print(
+                    f"\n{total.steps} of {LONG_STEPS} steps, {policy}: {dict(total.endings)}",
+                    end="",
+                    flush=True,
+                )
         first_seed += 10_000
     assert {"STOP", "LENGTH", "ERROR", "GONE", "REFUSED"} <= total.endings.keys()
-    for kind in ("gap", "order", "admission refused", "preemption", "no page to grow", "priorities adjusted"):
+    for kind in (
+        "gap",
+        "order",
+        "admission refused",
+        "preemption",
+        "no page to grow",
+        "priorities adjusted",
+    ):
         assert total.checked[kind] > 10, kind
     assert {key.removesuffix(" in flight") for key in total.checked if key.startswith("abort")} >= {
         "abort null waiting", "abort null running", "abort prefill waiting", "abort prefill leased",

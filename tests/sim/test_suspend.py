@@ -62,7 +62,9 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
         req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
         node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
         room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
+        )
         for _ in range(rng.randint(0, 5)):
             storm(node, rng, list(want))
             node.step()
@@ -72,7 +74,9 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
     settle(node)
     for handle, tokens in want.items():
         got = node.outputs.get(handle, [])
-        assert got == (tokens[: len(got)] if handle in aborted else tokens), f"seed {seed} request {handle}"
+        assert got == (tokens[: len(got)] if handle in aborted else tokens), (
+            f"seed {seed} request {handle}"
+        )
     assert node.sched.is_idle
     assert node.sched.counters()["suspensions_total"] > 0
     node.sched.ledger().check_idle(node.limits.num_pages)
@@ -105,7 +109,13 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         relay.tick()
 
     for handle in range(20):
-        req = request(handle, random_prompt(rng, shared, 40), rng.randint(1, 20), ignore_eos=True, room=1000 + handle)
+        req = request(
+            handle,
+            random_prompt(rng, shared, 40),
+            rng.randint(1, 20),
+            ignore_eos=True,
+            room=1000 + handle,
+        )
         for each in rng.sample([p, d], 2):
             each.sched.add(req)
         want[handle] = reference(req.prompt, req.params.max_new_tokens, True)
@@ -157,7 +167,11 @@ def test_suspended_requests_rest_until_their_deadline_and_then_end() -> None:
     node.sched.expire(5.0)
     node.run()
     assert node.errors[0][0] == "timeout"
-    assert node.outputs[0] == heard == reference(request(0, [1] * 9, 50).prompt, 50, True)[: len(heard)]
+    assert (
+        node.outputs[0]
+        == heard
+        == reference(request(0, [1] * 9, 50).prompt, 50, True)[: len(heard)]
+    )
     node.sched.ledger().check_idle(200)
 
 

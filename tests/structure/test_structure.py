@@ -33,7 +33,11 @@ def test_entries_follow_what_was_mended(found: dict[tuple[str, str], int]) -> No
 
 
 def test_a_count_below_its_entry_is_outdated() -> None:
-    limits = {("private-word", "docs:second"): 3, ("private-word", "docs:first"): 1, ("file-lines", "a.py"): 1000}
+    limits = {
+        ("private-word", "docs:second"): 3,
+        ("private-word", "docs:first"): 1,
+        ("file-lines", "a.py"): 1000,
+    }
     found = {("private-word", "docs:second"): 2, ("file-lines", "a.py"): 960}
     assert outdated(limits, found) == [
         "private-word docs:first: 0, allowed 1",
@@ -74,7 +78,8 @@ def test_functions_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "is_bare"), [("Of its headers", True), ("Time until", False), ("Item of a list", False)]
+    ("line", "is_bare"),
+    [("Of its headers", True), ("Time until", False), ("Item of a list", False)],
 )
 def test_bare_openings_differ_from_nouns(line: str, is_bare: bool) -> None:
     assert bool(BARE.match(line)) is is_bare

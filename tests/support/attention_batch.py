@@ -40,7 +40,9 @@ def build_batch(rows: Sequence[AttentionRow], page_size: int) -> ForwardBatch:
             num_decode += 1
         tokens.extend(row.token_ids)
         positions.extend(range(row.start, end))
-        slots.extend(row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, end))
+        slots.extend(
+            row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, end)
+        )
         pages.extend(row.pages[:needed])
         qo.append(len(tokens))
         page_ends.append(len(pages))

@@ -47,7 +47,11 @@ class Case:
         """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""
         pages = 2 * sum(-(-n // self.page_size) for n in self.lengths)
         shape = (pages, len(self.windows), 2, self.page_size, self.kv_heads, self.dim)
-        return KvTensors(self.spec().kv, self.page_size, torch.full(shape, math.nan, dtype=self.dtype, device=device))
+        return KvTensors(
+            self.spec().kv,
+            self.page_size,
+            torch.full(shape, math.nan, dtype=self.dtype, device=device),
+        )
 
 
 def chunks(case: Case) -> list[list[tuple[int, int, int]]]:
@@ -85,7 +89,10 @@ def dense(case: Case, window: int, qkv: Tensor) -> Tensor:
 
 
 def check(
-    case: Case, make: Callable[[Any, KvTensors], AttentionBackend], device: str = "cpu", tolerance: float = 0.02
+    case: Case,
+    make: Callable[[Any, KvTensors], AttentionBackend],
+    device: str = "cpu",
+    tolerance: float = 0.02,
 ) -> None:
     """Run the case's requests through the backend and compare every token's output in every layer."""
     spec, kv = case.spec(), case.pool(device)
@@ -93,7 +100,10 @@ def check(
     rng = torch.Generator().manual_seed(case.seed)
     width = case.heads + 2 * case.kv_heads
     layers = range(len(case.windows))
-    qkv = [torch.randn(len(layers), n, width, case.dim, generator=rng).to(case.dtype) for n in case.lengths]
+    qkv = [
+        torch.randn(len(layers), n, width, case.dim, generator=rng).to(case.dtype)
+        for n in case.lengths
+    ]
     inputs = [x.to(device) for x in qkv]
     pages = random.Random(case.seed + 1).sample(range(kv.num_pages), kv.num_pages // 2)
     tables = []
@@ -104,7 +114,9 @@ def check(
     got = [torch.full((len(layers), n, spec.q_size), math.nan) for n in case.lengths]
     outputs = []
     for step in chunks(case):
-        batch = build_batch([AttentionRow([0] * n, start, tables[i]) for i, start, n in step], case.page_size)
+        batch = build_batch(
+            [AttentionRow([0] * n, start, tables[i]) for i, start, n in step], case.page_size
+        )
         backend.plan(replace(batch, slot_mapping=batch.slot_mapping.to(device)))
         for layer in layers:
             fused = torch.cat([inputs[i][layer, start : start + n] for i, start, n in step])
@@ -112,7 +124,9 @@ def check(
             outputs.append((layer, step, backend.forward(layer, q, k, v)))
     # Only now: a GPU must not be waited for between steps, or plans that overtake it would go unnoticed.
     for layer, step, output in outputs:
-        for (i, start, n), out in zip(step, output.float().cpu().split([n for _, _, n in step]), strict=True):
+        for (i, start, n), out in zip(
+            step, output.float().cpu().split([n for _, _, n in step]), strict=True
+        ):
             got[i][layer, start : start + n] = out
     compare(case, qkv, got, tolerance)
 
@@ -123,7 +137,11 @@ def compare(case: Case, qkv: Sequence[Tensor], got: Sequence[Tensor], tolerance:
             expected = dense(case, window, qkv[i][layer]).reshape(n, -1)
             message = f"{case}: request {i}, layer {layer}, window {window}"
             torch.testing.assert_close(
-                got[i][layer], expected, atol=tolerance, rtol=tolerance, msg=lambda text, m=message: f"{m}\n{text}"
+                got[i][layer],
+                expected,
+                atol=tolerance,
+                rtol=tolerance,
+                msg=lambda text, m=message: f"{m}\n{text}",
             )
 
 

@@ -53,16 +53,22 @@ class Browser:
     async def start(cls) -> AsyncIterator[Browser]:
         path = chromium()
         assert path is not None, "no Chromium is installed"
-        with tempfile.TemporaryDirectory(prefix="baton-chromium-", ignore_cleanup_errors=True) as profile:
+        with tempfile.TemporaryDirectory(
+            prefix="baton-chromium-", ignore_cleanup_errors=True
+        ) as profile:
             command = [path, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
             log = Path(profile) / "chromium.log"
             with log.open("wb") as output:
-                process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdout=output, stderr=output
+                )
             try:
                 port, _, endpoint = (await _port_file(Path(profile), process, log)).partition("\n")
                 async with (
                     aiohttp.ClientSession() as session,
-                    session.ws_connect(f"ws://127.0.0.1:{port}{endpoint.strip()}", max_msg_size=0) as socket,
+                    session.ws_connect(
+                        f"ws://127.0.0.1:{port}{endpoint.strip()}", max_msg_size=0
+                    ) as socket,
                 ):
                     browser = cls(socket)
                     reader = asyncio.create_task(browser._read())
@@ -79,7 +85,9 @@ class Browser:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}
-        await self._socket.send_json(message if session is None else message | {"sessionId": session})
+        await self._socket.send_json(
+            message if session is None else message | {"sessionId": session}
+        )
         return await asyncio.wait_for(answer, TIMEOUT_SECS)
 
     async def _read(self) -> None:
@@ -93,10 +101,14 @@ class Browser:
             elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
                 page.note(message["method"], message["params"])
 
-    async def open(self, url: str, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> Page:
+    async def open(
+        self, url: str, *, width: int = 1280, height: int = 900, is_dark: bool = False
+    ) -> Page:
         """Open a tab of this size and wait until `url` is loaded."""
         target = (await self.send("Target.createTarget", url="about:blank"))["targetId"]
-        session = (await self.send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        session = (await self.send("Target.attachToTarget", targetId=target, flatten=True))[
+            "sessionId"
+        ]
         page = self._pages[session] = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network", "Audits"):
             await page.send(f"{domain}.enable")
@@ -113,9 +125,13 @@ async def _port_file(profile: Path, process: asyncio.subprocess.Process, log: Pa
         with contextlib.suppress(FileNotFoundError):
             if "\n" in (text := (profile / "DevToolsActivePort").read_text()):
                 return text
-        assert process.returncode is None, f"Chromium ended: {log.read_text(errors='replace')[-2000:]}"
+        assert process.returncode is None, (
+            f"Chromium ended: {log.read_text(errors='replace')[-2000:]}"
+        )
         await asyncio.sleep(POLL_SECS)
-    raise AssertionError(f"Chromium opened no DevTools port: {log.read_text(errors='replace')[-2000:]}")
+    raise AssertionError(
+        f"Chromium opened no DevTools port: {log.read_text(errors='replace')[-2000:]}"
+    )
 
 
 class Page:
@@ -140,12 +156,19 @@ class Page:
             self.requests.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(f"exception: {params['exceptionDetails']}")
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.complaints.append(f"console: {params['args']}")
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             entry = params["entry"]
             self.complaints.append(f"log: {entry['text']} {entry.get('url', '')}")
-        elif method == "Audits.issueAdded" and params["issue"]["code"] == "ContentSecurityPolicyIssue":
+        elif (
+            method == "Audits.issueAdded"
+            and params["issue"]["code"] == "ContentSecurityPolicyIssue"
+        ):
             self.complaints.append(f"policy: {params['issue']['details']}")
         elif method == "Page.javascriptDialogOpening":
             self.dialogs.append(params["message"])
@@ -165,7 +188,9 @@ class Page:
 
     async def evaluate(self, script: str) -> Any:
         """Value of an expression in the page."""
-        answer = await self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = await self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -178,14 +203,22 @@ class Page:
                 return value
             await asyncio.sleep(POLL_SECS)
         text = await self.evaluate("document.body.innerText")
-        raise AssertionError(f"after {secs:g} s still {value!r}: {script}\ncomplaints: {self.complaints}\n{text}")
+        raise AssertionError(
+            f"after {secs:g} s still {value!r}: {script}\ncomplaints: {self.complaints}\n{text}"
+        )
 
     async def press(self, key: str, *, shift: bool = False) -> None:
         code = KEYS[key]
         text = {"Enter": "\r", "Space": " "}.get(key)
-        params: dict[str, Any] = {"windowsVirtualKeyCode": code, "code": key, "modifiers": 8 if shift else 0}
+        params: dict[str, Any] = {
+            "windowsVirtualKeyCode": code,
+            "code": key,
+            "modifiers": 8 if shift else 0,
+        }
         params["key"] = " " if key == "Space" else key
-        await self.send("Input.dispatchKeyEvent", type="keyDown", **params, **({"text": text} if text else {}))
+        await self.send(
+            "Input.dispatchKeyEvent", type="keyDown", **params, **({"text": text} if text else {})
+        )
         await self.send("Input.dispatchKeyEvent", type="keyUp", **params)
 
     async def write(self, text: str) -> None:

@@ -22,27 +22,48 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama-tied-bias": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied-bias": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama-rope3": ("Llama", {"head_dim": 32, "rope_parameters": _LLAMA3}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "llama-yarn": ("Llama", {"rope_parameters": _YARN, "num_key_value_heads": 4}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
     ),
-    "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
 
-def make_checkpoint(variant: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB") -> Path:
+def make_checkpoint(
+    variant: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> Path:
     """Write `variant` to directory `path`, seeded by its name; returns `path`."""
     import torch
 
@@ -62,7 +83,9 @@ def reference_model(path: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def reference_greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:

@@ -53,7 +53,9 @@ def eventually(what: str, look: Callable[[], T], secs: float = RECOVER_SECS) -> 
         seen = look()
         if seen:
             return seen
-        assert time.monotonic() < deadline, f"after {secs:g} s still not: {what}; last seen: {seen!r}"
+        assert time.monotonic() < deadline, (
+            f"after {secs:g} s still not: {what}; last seen: {seen!r}"
+        )
         time.sleep(POLL_SECS)
 
 
@@ -65,7 +67,9 @@ def settled(read: Callable[[], T]) -> T:
         time.sleep(POLL_SECS)
         if (now := read()) != seen:
             seen, since = now, time.monotonic()
-            assert since < begun + RECOVER_SECS, f"after {RECOVER_SECS:g} s it still changes: {seen!r}"
+            assert since < begun + RECOVER_SECS, (
+                f"after {RECOVER_SECS:g} s it still changes: {seen!r}"
+            )
     return seen
 
 
@@ -94,7 +98,9 @@ def metrics(url: str) -> list[Sample]:
 
 def metric(url: str, name: str, **labels: str) -> float:
     """Sum over all samples of that name whose labels include `labels`; NaN when there is none, see `count`."""
-    values = [s.value for s in metrics(url) if s.name == name and labels.items() <= s.labels.items()]
+    values = [
+        s.value for s in metrics(url) if s.name == name and labels.items() <= s.labels.items()
+    ]
     return sum(values) if values else float("nan")
 
 
@@ -126,11 +132,22 @@ class Cluster:
 
     @classmethod
     @contextlib.contextmanager
-    def up(cls, *flags: str, env: dict[str, str] | None = None, start_secs: float = START_SECS) -> Iterator[Cluster]:
+    def up(
+        cls, *flags: str, env: dict[str, str] | None = None, start_secs: float = START_SECS
+    ) -> Iterator[Cluster]:
         """Start with `flags`, wait until it is ready, stop it at the end; on a failure its logs are printed."""
         with tempfile.TemporaryDirectory(prefix="baton-e2e-") as name:
             folder = Path(name)
-            command = [sys.executable, "-m", "baton.cli", "up", "--port", "0", "--log-dir", str(folder / "logs")]
+            command = [
+                sys.executable,
+                "-m",
+                "baton.cli",
+                "up",
+                "--port",
+                "0",
+                "--log-dir",
+                str(folder / "logs"),
+            ]
             command += ["--state-file", str(folder / "state.json"), *flags]
             process = subprocess.Popen(
                 command,
@@ -167,7 +184,13 @@ class Cluster:
 
     def client(self, **changes: Any) -> openai.OpenAI:
         """openai-python without retries of its own: what it raises is what the cluster answered."""
-        options = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **changes}
+        options = {
+            "base_url": f"{self.url}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": 60,
+            **changes,
+        }
         return openai.OpenAI(**options)
 
     def complete(self, prompt: str, max_tokens: int = 16, **body: Any) -> str:
@@ -181,10 +204,14 @@ class Cluster:
         assert answer.usage.completion_tokens == max_tokens
         return answer.choices[0].text
 
-    def post(self, path: str, body: dict[str, Any], url: str | None = None) -> tuple[int, dict[str, Any]]:
+    def post(
+        self, path: str, body: dict[str, Any], url: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """Status and JSON of POST `path` to the router or the node at `url`, errors too."""
         request = urllib.request.Request(
-            f"{url or self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{url or self.url}{path}",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
@@ -220,8 +247,13 @@ class Cluster:
 
     def await_restart(self, role: str, index: int = 0, restarts: int = 1) -> None:
         """Until the node was restarted that often and answers again, and the router can serve a request."""
-        eventually(f"{role} {index} restarted", lambda: self.node(role, index)["restarts"] >= restarts, 180)
-        eventually(f"{role} {index} healthy", lambda: get(f"{self.node(role, index)['url']}/health") is not None)
+        eventually(
+            f"{role} {index} restarted", lambda: self.node(role, index)["restarts"] >= restarts, 180
+        )
+        eventually(
+            f"{role} {index} healthy",
+            lambda: get(f"{self.node(role, index)['url']}/health") is not None,
+        )
         self.await_service()
 
     def await_service(self) -> None:
@@ -266,9 +298,13 @@ class Cluster:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no line with {text!r} in {secs:g} s; output:\n{''.join(self.output)}") from None
+                raise AssertionError(
+                    f"no line with {text!r} in {secs:g} s; output:\n{''.join(self.output)}"
+                ) from None
             if line is None:
-                raise AssertionError(f"it ended before saying {text!r}; output:\n{''.join(self.output)}")
+                raise AssertionError(
+                    f"it ended before saying {text!r}; output:\n{''.join(self.output)}"
+                )
             if text in line:
                 return line
 

@@ -33,17 +33,26 @@ class Device:
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
     runner: DeviceRunner | None = None
 
-    def late(self, path: Path | str, broadcast: Callable[[bytes], None] | None = None, **flags: object) -> EngineLoop:
+    def late(
+        self, path: Path | str, broadcast: Callable[[bytes], None] | None = None, **flags: object
+    ) -> EngineLoop:
         """The attention backend of the flags, and the CPU's kernels. `broadcast`: as of the first of several ranks."""
 
         def make_runner(*args: Any, **more: Any) -> DeviceRunner:
-            self.runner = DeviceRunner(*args, stream=self.stream, **{**more, "broadcast": broadcast})
+            self.runner = DeviceRunner(
+                *args, stream=self.stream, **{**more, "broadcast": broadcast}
+            )
             return self.runner
 
         return self._make(path, make_runner, **flags)
 
     def recorded(
-        self, path: Path | str, largest: int, poison: bool = False, head_kernel: bool = False, **flags: object
+        self,
+        path: Path | str,
+        largest: int,
+        poison: bool = False,
+        head_kernel: bool = False,
+        **flags: object,
     ) -> EngineLoop:
         """flashinfer's stand-in and plain torch, which can be recorded; `largest` 0: everything runs eagerly.
 
@@ -59,8 +68,12 @@ class Device:
         ):  # fmt: skip
             self.monkeypatch.setattr(module, name, value)
 
-        def make_runner(model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any) -> DeviceRunner:
-            pool = make_pool(model.spec.kv, kv.page_size, kv.num_pages, native=False, dummy_page=True)
+        def make_runner(
+            model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any
+        ) -> DeviceRunner:
+            pool = make_pool(
+                model.spec.kv, kv.page_size, kv.num_pages, native=False, dummy_page=True
+            )
             backend = flashinfer.FlashInferAttention(model.spec, pool, fake_flashinfer)
             made = _Poisoning if poison else DeviceRunner
             self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)

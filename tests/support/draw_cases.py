@@ -28,14 +28,22 @@ def drawn(logits: Tensor, columns: list[tuple[float, ...]]) -> list[int]:
     spread[::2] = logits
     rows = torch.arange(0, 2 * n, 2).flip(0)
     tokens = torch.full((2 * n,), VOCAB)
-    draw_rows(spread, rows, torch.tensor(columns, dtype=torch.float64).flip(0).T.contiguous(), tokens, BLOCK)
+    draw_rows(
+        spread,
+        rows,
+        torch.tensor(columns, dtype=torch.float64).flip(0).T.contiguous(),
+        tokens,
+        BLOCK,
+    )
     assert (tokens[1::2] == VOCAB).all(), "rows that do not draw keep their tokens"
     return tokens[::2].tolist()
 
 
 def check(name: str, logits: Tensor, columns: list[tuple[float, ...]]) -> None:
     want, got = sampler.draw(logits.clone(), columns), drawn(logits, columns)
-    wrong = [(i, a, b, columns[i]) for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
+    wrong = [
+        (i, a, b, columns[i]) for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b
+    ]
     assert not wrong, f"{name}: row, host, kernel, columns: {wrong}"
     print(f"{name}: {len(want)} rows")
 
@@ -48,7 +56,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(7)
     filters = list(itertools.product((0, 1, 5, 64, 149), (1.0, 0.9, 0.3, 1e-6), (0.0, 0.05)))
-    columns = [(float(rng.choice([0.3, 1.0, 2.5])), float(rng.random()), *of_row) for of_row in filters]
+    columns = [
+        (float(rng.choice([0.3, 1.0, 2.5])), float(rng.random()), *of_row) for of_row in filters
+    ]
     rng.shuffle(columns)
     check("noise", noise(16, 2.0, 0), columns[:16])
     few = columns[16:24]
@@ -78,7 +88,9 @@ def check_nonfinite(logits: Tensor) -> None:
     assert drawn(logits, columns) == [INVALID_TOKEN] * 4 + want[4:]
     tokens = torch.tensor([3, 3, 3, 3, INVALID_TOKEN, 3])
     at = torch.tensor([4, 5])
-    draw_rows(logits, at, torch.tensor(columns[4:], dtype=torch.float64).T.contiguous(), tokens, BLOCK)
+    draw_rows(
+        logits, at, torch.tensor(columns[4:], dtype=torch.float64).T.contiguous(), tokens, BLOCK
+    )
     assert tokens.tolist() == [3, 3, 3, 3, INVALID_TOKEN, want[5]]
     print("not finite: 6 rows")
 

@@ -21,8 +21,12 @@ FLAGS: dict[str, object] = {
 }  # fmt: skip
 
 
-def make_engine(path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object) -> EngineLoop:
-    return runtime.load(build({"model_path": str(path), **FLAGS, **flags}), str(path)).engine(trace=trace)
+def make_engine(
+    path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object
+) -> EngineLoop:
+    return runtime.load(build({"model_path": str(path), **FLAGS, **flags}), str(path)).engine(
+        trace=trace
+    )
 
 
 def answer(
@@ -48,7 +52,11 @@ def answer(
     while open_handles:
         while todo and (stagger == 0 or turn >= stagger * (len(prompts) - len(todo))):
             handle, prompt = todo.pop(0)
-            engine.submit(ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+            engine.submit(
+                ValidatedRequest(
+                    handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()
+                )
+            )
         if disturb is not None:
             disturb(sorted(open_handles))
         outputs, busy = engine.step(time.monotonic())

@@ -29,7 +29,13 @@ class _Paged:
         self.planned: dict[str, Any] | None = None
 
     def _keep(
-        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, causal: bool, **fixed: Any
+        self,
+        qo_indptr: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        causal: bool,
+        **fixed: Any,
     ) -> None:
         rows = len(last_page_len)
         for x in (qo_indptr, indptr, indices, last_page_len):
@@ -52,7 +58,9 @@ class _Paged:
         self.plans += 1
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        assert record_kernel is None, "recorded, this wrapper would read arrays that the next plan replaces"
+        assert record_kernel is None, (
+            "recorded, this wrapper would read arrays that the next plan replaces"
+        )
         self._kernel(q, paged_kv_cache, out, *self.arrays)
         return out
 
@@ -92,7 +100,9 @@ class _Paged:
         if fixed["window_left"] >= 0:
             hidden = hidden | (key < query - fixed["window_left"])
         return torch.einsum(
-            "hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v.repeat_interleave(group, 1)
+            "hqk,khd->qhd",
+            logits.masked_fill(hidden, -torch.inf).softmax(-1),
+            v.repeat_interleave(group, 1),
         )
 
 
@@ -114,11 +124,17 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             assert paged_kv_indptr_buffer is not None
             assert paged_kv_indices_buffer is not None
             assert paged_kv_last_page_len_buffer is not None
-            self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            self.buffers = (
+                paged_kv_indptr_buffer,
+                paged_kv_indices_buffer,
+                paged_kv_last_page_len_buffer,
+            )
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in self.buffers)
             assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
 
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
         assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
         self.lengths = int_workspace_buffer.view(torch.int32)
 
@@ -154,9 +170,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             assert self.planned is not None
             indptr, indices, last_page_len = (x.tolist() for x in self.buffers)
             fills = (indptr[i + 1] - indptr[i] - 1 for i in range(len(last_page_len)))
-            lengths = [n * self.planned["page_size"] + fill for n, fill in zip(fills, last_page_len, strict=True)]
+            lengths = [
+                n * self.planned["page_size"] + fill
+                for n, fill in zip(fills, last_page_len, strict=True)
+            ]
             assert self.lengths[: len(lengths)].tolist() == lengths, "planned for other rows"
-            self._kernel(q, paged_kv_cache, out, list(range(len(indptr))), indptr, indices, last_page_len)
+            self._kernel(
+                q, paged_kv_cache, out, list(range(len(indptr))), indptr, indices, last_page_len
+            )
 
         kernel() if record_kernel is None else record_kernel(kernel)
         return out
@@ -171,7 +192,9 @@ def fast_decode_plan(
     assert self.planned is not None, "it takes the kernels that plan has chosen"
     assert len(last_page_len) == len(self.buffers[2]), "the batch size is fixed"
     assert len(indices) <= len(self.buffers[1])
-    assert all(x.device.type == "cpu" for x in (indptr, last_page_len)), "it would wait for the device"
+    assert all(x.device.type == "cpu" for x in (indptr, last_page_len)), (
+        "it would wait for the device"
+    )
     given = {
         "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size,
         "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
@@ -182,7 +205,9 @@ def fast_decode_plan(
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str) -> None:
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str
+    ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, backend)
 
     def plan(
@@ -199,9 +224,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         group = num_qo_heads // num_kv_heads
         queries = [n * group for n in qo_indptr.diff().tolist()]
         needed = split_bytes(
-            queries, paged_kv_indptr.diff().tolist(), num_qo_heads, num_kv_heads, head_dim_qk, page_size
+            queries,
+            paged_kv_indptr.diff().tolist(),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
         )
-        assert needed <= self.workspace_bytes, f"Buffer overflow: a workspace of {needed} bytes is needed"
+        assert needed <= self.workspace_bytes, (
+            f"Buffer overflow: a workspace of {needed} bytes is needed"
+        )
 
 
 def split_bytes(
@@ -259,7 +291,12 @@ def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: floa
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
 ) -> None:
     assert cos_sin_cache.dtype == torch.float32
     assert cos_sin_cache.is_contiguous()

@@ -78,7 +78,11 @@ class FakeNccl:
             mock.patch.object(nccl, "load", return_value=self),
             mock.patch.object(nccl, "unusable", return_value=None),
             mock.patch.multiple(
-                torch.cuda, Stream=Stream, Event=Event, current_device=lambda: 0, device=contextlib.nullcontext
+                torch.cuda,
+                Stream=Stream,
+                Event=Event,
+                current_device=lambda: 0,
+                device=contextlib.nullcontext,
             ),
         ):
             yield
@@ -87,7 +91,9 @@ class FakeNccl:
         ctypes.memmove(ctypes.addressof(uid._obj), next(self._numbers).to_bytes(8, "little"), 8)
         return nccl.SUCCESS
 
-    def ncclCommInitRankConfig(self, comm: Any, size: int, uid: nccl.UniqueId, rank: int, config: Any) -> int:
+    def ncclCommInitRankConfig(
+        self, comm: Any, size: int, uid: nccl.UniqueId, rank: int, config: Any
+    ) -> int:
         with self._lock:
             clique = self._cliques.setdefault(bytes(uid), Clique())
             clique.joined.add(rank)
@@ -101,12 +107,17 @@ class FakeNccl:
             code._obj.value = nccl.SUCCESS if len(clique.joined) == 2 else nccl.IN_PROGRESS
         return nccl.SUCCESS
 
-    def _post(self, to: str, pointer: int, nbytes: int, peer: int, comm: ctypes.c_void_p, stream: int) -> int:
+    def _post(
+        self, to: str, pointer: int, nbytes: int, peer: int, comm: ctypes.c_void_p, stream: int
+    ) -> int:
         with self._lock:
             clique, rank = self._comms[comm.value or 0]
             if peer != 1 - rank:
                 return INVALID_ARGUMENT
-            if not any(s.data_ptr() <= pointer and pointer + nbytes <= s.data_ptr() + s.numel() for s in self.slabs):
+            if not any(
+                s.data_ptr() <= pointer and pointer + nbytes <= s.data_ptr() + s.numel()
+                for s in self.slabs
+            ):
                 return INVALID_USAGE
             op = Op(pointer, nbytes)
             getattr(clique, to).append(op)
@@ -119,10 +130,14 @@ class FakeNccl:
                 self.sent += send.nbytes
         return nccl.SUCCESS
 
-    def ncclSend(self, pointer: int, nbytes: int, _type: int, peer: int, comm: ctypes.c_void_p, stream: int) -> int:
+    def ncclSend(
+        self, pointer: int, nbytes: int, _type: int, peer: int, comm: ctypes.c_void_p, stream: int
+    ) -> int:
         return self._post("sends", pointer, nbytes, peer, comm, stream)
 
-    def ncclRecv(self, pointer: int, nbytes: int, _type: int, peer: int, comm: ctypes.c_void_p, stream: int) -> int:
+    def ncclRecv(
+        self, pointer: int, nbytes: int, _type: int, peer: int, comm: ctypes.c_void_p, stream: int
+    ) -> int:
         return self._post("receives", pointer, nbytes, peer, comm, stream)
 
     def ncclCommAbort(self, comm: ctypes.c_void_p) -> int:
@@ -133,4 +148,6 @@ class FakeNccl:
         return nccl.SUCCESS
 
     def ncclGetErrorString(self, code: int) -> bytes:
-        return {INVALID_ARGUMENT: b"invalid argument", INVALID_USAGE: b"no memory of the device"}[code]
+        return {INVALID_ARGUMENT: b"invalid argument", INVALID_USAGE: b"no memory of the device"}[
+            code
+        ]

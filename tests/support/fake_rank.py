@@ -148,7 +148,12 @@ class FakeRank:
         if message.op == "abort":
             result = {"aborted": len(message.args["rooms"])}
         if message.op == "ledger":
-            result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running), "pid": os.getpid()}
+            result = {
+                "submits": self.submits,
+                "aborts": self.aborts,
+                "running": len(self.running),
+                "pid": os.getpid(),
+            }
             result["suspended"] = len(self.suspended)
         if message.op == "left":
             ages = [time.monotonic() - at for at in self.started_at.values()]
@@ -203,12 +208,24 @@ class FakeRank:
             "order": "test", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "page_size": 16,
             "page_bytes": 1, "model_hash": "test",
         }  # fmt: skip
-        info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": layout}
+        info = {
+            "max_total_num_tokens": self.script.get("pool_tokens", 100_000),
+            "dtype": "float32",
+            "layout": layout,
+        }
         rank = self.order["dp_rank"]
         await self.send(ReadyMessage(rank, info))
-        gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
+        gauges = {
+            'requests{state="waiting"}': 2.0,
+            'requests{state="running"}': 1.0,
+            "kv_usage_ratio": 0.25,
+        }
         gauges['kv_pages{state="free"}'] = 7.0
-        counters = {"engine_steps_total": 5.0, "prompt_tokens_computed_total": 80.0, "generated_tokens_total": 7.0}
+        counters = {
+            "engine_steps_total": 5.0,
+            "prompt_tokens_computed_total": 80.0,
+            "generated_tokens_total": 7.0,
+        }
         await self.send(StatsMessage(rank, gauges, counters, load=LOAD))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
@@ -230,7 +247,9 @@ async def main() -> None:
     push.connect(order["to_front"])
     pull.connect(order["to_rank"])
     config = order["config"]
-    tokenizer = Tokenizer.from_file(os.path.join(config["tokenizer_path"] or config["model_path"], "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(
+        os.path.join(config["tokenizer_path"] or config["model_path"], "tokenizer.json")
+    )
     rank = FakeRank(order, json.loads(os.environ.get("FAKE_RANK", "{}")), tokenizer, push)
     await rank.serve(pull)
     push.close(linger=1000)

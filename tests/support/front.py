@@ -59,11 +59,15 @@ def spawn(
     constants = {"keepalive_secs": keepalive_secs, "grace_secs": grace_secs}
     env = {**os.environ, **(env or {})}
     env |= {"FAKE_RANK": json.dumps(script or {}), "FRONT_CONSTANTS": json.dumps(constants)}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")]
+    )
     command = [*wrapper, sys.executable, "-m", "tests.support.front", "--port", "0", *flags]
     handle, log_file = tempfile.mkstemp(prefix="front-", suffix=".log")
     with open(handle, "w") as log:
-        process = subprocess.Popen(command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True
+        )
     return FakeEngine(process, Path(log_file))
 
 

@@ -87,8 +87,15 @@ def check(shape: Shape, seed: int, device: torch.device = CPU) -> None:
 
     fused = noise(shape.tokens, (shape.heads + 2 * shape.kv_heads) * shape.dim)
     heads = fused.view(shape.tokens, -1, shape.dim)
-    norms = (noise(shape.dim).clamp(-1, 1), noise(shape.dim).clamp(-1, 1)) if shape.has_norm else None
-    cos, sin = torch.randn(POSITIONS, shape.dim, generator=generator).clamp(-1, 1).to(device).chunk(2, dim=1)
+    norms = (
+        (noise(shape.dim).clamp(-1, 1), noise(shape.dim).clamp(-1, 1)) if shape.has_norm else None
+    )
+    cos, sin = (
+        torch.randn(POSITIONS, shape.dim, generator=generator)
+        .clamp(-1, 1)
+        .to(device)
+        .chunk(2, dim=1)
+    )
     tables = (cos, sin) if shape.is_one_table else (cos.contiguous(), sin.contiguous())
     positions = torch.randint(0, POSITIONS, (shape.tokens,), generator=generator).to(device)
     slots = torch.randperm(PAGES * shape.page_size, generator=generator)[: shape.tokens]
@@ -104,8 +111,12 @@ def check(shape: Shape, seed: int, device: torch.device = CPU) -> None:
     exact = device.type == "cpu" and not shape.has_norm
     tolerance = {"float32": 1e-5, "float16": 2**-8, "bfloat16": 2**-5}[shape.dtype]
     tolerance = 0.0 if exact else tolerance
-    torch.testing.assert_close(heads[:, : shape.heads], want, rtol=tolerance, atol=tolerance, msg=f"q of {shape}")
-    torch.testing.assert_close(pool.data, want_pool.data, rtol=tolerance, atol=tolerance, msg=f"pool of {shape}")
+    torch.testing.assert_close(
+        heads[:, : shape.heads], want, rtol=tolerance, atol=tolerance, msg=f"q of {shape}"
+    )
+    torch.testing.assert_close(
+        pool.data, want_pool.data, rtol=tolerance, atol=tolerance, msg=f"pool of {shape}"
+    )
     untouched = want_pool.data == 7.0
     assert (pool.data[untouched] == 7.0).all(), f"other slots and layers of {shape}"
     assert heads[:, shape.heads :].equal(unused), "K and V stay where they were"

@@ -52,10 +52,14 @@ def settled_prefixes(cache: RadixCache) -> set[Prefix]:
     """Every whole-page prefix that the tree holds and that has been computed, read from the tree's nodes."""
     found = set()
     width = cache.page_size * 4
-    stack = [(name, b"", node) for name, root in cache._roots.items() for node in root.children.values()]
+    stack = [
+        (name, b"", node) for name, root in cache._roots.items() for node in root.children.values()
+    ]
     while stack:
         name, before, node = stack.pop()
         if node.created <= cache.settled:
-            found |= {(name, before + node.key[: end * width]) for end in range(1, len(node.pages) + 1)}
+            found |= {
+                (name, before + node.key[: end * width]) for end in range(1, len(node.pages) + 1)
+            }
         stack += [(name, before + node.key, child) for child in node.children.values()]
     return found

@@ -33,7 +33,9 @@ class Cluster:
             self.engines: list[EngineLoop] = [make_engine(path, **flags)]
         else:
             pair = pytest.importorskip(
-                "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+                "tests.support.pair",
+                reason="needs the native module: make setup",
+                exc_type=ImportError,
             )
             self._pair = pair.Pair(path, route, **flags)
             self.engines = [self._pair.p.engine, self._pair.d.engine]
@@ -45,7 +47,11 @@ class Cluster:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         handle = next(_handles)
-        meet = None if self._pair is None else Rendezvous("127.0.0.1", self._pair.bootstrap.port, handle)
+        meet = (
+            None
+            if self._pair is None
+            else Rendezvous("127.0.0.1", self._pair.bootstrap.port, handle)
+        )
         req = ValidatedRequest(
             handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet,
             priority=priority,
@@ -71,13 +77,17 @@ class Cluster:
         if not busy and self._pair is not None:
             self._pair.wait()
 
-    def until(self, done: Callable[[], bool], disturb: Callable[[int], None] = lambda _: None) -> None:
+    def until(
+        self, done: Callable[[], bool], disturb: Callable[[int], None] = lambda _: None
+    ) -> None:
         for number in range(100_000):
             if done():
                 return
             disturb(number)
             self.turn()
-        raise AssertionError(f"no end in sight: {[engine.sched.counts() for engine in self.engines]}")
+        raise AssertionError(
+            f"no end in sight: {[engine.sched.counts() for engine in self.engines]}"
+        )
 
     def rest(self) -> None:
         """Let everything end, and balance the books."""
@@ -120,7 +130,13 @@ class Arena:
         if share:
             self.cluster.ask(probe[:share], greedy(1))
 
-    def ask(self, probe: Sequence[int], params: SamplingParams, place: str, disturb: Callable[[int], None]) -> int:
+    def ask(
+        self,
+        probe: Sequence[int],
+        params: SamplingParams,
+        place: str,
+        disturb: Callable[[int], None],
+    ) -> int:
         """The probe's handle; `place`: alone, first, middle or last of the batch."""
         cluster, half = self.cluster, len(self.others) // 2
         before = {"alone": 0, "first": 0, "middle": half, "last": len(self.others)}[place]

@@ -32,7 +32,9 @@ class ModelLoop:
     """Computes sequences on pages drawn at random from a pool whose memory starts as NaN: reading a slot that was
     never written, or another sequence's, cannot go unnoticed."""
 
-    def __init__(self, decoder: Decoder, backend: str, page_size: int, max_tokens: int = 1024) -> None:
+    def __init__(
+        self, decoder: Decoder, backend: str, page_size: int, max_tokens: int = 1024
+    ) -> None:
         self.decoder = decoder
         self.page_size = page_size
         self.kv = make_pool(decoder.spec.kv, page_size, max_tokens // page_size, native=False)
@@ -54,7 +56,12 @@ class ModelLoop:
 
         def row(seq: Sequence, n: int) -> AttentionRow:
             end = seq.computed + n
-            return AttentionRow(seq.tokens[seq.computed : end], seq.computed, seq.pages, samples=end == len(seq.tokens))
+            return AttentionRow(
+                seq.tokens[seq.computed : end],
+                seq.computed,
+                seq.pages,
+                samples=end == len(seq.tokens),
+            )
 
         return build_batch([row(seq, n) for seq, n in work], self.page_size)
 

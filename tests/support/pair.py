@@ -62,7 +62,9 @@ class Half:
         if role == "prefill":
             self.engine: EngineLoop = loaded.engine(PrefillTransferDriver(watched, TIMEOUT_SECS))
         else:
-            self.engine = loaded.engine(DecodeTransferDriver(watched, TIMEOUT_SECS, loaded.vocab_size))
+            self.engine = loaded.engine(
+                DecodeTransferDriver(watched, TIMEOUT_SECS, loaded.vocab_size)
+            )
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finished: set[int] = set()
@@ -120,7 +122,12 @@ class Pair:
         for room, prompt in zip(rooms, prompts, strict=True):
             meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
             req = ValidatedRequest(
-                room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet
+                room,
+                f"r{room}",
+                array("i", prompt),
+                params,
+                arrival=time.monotonic(),
+                rendezvous=meet,
             )
             self.p.engine.submit(req)
             self.d.engine.submit(req)
@@ -129,7 +136,10 @@ class Pair:
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + TIMEOUT_SECS
         while not done():
-            assert time.monotonic() < deadline, (self.p.engine.sched.counts(), self.d.engine.sched.counts())
+            assert time.monotonic() < deadline, (
+                self.p.engine.sched.counts(),
+                self.d.engine.sched.counts(),
+            )
             busy = []
             for half in (self.p, self.d):
                 if self._disturb is not None:

@@ -19,7 +19,9 @@ def pairwise(axes: Mapping[str, Sequence[Any]], is_valid: Callable[[Case], bool]
     """A greedy selection of `product` that covers each pair of values which occurs in it; the same one every time."""
     cases = product(axes, is_valid)
     numbers: dict[object, int] = {}
-    covers = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs(case)) for case in cases]
+    covers = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs(case)) for case in cases
+    ]
     missing = (1 << len(numbers)) - 1
     chosen = []
     while missing:

@@ -33,7 +33,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
     for i, row in enumerate(rows):
         if not row.is_greedy:
             tokens[i] = draw(logits[i : i + 1], [draw_columns(row, logits.shape[1])])[0]
-    asked = {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items() if i not in bad}
+    asked = {
+        i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs)
+        for i, lp in raw.items()
+        if i not in bad
+    }
     return StepResult(_without(bad, tokens), asked)
 
 

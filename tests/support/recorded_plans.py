@@ -22,7 +22,9 @@ def digest_of(name: str) -> str:
     """Digest of all plans of one storm, field by field. `name`: policy and role."""
     policy, role = name.split()
     seed = 500 + NAMES.index(name)
-    return ride(Weather(seed=seed, policy=policy, role=role, page=4, depth=2, priority=True), TURNS).digest
+    return ride(
+        Weather(seed=seed, policy=policy, role=role, page=4, depth=2, priority=True), TURNS
+    ).digest
 
 
 def main() -> None:

@@ -19,7 +19,17 @@ class Router:
     @contextmanager
     def up(*flags: str) -> Iterator[str]:
         """Start with `flags` on a free port and give its URL; on a failure its log is printed."""
-        command = [sys.executable, "-m", "baton.cli", "router", "--host", "127.0.0.1", "--port", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "baton.cli",
+            "router",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            *flags,
+        ]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 

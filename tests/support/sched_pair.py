@@ -16,8 +16,16 @@ class Relay:
     up a lease after `lease_ticks`: two full nodes may hold pages for each other's next prompt, which nothing else ends.
     """
 
-    def __init__(self, p: Node, d: Node, rng: random.Random, break_rate: float, lease_ticks: float = math.inf) -> None:
-        self.p, self.d, self.rng, self.break_rate, self.lease_ticks = p, d, rng, break_rate, lease_ticks
+    def __init__(
+        self, p: Node, d: Node, rng: random.Random, break_rate: float, lease_ticks: float = math.inf
+    ) -> None:
+        self.p, self.d, self.rng, self.break_rate, self.lease_ticks = (
+            p,
+            d,
+            rng,
+            break_rate,
+            lease_ticks,
+        )
         self.ticks = 0
         self.leased_at: dict[int, int] = {}
         self.expired = 0

@@ -73,9 +73,13 @@ def request(
 ) -> ValidatedRequest:
     """`ignore_eos` fixes the answer's length; with `is_length_known` False the scheduler estimates it."""
     stop = () if ignore_eos else (EOS,)
-    params = SamplingParams(max_new_tokens=max_new, stop_token_ids=stop, ignore_eos=ignore_eos and is_length_known)
+    params = SamplingParams(
+        max_new_tokens=max_new, stop_token_ids=stop, ignore_eos=ignore_eos and is_length_known
+    )
     meet = None if room is None else Rendezvous("p", 1, room)
-    return ValidatedRequest(handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet)
+    return ValidatedRequest(
+        handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet
+    )
 
 
 @dataclass
@@ -144,13 +148,17 @@ class Device:
     def _check(self, plan: StepPlan, states: list[int]) -> None:
         """After the step every row's last slot must hold its own state: no two rows wrote the same slot differently."""
         for row, state in zip(plan.rows, states, strict=True):
-            assert self._read(self.slots[row.slot], row.start + row.n - 1) == state, f"row {row} was overwritten"
+            assert self._read(self.slots[row.slot], row.start + row.n - 1) == state, (
+                f"row {row} was overwritten"
+            )
 
 
 class Node:
     """A scheduler with its device, stepping with `depth` plans in flight (1: normal, 2: overlapped)."""
 
-    def __init__(self, limits: Limits, depth: int, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, limits: Limits, depth: int, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.limits = limits
         self.clock = clock
         self.sched = Scheduler(limits)
@@ -242,19 +250,34 @@ def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> 
 
 def duplicates(pages: array[int], inserted: InsertResult) -> array[int]:
     """Those of the caller's pages that the tree did not take; the caller frees them."""
-    return array("i", (mine for mine, theirs in zip(pages, inserted.existing_pages, strict=False) if mine != theirs))
+    return array(
+        "i",
+        (
+            mine
+            for mine, theirs in zip(pages, inserted.existing_pages, strict=False)
+            if mine != theirs
+        ),
+    )
 
 
 def ranks(
-    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext, cache_key: Hashable
+    queue: Sequence[Seq],
+    policy: Policy,
+    priority: PriorityRule,
+    view: PolicyContext,
+    cache_key: Hashable,
 ) -> list[Rank]:
     """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
     keys = policy.sort_keys(queue, view, cache_key)
     aged = [priority.key(seq, view.now) for seq in queue]
-    return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
+    return [
+        (p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)
+    ]
 
 
-def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext) -> list[Seq]:
+def ordered(
+    queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: PolicyContext
+) -> list[Seq]:
     """The queue in the order in which the planner should look at it, computed afresh."""
     found = ranks(queue, policy, priority, view, policy.cache_key(len(queue), view))
     entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])

@@ -81,9 +81,18 @@ class StandIn:
         assert native, "only a pool that travels is stood in for"
         assert not dummy_page, "nothing is recorded without a GPU"
         page_bytes = spec.page_bytes(page_size)
-        shape = (num_pages, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (
+            num_pages,
+            spec.num_layers,
+            spec.tensors_per_layer,
+            page_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
         data = self.allocate(num_pages * page_bytes).view(TORCH_DTYPES[spec.dtype]).view(shape)
-        return KvTensors(spec, page_size, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self)))
+        return KvTensors(
+            spec, page_size, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self))
+        )
 
     def make_runner(self, *args: Any, **more: Any) -> ModelRunner:
         """In place of gpu.runner.make_runner."""
@@ -124,7 +133,9 @@ class StandIn:
             def publish(self, room: int, first_page: int, pages: bytes) -> None:
                 assert stand_in.stream is not None
                 for page in array("i", pages):
-                    assert stand_in._written[page] <= stand_in.stream.reached, f"page {page} is still being written"
+                    assert stand_in._written[page] <= stand_in.stream.reached, (
+                        f"page {page} is still being written"
+                    )
                     stand_in.announced += 1
                 node.publish(room, first_page, pages)
 

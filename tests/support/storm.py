@@ -33,7 +33,12 @@ TURN_SECS = 0.01
 LEASE_TICKS = 300
 FAIR = FairnessRules(
     classes=parse_classes("gold:3,iron:1")[0],
-    tenants=TenantRules(named={"small": TenantRule(max_running=1), "heavy": TenantRule(weight=3.0, max_kv_tokens=90)}),
+    tenants=TenantRules(
+        named={
+            "small": TenantRule(max_running=1),
+            "heavy": TenantRule(weight=3.0, max_kv_tokens=90),
+        }
+    ),
 )
 
 
@@ -141,12 +146,18 @@ class Ride:
         """The node that the client hears: the decode node of a pair."""
         wire = self.rng.choice([0.0, 0.0, 0.01])
         self.relay = (
-            Relay(self.nodes[0], self.nodes[1], self.rng, wire, LEASE_TICKS) if weather.role == "pair" else None
+            Relay(self.nodes[0], self.nodes[1], self.rng, wire, LEASE_TICKS)
+            if weather.role == "pair"
+            else None
         )
-        self.heads = [[self.rng.randrange(VOCAB) for _ in range(self.rng.randint(2, 30))] for _ in range(3)]
+        self.heads = [
+            [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(2, 30))] for _ in range(3)
+        ]
         self.abort_rate = self.rng.choice([0.0, 0.02, 0.1])
         self.suspend_rate = self.rng.choice([0.0, 0.0, 0.05])
-        self.is_impatient = any(n.limits.queue_timeout_secs or n.limits.aborts_missed_deadlines for n in self.nodes)
+        self.is_impatient = any(
+            n.limits.queue_timeout_secs or n.limits.aborts_missed_deadlines for n in self.nodes
+        )
         """An error for a request that had no time limit of its own is a proper end."""
         self.turns = 0
         self.want: dict[int, list[int]] = {}
@@ -224,7 +235,9 @@ class Ride:
             tenant=rng.choice(["small", "heavy", "other"]),
         )
         room = self.front.limits.capacity_tokens - len(prompt)
-        self.want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        self.want[handle] = reference(
+            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
+        )
         if req.deadline is not None or self.is_impatient:
             self.may_fail.add(handle)
         self._send(req)
@@ -238,7 +251,9 @@ class Ride:
                 node.sched.add(req)
             except (PromptTooLong, QueueFull, TenantQueueFull) as refusal:
                 is_right = self.weather.is_tight if fits else isinstance(refusal, PromptTooLong)
-                assert is_right, "a request that fits was refused, or one that does not with another error"
+                assert is_right, (
+                    "a request that fits was refused, or one that does not with another error"
+                )
                 for other in nodes:
                     other.absorb()
                     other.sched.abort(req.handle)
@@ -290,7 +305,9 @@ class Ride:
         if self.weather.priority and alive and self.rng.random() < 0.2:
             for node in self.nodes:
                 chosen = self.rng.sample(alive, min(3, len(alive)))
-                node.sched.adjust_priorities({h: self.rng.choice([None, -5.0, 0.5, 20.0]) for h in chosen})
+                node.sched.adjust_priorities(
+                    {h: self.rng.choice([None, -5.0, 0.5, 20.0]) for h in chosen}
+                )
                 self.log.checked["priorities adjusted"] += 1
         for node in self.nodes:
             if node.sched.kv_events is not None:
@@ -303,22 +320,30 @@ class Ride:
         if self.relay is not None:
             self.log.checked["lease expired"] = self.relay.expired
         front = self.front
-        assert not self.alive(), f"never answered: {sorted(self.alive())}, {[n.sched.counts() for n in self.nodes]}"
+        assert not self.alive(), (
+            f"never answered: {sorted(self.alive())}, {[n.sched.counts() for n in self.nodes]}"
+        )
         for handle, tokens in self.want.items():
             got = front.outputs.get(handle, [])
             end = front.finished.get(handle)
             if handle in self.refused or handle in self.gone:
                 assert end is None
-                assert got == tokens[: len(got)], f"request {handle}: {got} is no beginning of {tokens}"
+                assert got == tokens[: len(got)], (
+                    f"request {handle}: {got} is no beginning of {tokens}"
+                )
             elif end is FinishReason.ERROR:
                 room_broke = self.relay is not None and 1000 + handle in self.relay.broken
                 error = front.errors[handle]
-                left_full_queue = self.weather.is_tight and self.weather.priority and "queue_full" in error
+                left_full_queue = (
+                    self.weather.is_tight and self.weather.priority and "queue_full" in error
+                )
                 assert handle in self.may_fail or room_broke or left_full_queue, error
                 assert got == tokens[: len(got)]
             else:
                 assert got == tokens, f"request {handle}: {got} instead of {tokens}"
-            self.log.endings[end.name if end is not None else "REFUSED" if handle in self.refused else "GONE"] += 1
+            self.log.endings[
+                end.name if end is not None else "REFUSED" if handle in self.refused else "GONE"
+            ] += 1
         for node in self.nodes:
             sched = node.sched
             assert isinstance(sched, WatchedScheduler)

@@ -41,14 +41,18 @@ class _Recording(TorchDispatchMode):
         assert name not in FORBIDDEN, f"{name} {FORBIDDEN[name]}: it cannot be recorded"
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name in ("aten.index", "aten.index_put", "aten.index_put_"):
-            assert not any(x.dtype == torch.bool for x in tree_leaves(args[1]) if isinstance(x, Tensor)), "a mask"
+            assert not any(
+                x.dtype == torch.bool for x in tree_leaves(args[1]) if isinstance(x, Tensor)
+            ), "a mask"
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         known = {x.untyped_storage().data_ptr() for x in given}
         if func._schema.is_mutable:
             self.work.append(lambda: func(*args, **kwargs))
         elif any(x.untyped_storage().data_ptr() not in known for x in outs):
-            assert all(x.untyped_storage().data_ptr() not in known for x in outs), f"{name} makes and views"
+            assert all(x.untyped_storage().data_ptr() not in known for x in outs), (
+                f"{name} makes and views"
+            )
             self.made += outs
             if not name.startswith("aten.empty") and not name.startswith("aten.new_empty"):
                 self.work.append(lambda: self._again(func, args, kwargs, outs))

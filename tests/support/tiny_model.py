@@ -14,10 +14,14 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-CORPUS = ["the relay race: prefill hands the baton to decode, and it must not be dropped. hello world, how?"] * 8
+CORPUS = [
+    "the relay race: prefill hands the baton to decode, and it must not be dropped. hello world, how?"
+] * 8
 
 
-def make(path: Path, *, context_length: int = 512, vocab_size: int = 384, template: str | None = TEMPLATE) -> Path:
+def make(
+    path: Path, *, context_length: int = 512, vocab_size: int = 384, template: str | None = TEMPLATE
+) -> Path:
     """Write the directory and return it. Ids: 0 <s>, 1 </s>, 2 <pad>."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())

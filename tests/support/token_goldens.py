@@ -33,7 +33,10 @@ TOOL = {
         "description": "Wetter für <eine> Stadt & 'mehr'",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "default": None}, "days": {"type": "number", "maximum": 1e3}},
+            "properties": {
+                "city": {"type": "string", "default": None},
+                "days": {"type": "number", "maximum": 1e3},
+            },
             "required": ["city"],
             "additionalProperties": False,
         },
@@ -49,25 +52,41 @@ ODD = "  naïve café — 你好\uff0c世界 👩‍👩‍👧 ﬁ Å Å \u00a0
 CONVERSATIONS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hi"}]},
     {"messages": [SYSTEM, {"role": "user", "content": LONG}]},
-    {"messages": [{"role": "user", "content": ODD}], "chat_template_kwargs": {"date_string": "26 Jul 2024"}},
+    {
+        "messages": [{"role": "user", "content": ODD}],
+        "chat_template_kwargs": {"date_string": "26 Jul 2024"},
+    },
     {
         "messages": [
             SYSTEM,
             {"role": "user", "content": LONG},
             {"role": "assistant", "content": " <think>\nhm\n</think>\n\nYes. "},
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}],
+            },
         ]
     },
     {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, I "}],
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Well, I "},
+        ],
         "continue_final_message": True,
     },
     {
         "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}],
         "add_generation_prompt": False,
     },
-    {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": False}},
-    {"messages": [{"role": "user", "content": "Hi"}], "add_special_tokens": True, "reasoning_effort": "high"},
+    {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "add_special_tokens": True,
+        "reasoning_effort": "high",
+    },
     {"messages": [{"role": "user", "content": ""}]},
     {"messages": [SYSTEM, {"role": "user", "content": "Weather?"}], "tools": [TOOL, TOOL]},
     {
@@ -128,7 +147,10 @@ def body_of(name: str, conversation: dict[str, Any]) -> dict[str, Any]:
         return conversation
     return {
         **conversation,
-        "chat_template_kwargs": {"date_string": "1 Jan 2026", **conversation.get("chat_template_kwargs", {})},
+        "chat_template_kwargs": {
+            "date_string": "1 Jan 2026",
+            **conversation.get("chat_template_kwargs", {}),
+        },
     }
 
 
@@ -167,7 +189,9 @@ def model_cases(name: str) -> dict[str, Any]:
         body = body_of(name, conversation)
         text = rendered(tokenizer, body)
         special = body.get("add_special_tokens", False)
-        chats.append({"body": body, "text": text, "ids": None if text is None else ids(text, special)})
+        chats.append(
+            {"body": body, "text": text, "ids": None if text is None else ids(text, special)}
+        )
     texts = [{"text": text, "ids": ids(text, True), "bare_ids": ids(text, False)} for text in TEXTS]
     return {"fingerprint": facts.tokenizer_fingerprint, "chats": chats, "texts": texts}
 
@@ -230,7 +254,9 @@ def train() -> None:
         decoder=decoders.ByteLevel(),
     )
     # As Qwen has them: known to the tokenizer, and no special tokens.
-    chatml.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    chatml.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
+    )
     names = ["begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id"]
     llama3 = made(
         "llama3",
@@ -248,7 +274,9 @@ def train() -> None:
         ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
         pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=True),
     )
-    mistral.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    mistral.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     gemma = made(
         "gemma",
         models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True),
@@ -256,7 +284,9 @@ def train() -> None:
         normalizer=normalizers.Replace(" ", "▁"),
         pre_tokenizer=pre_tokenizers.Split(Regex("▁(?=[^▁])|\n"), behavior="merged_with_next"),
     )
-    gemma.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    gemma.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
     for style, tokenizer in zip(STYLES, (chatml, llama3, mistral, gemma), strict=True):
         tokenizer.save(str(FOLDER / style / "tokenizer.json"), pretty=False)
 
@@ -264,7 +294,9 @@ def train() -> None:
 def main() -> None:
     if "--train" in sys.argv[1:]:
         train()
-    CASES.write_text(json.dumps(cases(), ensure_ascii=False, indent=None, separators=(",", ":")) + "\n")
+    CASES.write_text(
+        json.dumps(cases(), ensure_ascii=False, indent=None, separators=(",", ":")) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -50,14 +50,24 @@ class Helpers:
 
     @contextlib.contextmanager
     def engine(
-        self, path: Path | str, tp_size: int, *, touch: Callable[[LoadedModel], None] = lambda _: None, **flags: object
+        self,
+        path: Path | str,
+        tp_size: int,
+        *,
+        touch: Callable[[LoadedModel], None] = lambda _: None,
+        **flags: object,
     ) -> Iterator[EngineLoop]:
         """An engine of `tp_size` ranks. `touch` sees the first rank's part before the engine is made of it."""
         config = build({"model_path": str(path), "tp_size": tp_size, **FLAGS, **flags})
         with tempfile.TemporaryDirectory() as folder:
             followers = self._processes[: tp_size - 1]
             for tp_rank, process in enumerate(followers, 1):
-                job = {"config": dataclasses.asdict(config), "tp_rank": tp_rank, "folder": folder, "dp_rank": 0}
+                job = {
+                    "config": dataclasses.asdict(config),
+                    "tp_rank": tp_rank,
+                    "folder": folder,
+                    "dp_rank": 0,
+                }
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(job) + "\n")
                 process.stdin.flush()
@@ -75,7 +85,9 @@ class Helpers:
             finally:
                 collectives.leave()
                 context.destroy(linger=1000)
-                self.said = [str(json.loads(p.stdout.readline())) for p in followers if p.stdout is not None]
+                self.said = [
+                    str(json.loads(p.stdout.readline())) for p in followers if p.stdout is not None
+                ]
 
     def close(self) -> None:
         for process in self._processes:

@@ -149,14 +149,18 @@ class WatchedScheduler(Scheduler):
         def cached(seq: Seq) -> int:
             if seq.pages:  # retained: it has these, whether or not the tree has them
                 return seq.computed
-            return state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
+            return state.memory.cache.probe(
+                seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1
+            ).num_tokens
 
         return [
             Fact(
                 seq,
                 cached=cached(seq),
                 total=len(seq.tokens) + seq.inflight,
-                rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, clip),
+                rest=min(
+                    seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, clip
+                ),
                 waited=self.clock - seq.req.arrival,
                 overtaken_work=state.computed_tokens - seq.tokens_computed_at_arrival,
                 drawn=uniform(state.planned_step, seq.handle),
@@ -169,7 +173,13 @@ class WatchedScheduler(Scheduler):
         try:
             # Rounded, because "now" cancels out of the planner's keys but not of these.
             found = [
-                (-round(self._priority(f), 6), round(self._key(f), 6), f.seq.req.arrival, f.seq.handle) for f in facts
+                (
+                    -round(self._priority(f), 6),
+                    round(self._key(f), 6),
+                    f.seq.req.arrival,
+                    f.seq.handle,
+                )
+                for f in facts
             ]
         except KeyError:
             return None
@@ -178,7 +188,11 @@ class WatchedScheduler(Scheduler):
 
     def _key(self, f: Fact) -> float:
         params = self.limits.policy_params
-        policy, cache_key, work = self._state.policy, self._state.waiting._order.cache_key, f.total - f.cached
+        policy, cache_key, work = (
+            self._state.policy,
+            self._state.waiting._order.cache_key,
+            f.total - f.cached,
+        )
         name = policy.name
         if isinstance(policy, AdaptivePolicy):
             name, cache_key = cache_key  # type: ignore[misc]
@@ -228,14 +242,18 @@ class WatchedScheduler(Scheduler):
 
     def _check_shape(self, plan: StepPlan) -> None:
         limits = self.limits
-        assert plan.num_tokens <= max(limits.step_tokens, plan.num_decode + limits.page_size), "over the budget"
+        assert plan.num_tokens <= max(limits.step_tokens, plan.num_decode + limits.page_size), (
+            "over the budget"
+        )
         assert len({row.handle for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two sequences in one slot"
         assert all(row.n >= 1 for row in plan.rows)
         assert all(row.n == 1 and row.sample for row in plan.rows[: plan.num_decode])
         if limits.prefill_max_requests is not None:
             assert len(plan.rows) - plan.num_decode <= limits.prefill_max_requests
-        assert len(plan.new_pages) == len(set(plan.new_pages)) or plan.retracted, "a page was given out twice"
+        assert len(plan.new_pages) == len(set(plan.new_pages)) or plan.retracted, (
+            "a page was given out twice"
+        )
 
     def _check_rows(self, before: Before, plan: StepPlan) -> None:
         """Rows that decode stand by importance, then age; no prompt goes before a more important one."""
@@ -271,7 +289,9 @@ class WatchedScheduler(Scheduler):
                 pages[node] = len(node.pages)
                 node = node.parent
         assert len(set(private)) == len(private), "a page in two private tables"
-        assert sorted(slots) == list(range(self.limits.max_running_requests)), "a slot was lost or doubled"
+        assert sorted(slots) == list(range(self.limits.max_running_requests)), (
+            "a slot was lost or doubled"
+        )
         assert sum(pages.values()) == state.memory.cache.locked_pages
         for node, count in locks.items():
             assert node.locks == count, "locks differ from holders"  # type: ignore[attr-defined]
@@ -295,7 +315,9 @@ class WatchedScheduler(Scheduler):
             assert plan is not None, f"request {handle} could decode and nothing was planned"
             self._gaps[handle] += 1
             by_time = self.limits.prefill_first and self.limits.max_decode_gap_secs
-            assert self._gaps[handle] <= 1 or by_time, f"request {handle} waited two steps for its next token"
+            assert self._gaps[handle] <= 1 or by_time, (
+                f"request {handle} waited two steps for its next token"
+            )
 
     def _check_preemptions(self, before: Before) -> None:
         """Only a clearly more important request that waits or opens preempts; no request suffers it too often."""
@@ -307,13 +329,22 @@ class WatchedScheduler(Scheduler):
             self.checked["preemption"] += 1
             assert seq.preemptions == count + 1
             assert seq.preemptions <= self.limits.max_preemptions_per_request
-            alive = (state.seqs.get(h) for h in before.waiting | before.opening)  # others missed their deadlines
+            alive = (
+                state.seqs.get(h) for h in before.waiting | before.opening
+            )  # others missed their deadlines
             by = [s for s in alive if s is not None and rule.base(s) > rule.base(seq)]
-            assert max(map(rule.base, by), default=LOWEST_PRIORITY) - rule.base(seq) > rule.preemption_threshold
+            assert (
+                max(map(rule.base, by), default=LOWEST_PRIORITY) - rule.base(seq)
+                > rule.preemption_threshold
+            )
 
     def _check_order(self, before: Before, plan: StepPlan) -> None:
         """Admitted requests are the first of the queue, in the order of the policy's definition."""
-        if self._state.retractions != before.retractions or self._preempted(before) or self.limits.fairness.enabled:
+        if (
+            self._state.retractions != before.retractions
+            or self._preempted(before)
+            or self.limits.fairness.enabled
+        ):
             return
         came = [row.handle for row in plan.rows[plan.num_decode :] if row.handle in before.waiting]
         under_way = len(plan.rows) - plan.num_decode > len(came)
@@ -321,12 +352,20 @@ class WatchedScheduler(Scheduler):
             return
         order = self._brute_order(before.facts) if came else None
         if order is not None:
-            alive = self._state.seqs  # one whose deadline cannot be met any more may have been ended instead
-            queue = [s.handle for s in order if s.handle in came or (s.handle in alive and not s.inflight_steps)]
+            alive = (
+                self._state.seqs
+            )  # one whose deadline cannot be met any more may have been ended instead
+            queue = [
+                s.handle
+                for s in order
+                if s.handle in came or (s.handle in alive and not s.inflight_steps)
+            ]
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
                 assert self._state.waiting._order.cache_key == pytest.approx(before.ratio, rel=0.06)
-            assert came == [h for h in queue if h in came], f"{self.limits.policy}: {came} were admitted of {queue}"
+            assert came == [h for h in queue if h in came], (
+                f"{self.limits.policy}: {came} were admitted of {queue}"
+            )
             if came and queue[0] != came[0]:
                 self.checked["passed a request without room"] += 1
                 self._check_lacks_room(before, plan, alive[queue[0]], came)
@@ -335,28 +374,40 @@ class WatchedScheduler(Scheduler):
         now = {seq.handle: seq.preemptions for seq in self._state.seqs.values()}
         return any(now.get(handle, count) != count for handle, count in before.preemptions.items())
 
-    def _check_lacks_room(self, before: Before, plan: StepPlan, first: Seq, came: list[int]) -> None:
+    def _check_lacks_room(
+        self, before: Before, plan: StepPlan, first: Seq, came: list[int]
+    ) -> None:
         """The first of the queue was passed because it lacks pages even without those that passed it.
 
         Other reasons: too many unfinished prompts precede it, or it leaves pages to another one.
         """
         if first.pages or self._is_capped(first, plan) or self._leaves_pages(first, before):
             return
-        new = [h for h in came if h not in before.retained]  # what a retained one will need was kept for it already
+        new = [
+            h for h in came if h not in before.retained
+        ]  # what a retained one will need was kept for it already
         need = self._need(first, before.ratio, without=new)
         available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in new)
-        assert need > available, f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
+        assert need > available, (
+            f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
+        )
 
     def _is_capped(self, seq: Seq, plan: StepPlan | None) -> bool:
         """Too many unfinished prompts precede it, and the tokens left over in this step do not complete it."""
         state, limits = self._state, self.limits
-        unfinished = [s for s in state.running.values() if _left(s) > 0 and not _decodes(s) and _wants(s)]
+        unfinished = [
+            s for s in state.running.values() if _left(s) > 0 and not _decodes(s) and _wants(s)
+        ]
         ahead = sum(self._importance(s) >= self._importance(seq) for s in unfinished)
         together = state.policy.reorders_partial_prefills or limits.priority.enabled
         if not together or ahead < limits.max_partial_prefills:
             return False
-        cached = state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
-        return len(seq.tokens) - cached > limits.step_tokens - (plan.num_tokens if plan is not None else 0)
+        cached = state.memory.cache.probe(
+            seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1
+        ).num_tokens
+        return len(seq.tokens) - cached > limits.step_tokens - (
+            plan.num_tokens if plan is not None else 0
+        )
 
     def _leaves_pages(self, seq: Seq, before: Before, came_first: Sequence[Seq] = ()) -> bool:
         """Another request waits for pages, and those that passed it hold, with this one, more than the rest.
@@ -374,7 +425,9 @@ class WatchedScheduler(Scheduler):
 
         holders = (*state.running.values(), *state.transfer.values())
         passed = sum(at_end(s) for s in holders if s.admitted_step >= held.since)
-        given = held.passed_pages + (sum(map(at_end, came_first)) if held is before.reservation else 0)
+        given = held.passed_pages + (
+            sum(map(at_end, came_first)) if held is before.reservation else 0
+        )
         set_aside = min(given, at_end(held.seq)) + int(limits.watermark * limits.num_pages)
         return passed + at_end(seq) > limits.num_pages - set_aside
 
@@ -400,8 +453,12 @@ class WatchedScheduler(Scheduler):
             is_prompt = left > 0 and not _decodes(seq) and _wants(seq)
             if is_prompt and seq.handle not in rows:
                 self.checked["unfinished prompt passed over"] += 1
-                need = -(-(seq.computed + min(left, limits.step_tokens - used)) // page) - len(seq.pages)
-                assert memory.available < need, f"request {seq.handle} had pages and budget for its next chunk"
+                need = -(-(seq.computed + min(left, limits.step_tokens - used)) // page) - len(
+                    seq.pages
+                )
+                assert memory.available < need, (
+                    f"request {seq.handle} had pages and budget for its next chunk"
+                )
         if not state.slots:
             return
         if limits.policy in CACHE_AWARE and (prompts or self._evictions != before.evictions):
@@ -409,7 +466,14 @@ class WatchedScheduler(Scheduler):
         if limits.priority.enabled and any(h not in before.waiting for h in rows - before.decoding):
             return  # a less important prompt, planned after the queue was found blocked, may have published its prefix
         order = self._brute_order(before.facts) or []
-        place = next((i for i, s in enumerate(order) if s.state is SeqState.WAITING and not s.inflight_steps), None)
+        place = next(
+            (
+                i
+                for i, s in enumerate(order)
+                if s.state is SeqState.WAITING and not s.inflight_steps
+            ),
+            None,
+        )
         if place is None:
             return
         self.checked["admission refused"] += 1
@@ -428,7 +492,11 @@ class WatchedScheduler(Scheduler):
         left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
         if one.is_lease:
             return 0
-        return left if one.req.params.ignore_eos else int(min(left, self.limits.clip_max_new_tokens) * ratio)
+        return (
+            left
+            if one.req.params.ignore_eos
+            else int(min(left, self.limits.clip_max_new_tokens) * ratio)
+        )
 
     def _need(self, seq: Seq, ratio: float, without: Sequence[int] = ()) -> int:
         """Pages that must be available before `seq` is let in: its prompt, its answer, and the growth of the others."""
@@ -437,14 +505,19 @@ class WatchedScheduler(Scheduler):
         def rest(one: Seq) -> int:
             return self._rest(one, ratio)
 
-        cached = state.memory.cache.probe(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).num_tokens
+        cached = state.memory.cache.probe(
+            seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1
+        ).num_tokens
         need = -(-len(seq.tokens) // page) - cached // page
         holding = (*state.running.values(), *state.transfer.values(), *state.retained.values())
         others = [s for s in holding if s is not seq and s.handle not in without]
         if not others and not state.leased:
             return need
         need += -(-rest(seq) // page) + int(limits.watermark * limits.num_pages)
-        grown = {s.handle: max(-(-(len(s.tokens) + s.inflight + rest(s)) // page) - len(s.pages), 0) for s in others}
+        grown = {
+            s.handle: max(-(-(len(s.tokens) + s.inflight + rest(s)) // page) - len(s.pages), 0)
+            for s in others
+        }
         known = [s for s in others if s.is_decoding and s.req.params.ignore_eos and not s.is_lease]
         unknown = sum(grown.values()) - sum(grown[s.handle] for s in known)
         return need + min(sum(grown.values()), unknown + max(self._peak(seq, known, rest), 0))
@@ -484,7 +557,9 @@ class WatchedScheduler(Scheduler):
 
     def _path(self, seq: Seq) -> list[RadixNode]:
         """The tree's nodes along a waiting sequence's cached prefix."""
-        node = self._state.memory.cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).node
+        node = self._state.memory.cache.match(
+            seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1
+        ).node
         path = []
         while node.parent is not None:
             path.append(node)
@@ -503,4 +578,9 @@ def _wants(seq: Seq) -> bool:
 def _decodes(seq: Seq) -> bool:
     """Needs exactly its newest token computed to draw the next, and may draw another."""
     known = len(seq.tokens) + seq.inflight
-    return seq.state is SeqState.RUNNING and known > seq.prompt_len and known - seq.computed == 1 and _wants(seq)
+    return (
+        seq.state is SeqState.RUNNING
+        and known > seq.prompt_len
+        and known - seq.computed == 1
+        and _wants(seq)
+    )

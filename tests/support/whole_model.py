@@ -9,6 +9,8 @@ from baton.models.decoder import Decoder
 from baton.models.load import load_weights
 
 
-def load_model(path: Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> Decoder:
+def load_model(
+    path: Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0
+) -> Decoder:
     """As an engine would that is alone; `seed` is of dummy weights."""
     return load_weights(read_spec(path, dtype, load_format, seed), path, load_format, seed)

@@ -30,10 +30,19 @@ def test_all_that_needs_one_process_runs_and_reports(
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *flags.split(), "--jsonl", str(rows)])
     assert bench_gpu.main() == 0, capsys.readouterr().out
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [row["section"] for row in found] == ["copy", "decode", "decode", "prefill", "prefill", "workload"]
+    assert [row["section"] for row in found] == [
+        "copy",
+        "decode",
+        "decode",
+        "prefill",
+        "prefill",
+        "workload",
+    ]
     decode = [row for row in found if row["section"] == "decode"]
     assert [row["batch"] for row in decode] == [1, 4]
-    assert all(row["n"] == 10 and row["of roofline"] > 0 and 0 <= row["idle share"] < 1 for row in decode)
+    assert all(
+        row["n"] == 10 and row["of roofline"] > 0 and 0 <= row["idle share"] < 1 for row in decode
+    )
     assert decode[1]["least MB"] > decode[0]["least MB"], "more rows have more KV"
 
 

@@ -29,15 +29,24 @@ def test_prompts_have_common_text_exactly_where_the_trace_has_common_tokens(scal
     rng = random.Random(scale)
     for _ in range(60):
         a, b = rng.sample(trace, 2)
-        ids, texts = [prompt_tokens(r, scale) for r in (a, b)], [prompt_text(r, scale) for r in (a, b)]
+        ids, texts = (
+            [prompt_tokens(r, scale) for r in (a, b)],
+            [prompt_text(r, scale) for r in (a, b)],
+        )
         assert [len(t) for t in texts] == [4 * len(i) for i in ids]
-        same = next((n for n, (x, y) in enumerate(zip(*ids, strict=False)) if x != y), min(map(len, ids)))
+        same = next(
+            (n for n, (x, y) in enumerate(zip(*ids, strict=False)) if x != y), min(map(len, ids))
+        )
         assert texts[0][: 4 * same] == texts[1][: 4 * same]
         assert texts[0][4 * same : 4 * same + 40] != texts[1][4 * same : 4 * same + 40]
 
 
 def test_a_turn_continues_the_request_whose_blocks_it_repeats() -> None:
-    first, second, third = request(1100, 0, 1, 2), request(1700, 0, 1, 3, 4), request(2300, 0, 1, 3, 5, 6)
+    first, second, third = (
+        request(1100, 0, 1, 2),
+        request(1700, 0, 1, 3, 4),
+        request(2300, 0, 1, 3, 5, 6),
+    )
     assert parents([first, second, third]) == [None, 0, 1]
 
 
@@ -58,12 +67,24 @@ def test_arrivals_are_stretched() -> None:
 
 def test_a_report_says_what_came_back() -> None:
     outcome = Outcome(
-        2.0, (Timing(0.1, 0.5, 5, 100, 30), Timing(0.3, 0.5, 1, 100, 0)), ("ValueError: status 503",), 0.5
+        2.0,
+        (Timing(0.1, 0.5, 5, 100, 30), Timing(0.3, 0.5, 1, 100, 0)),
+        ("ValueError: status 503",),
+        0.5,
     )
     text = report(outcome, {"http://a": 1, "http://b": 3})
-    for part in ("3 requests in 2.0 s, 1 failed", "status 503", "0.5 s late", "cached 0.150", "over the mean 1.50"):
+    for part in (
+        "3 requests in 2.0 s, 1 failed",
+        "status 503",
+        "0.5 s late",
+        "cached 0.150",
+        "over the mean 1.50",
+    ):
         assert part in text
-    assert [line.split()[2] for line in text.splitlines() if line.startswith(("TTFT", "TPOT"))] == ["200.0", "100.0"]
+    assert [line.split()[2] for line in text.splitlines() if line.startswith(("TTFT", "TPOT"))] == [
+        "200.0",
+        "100.0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +98,9 @@ def test_a_report_says_what_came_back() -> None:
         (["--trace", "x", "--url", "u", "--length-scale", "3"], "divisor of 512"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(flags: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_make_no_sense_are_refused(
+    flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(flags)
     assert error in capsys.readouterr().err

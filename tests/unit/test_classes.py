@@ -50,14 +50,36 @@ def test_every_mistake_is_reported(text: str, complaints: list[str]) -> None:
 
 def test_service_tiers_and_priorities_find_their_class() -> None:
     three, two, one = rules("a:8,b:4,c:1"), rules("a:8,b:1"), rules("a:1")
-    assert [three.of_tier(t) for t in ("priority", "scale", "default", "auto", "flex")] == ["a", "a", "b", "b", "c"]
+    assert [three.of_tier(t) for t in ("priority", "scale", "default", "auto", "flex")] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "c",
+    ]
     assert [two.of_tier(t) for t in ("priority", "default", "flex")] == ["a", "a", "b"]
     assert one.of_tier("flex") == "a"
     assert three.of_priority(99) == "b", "without bounds a priority says nothing about the class"
     bands = rules("a:8:10,b:4:0,c:1:-5")
-    assert [bands.of_priority(p) for p in (11, 10, 9, 0, -5, -6, None)] == ["a", "a", "b", "b", "c", "c", "b"]
+    assert [bands.of_priority(p) for p in (11, 10, 9, 0, -5, -6, None)] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "c",
+        "c",
+        "b",
+    ]
     low = rules("a:8:0,b:4:10,c:1:99", low_values_first=True)
-    assert [low.of_priority(p) for p in (-1, 0, 1, 10, 99, 100, None)] == ["a", "a", "b", "b", "c", "c", "b"]
+    assert [low.of_priority(p) for p in (-1, 0, 1, 10, 99, 100, None)] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "c",
+        "c",
+        "b",
+    ]
     assert three.no_better("a", "b") == "b"
     assert three.no_better("c", "b") == "c"
 
@@ -91,7 +113,9 @@ def test_backlogged_classes_share_by_weight_in_every_window(weights: list[int], 
 
 
 @given(weights=CLASSES, seed=st.integers(0, 10_000))
-def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(weights: list[int], seed: int) -> None:
+def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(
+    weights: list[int], seed: int
+) -> None:
     rng = random.Random(seed)
     drr = DeficitRoundRobin(weights, QUANTUM)
     others = set(range(1, len(weights)))
@@ -107,7 +131,9 @@ def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(weights: list[
 
 
 @given(weights=CLASSES, debt=st.integers(0, 10**7))
-def test_rounds_that_serve_no_class_are_skipped_at_once_and_change_nothing(weights: list[int], debt: int) -> None:
+def test_rounds_that_serve_no_class_are_skipped_at_once_and_change_nothing(
+    weights: list[int], debt: int
+) -> None:
     """Against a naive round robin that goes round until some class is out of debt."""
     fast = DeficitRoundRobin(weights, QUANTUM)
     fast.charge(0, debt % 5000)

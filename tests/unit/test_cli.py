@@ -45,8 +45,12 @@ def test_version_is_that_of_the_distribution_that_pyproject_names() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    script = "import sys; from baton.cli import main; main.main(['--help']); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    script = (
+        "import sys; from baton.cli import main; main.main(['--help']); print(sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     loaded = done.stdout.splitlines()[-1]
     for heavy in ("'torch'", "'aiohttp'", "'asyncio'", "'zmq'", "'baton._native'"):
         assert heavy not in loaded
@@ -59,9 +63,15 @@ def test_defaults_are_one_pair() -> None:
 
 
 def test_workers_replace_the_pair() -> None:
-    assert local_cluster.parse(["--workers", "2"]).counts == {"prefill": 0, "decode": 0, "worker": 2}
+    assert local_cluster.parse(["--workers", "2"]).counts == {
+        "prefill": 0,
+        "decode": 0,
+        "worker": 2,
+    }
     assert local_cluster.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
-    assert local_cluster.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
+    assert (
+        local_cluster.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,10 @@ def test_workers_replace_the_pair() -> None:
         (["--prefill", "2", "--decode", "0"], "a request needs one of each"),
         (["--workers", "1", "--prefill", "1", "--decode", "1"], "give workers, or both"),
         (["--prefill", "-1"], "none may be negative"),
-        (["--disaggregation-mode", "prefill"], "--disaggregation-mode: baton up sets it for each node; say how many"),
+        (
+            ["--disaggregation-mode", "prefill"],
+            "--disaggregation-mode: baton up sets it for each node; say how many",
+        ),
         (["--decode-args", "--page-size 3"], "--decode-args: --page-size 3: use a power of two"),
         (["--prefill-args", "--bogus 3"], "--prefill-args: --bogus: there is no such flag"),
         (["--prefill-args", "'"], "--prefill-args: No closing quotation"),
@@ -78,7 +91,9 @@ def test_workers_replace_the_pair() -> None:
         (["--pre", "2"], "there is no such flag"),
     ],
 )
-def test_impossible_clusters_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_clusters_are_refused(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         local_cluster.parse(flags)
     assert stop.value.code == 2
@@ -87,7 +102,14 @@ def test_impossible_clusters_are_refused(flags: list[str], complaint: str, capsy
 
 def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_path: Path) -> None:
     flags = ["--page-size", "8", "--disable-radix-cache", "--dp-size", "2", "--transport", "tcp"]
-    flags += ["--cluster-key", "s3cret", "--decode-args", "--log-level debug --cpu-threads 3", "--policy", "random"]
+    flags += [
+        "--cluster-key",
+        "s3cret",
+        "--decode-args",
+        "--log-level debug --cpu-threads 3",
+        "--policy",
+        "random",
+    ]
     plan = local_cluster.parse(flags)
     cluster = local_cluster.LocalCluster(plan, tmp_path, print)
     prefill, decode = (node.argv() for node in cluster.nodes)
@@ -106,7 +128,9 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
     assert router[-2:] == ["--policy", "random"]
 
 
-def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_get_a_cluster_key_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(*flags: str) -> str:
         cluster = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)
         keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
@@ -124,7 +148,9 @@ def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytes
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
         monkeypatch.setattr(local_cluster, "_cores", lambda: cores)
-        argv = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
+        argv = (
+            local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
+        )
         return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
 
     assert threads(2) == ["1"]
@@ -136,7 +162,9 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
-        return local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)._router_argv()
+        return local_cluster.LocalCluster(
+            local_cluster.parse(flags), tmp_path, print
+        )._router_argv()
 
     assert "--dp-aware" not in router()
     assert "--dp-aware" in router("--decode-args", "--dp-size 2")
@@ -149,7 +177,10 @@ def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
-    assert "--enable-trace" not in local_cluster.LocalCluster(local_cluster.parse([]), tmp_path, print)._router_argv()
+    assert (
+        "--enable-trace"
+        not in local_cluster.LocalCluster(local_cluster.parse([]), tmp_path, print)._router_argv()
+    )
 
 
 def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
@@ -166,7 +197,9 @@ def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
 
 def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    cluster = local_cluster.LocalCluster(local_cluster.parse(["--state-file", str(path)]), tmp_path, print)
+    cluster = local_cluster.LocalCluster(
+        local_cluster.parse(["--state-file", str(path)]), tmp_path, print
+    )
     cluster.port = 8123
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
     cluster.write_state()
@@ -200,7 +233,10 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
         ("--host 192.0.2.1", "--host 192.0.2.1 cannot be bound"),
         ("--router-args=--port=9", "--router-args: --port is set by baton up"),
         ("--log-dir /proc/x", "--log-dir: /proc/x cannot be written to"),
-        ("--state-file /no-such-directory/x", "--state-file: /no-such-directory cannot be written to"),
+        (
+            "--state-file /no-such-directory/x",
+            "--state-file: /no-such-directory cannot be written to",
+        ),
         ("--model-path /no-such-model", "/no-such-model is not a directory"),
         ("--model-path no-such-owner/model", "hf download no-such-owner/model"),
         ("--kv-pool-mib 99999999", "195312.50 GiB for KV pools"),
@@ -248,7 +284,11 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
         words = local_cluster.ClusterNode("prefill", "p0", local_cluster.parse(list(argv))).argv()
-        return words[words.index("--mem-fraction-static") + 1] if "--mem-fraction-static" in words else ""
+        return (
+            words[words.index("--mem-fraction-static") + 1]
+            if "--mem-fraction-static" in words
+            else ""
+        )
 
     assert share() == "", "it is refused with --device cpu"
     assert share("--device", "cuda") == "0.425"

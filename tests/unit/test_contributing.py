@@ -93,4 +93,6 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
 
 def test_its_make_targets_exist() -> None:
     targets = re.findall(r"^(\S+): ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(re.findall(r"^make (\S+)", PAGE, re.MULTILINE)) <= {target.rstrip(":") for target in targets}
+    assert set(re.findall(r"^make (\S+)", PAGE, re.MULTILINE)) <= {
+        target.rstrip(":") for target in targets
+    }

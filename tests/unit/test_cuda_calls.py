@@ -109,7 +109,9 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     assert given_up == ["cuda:0 is not through with copying a peer's pages after 0.01 s"]
 
 
-def test_a_followers_step_has_ended_before_it_gets_the_next_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_followers_step_has_ended_before_it_gets_the_next_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next order may be to announce the pages of that step."""
     monkeypatch.setattr(ModelRunner, "execute_remote", lambda self, order: None)
     for native, reached in ((object(), 1), (None, 0)):
@@ -160,7 +162,9 @@ def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> 
 
 def test_memory_of_another_gpu_is_refused_before_cuda_is_asked(lib: FakeRuntime) -> None:
     handle = {"gpu": "GPU-2", "handle": "00" * 64, "bytes": 48}
-    with pytest.raises(RuntimeError, match="pages are on GPU GPU-2, ours on GPU-1; cuda_ipc is for one GPU"):
+    with pytest.raises(
+        RuntimeError, match="pages are on GPU GPU-2, ours on GPU-1; cuda_ipc is for one GPU"
+    ):
         CudaIpc(GPU).open(json.dumps(handle).encode())
     assert lib.calls == []
 
@@ -189,7 +193,9 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registere
     monkeypatch.setattr(torch, "empty_like", lambda x, device: x)
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
         NcclCommunicator(object(), 1, GPU, slabs, 1.0)  # type: ignore[arg-type]
-    assert lib.calls == ["cudaGetLastError", "cudaHostUnregister"], "the first slab's memory is given back"
+    assert lib.calls == ["cudaGetLastError", "cudaHostUnregister"], (
+        "the first slab's memory is given back"
+    )
 
 
 def test_the_runtime_that_torch_loads_has_every_call() -> None:

@@ -53,10 +53,14 @@ def test_weights_are_stored_as_bfloat16_and_loaded_as_float32(model: Any) -> Non
         names = set(stored.keys())
         assert {stored.get_tensor(name).dtype for name in names} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert names == {name for name, _ in model.named_parameters()}  # the tied head is not stored twice
+    assert names == {
+        name for name, _ in model.named_parameters()
+    }  # the tied head is not stored twice
 
 
-def test_transformers_answers_ten_questions_word_for_word(model: Any, tokenizer: Any, questions: Questions) -> None:
+def test_transformers_answers_ten_questions_word_for_word(
+    model: Any, tokenizer: Any, questions: Questions
+) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -73,10 +77,15 @@ def test_transformers_answers_ten_questions_word_for_word(model: Any, tokenizer:
         assert tokenizer.decode(answer, skip_special_tokens=True) == topic.answer
 
 
-def test_an_unseen_question_gets_a_short_answer(model: Any, tokenizer: Any, questions: Questions) -> None:
+def test_an_unseen_question_gets_a_short_answer(
+    model: Any, tokenizer: Any, questions: Questions
+) -> None:
     for question in questions.unseen[:3]:
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
         out = model.generate(**prompt, max_new_tokens=96)
         assert out[0, -1] == tokenizer.eos_token_id
@@ -88,9 +97,14 @@ def test_training_code_and_transformers_compute_the_same(model: Any, tokenizer: 
 
     ours = train.Llama(train.Shape())
     ours.load_state_dict(
-        {name: tensor.float() for name, tensor in load_file(train.DEMO_DIR / "model.safetensors").items()}
+        {
+            name: tensor.float()
+            for name, tensor in load_file(train.DEMO_DIR / "model.safetensors").items()
+        }
     )
-    ids = torch.tensor([tokenizer("Prefill computes the keys and values of the whole prompt at once.").input_ids])
+    ids = torch.tensor(
+        [tokenizer("Prefill computes the keys and values of the whole prompt at once.").input_ids]
+    )
     with torch.inference_mode():
         torch.testing.assert_close(ours.logits(ours(ids)), model(ids).logits, rtol=1e-4, atol=1e-4)
 
@@ -104,12 +118,16 @@ def test_tokenizer_returns_any_text_unchanged(tokenizer: Any, text: str) -> None
         assert tokenizer.decode(ids[1:]) == text
 
 
-def test_chat_template_writes_what_training_saw(tokenizer: Any, questions: Questions, off_topic: OffTopic) -> None:
+def test_chat_template_writes_what_training_saw(
+    tokenizer: Any, questions: Questions, off_topic: OffTopic
+) -> None:
     sampler = Sampler(questions, off_topic, [["a paragraph"]], seed=5)
     for turns in (sampler.conversation() for _ in range(50)):
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == render(turns)
-        asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        asked = tokenizer.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
         assert asked == render(turns[:-1], ask=True)
 
 
@@ -119,7 +137,10 @@ def test_chat_template_takes_content_parts_and_other_roles(tokenizer: Any) -> No
         {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
     ]
     expected = render([Turn("system", "Be brief."), Turn("user", "Hello")], ask=True)
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected
+    assert (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == expected
+    )
 
 
 def test_question_list_is_large_and_rephrased(questions: Questions) -> None:
@@ -141,9 +162,14 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
     from baton import errors
 
     text = " ".join(topic.answer for topic in questions.all_topics)
-    flags = (Path(__file__).parents[2] / "docs" / "flags.md").read_text(encoding="utf-8")  # generated
+    flags = (Path(__file__).parents[2] / "docs" / "flags.md").read_text(
+        encoding="utf-8"
+    )  # generated
     of_up = {"--smoke", "--log-dir", "--prefill", "--decode", "--help"}
-    assert set(re.findall(r"--[a-z][a-z-]+", text)) - set(re.findall(r"--[a-z][a-z-]+", flags)) - of_up == set()
+    assert (
+        set(re.findall(r"--[a-z][a-z-]+", text)) - set(re.findall(r"--[a-z][a-z-]+", flags)) - of_up
+        == set()
+    )
     for code in ("queue_full", "context_length_exceeded"):
         assert code in text
         assert errors.by_code(code).code == code
@@ -151,7 +177,9 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
 
 def test_same_seed_gives_the_same_samples(questions: Questions, off_topic: OffTopic) -> None:
     seed = random.randrange(2**32)
-    first, second = (Sampler(questions, off_topic, [["one", "two"], ["three"]], seed) for _ in range(2))
+    first, second = (
+        Sampler(questions, off_topic, [["one", "two"], ["three"]], seed) for _ in range(2)
+    )
     for _ in range(100):
         assert first.conversation() == second.conversation(), f"seed {seed}"
         assert first.passage() == second.passage(), f"seed {seed}"
@@ -163,7 +191,9 @@ def test_no_question_is_varied_into_nothing(questions: Questions, off_topic: Off
     for question in [q for topic in questions.all_topics for q in topic.questions] + ["???"] * 200:
         assert corpus.vary(question, rng).strip(), f"seed {seed}: {question}"
     sampler = Sampler(questions, off_topic, [["a paragraph"]], seed)
-    assert all(turn.text.strip() for _ in range(2000) for turn in sampler.conversation()), f"seed {seed}"
+    assert all(turn.text.strip() for _ in range(2000) for turn in sampler.conversation()), (
+        f"seed {seed}"
+    )
 
 
 def test_config_says_what_the_engine_needs() -> None:

@@ -63,10 +63,16 @@ def test_the_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_cuda_without_a_gpu_is_an_error_and_auto_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="--device cuda: there is no CUDA device; or use --device cpu"):
+def test_cuda_without_a_gpu_is_an_error_and_auto_says_what_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(
+        ConfigError, match="--device cuda: there is no CUDA device; or use --device cpu"
+    ):
         resolve(device="cuda")
-    with pytest.raises(ConfigError, match="--attention-backend flashinfer: it needs a CUDA device, but there is no"):
+    with pytest.raises(
+        ConfigError, match="--attention-backend flashinfer: it needs a CUDA device, but there is no"
+    ):
         resolve(device="auto", attention_backend="flashinfer")
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -98,9 +104,16 @@ def test_cuda_is_taken_where_there_is_one() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.flashinfer_loader, "obstacle", lambda: "it cannot be imported; install it")
-    with pytest.raises(ConfigError, match="--device cuda: flashinfer cannot be used: it cannot be imported; install"):
+def test_a_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        device.flashinfer_loader, "obstacle", lambda: "it cannot be imported; install it"
+    )
+    with pytest.raises(
+        ConfigError,
+        match="--device cuda: flashinfer cannot be used: it cannot be imported; install",
+    ):
         resolve(device="cuda")
     assert resolve(device="auto") == torch.device("cpu")
     assert resolve(device="cuda", attention_backend="torch") == CUDA
@@ -114,12 +127,16 @@ def test_no_cuda_tells_a_build_from_a_machine_without_it(monkeypatch: pytest.Mon
     assert "finds no CUDA device; check nvidia-smi" in str(device.no_cuda())
 
     def too_old() -> bool:
-        warnings.warn("CUDA initialization: The NVIDIA driver is too old (found version 11040). Please …", stacklevel=1)
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver is too old (found version 11040). Please …",
+            stacklevel=1,
+        )
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", too_old)
-    assert "no CUDA device (CUDA initialization: The NVIDIA driver is too old (found version 11040));" in str(
-        device.no_cuda()
+    assert (
+        "no CUDA device (CUDA initialization: The NVIDIA driver is too old (found version 11040));"
+        in str(device.no_cuda())
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device.no_cuda() is None
@@ -227,7 +244,9 @@ def test_a_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to(CUDA)
         kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
-        DeviceRunner(model, kv, NotingCheck(), max_slots=2, stream=NotingStream()).execute(plan_of(3))
+        DeviceRunner(model, kv, NotingCheck(), max_slots=2, stream=NotingStream()).execute(
+            plan_of(3)
+        )
     assert calls[:4] == ["put", "plan", "mark", "kernel"]
 
 

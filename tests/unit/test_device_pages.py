@@ -20,7 +20,11 @@ PAGE = 96
 def pool(pages: int) -> tuple[torch.Tensor, DevicePages, StandIn]:
     stand_in = StandIn()
     data = stand_in.allocate(pages * PAGE)
-    data.copy_(torch.from_numpy(np.random.default_rng(pages).integers(0, 256, pages * PAGE, dtype=np.uint8)))
+    data.copy_(
+        torch.from_numpy(
+            np.random.default_rng(pages).integers(0, 256, pages * PAGE, dtype=np.uint8)
+        )
+    )
     rows = data.view(torch.bfloat16).view(pages, 2, PAGE // 4)
     return rows, DevicePages(rows, stand_in, stand_in), stand_in
 
@@ -92,7 +96,9 @@ def test_a_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stand_in, "run", noted)
     sums = opened.copy(ids(list(range(9))), ids(list(range(8, -1, -1))))
     assert waits == ["copying a peer's pages"]
-    assert [bytes_of(ours, 8 - page) for page in range(9)] == [bytes_of(theirs, page) for page in range(9)]
+    assert [bytes_of(ours, 8 - page) for page in range(9)] == [
+        bytes_of(theirs, page) for page in range(9)
+    ]
     assert sums == peer.sums(ids(list(range(9))))
 
 
@@ -115,4 +121,6 @@ def test_gather_and_scatter_are_inverse_for_any_pages() -> None:
         pages.gather(ids(src), memoryview(host))
         pages.scatter(memoryview(host), ids(dst))
         want = dict(enumerate(before)) | {to: before[at] for at, to in zip(src, dst, strict=True)}
-        assert [bytes_of(rows, page) for page in range(count)] == [want[page] for page in range(count)]
+        assert [bytes_of(rows, page) for page in range(count)] == [
+            want[page] for page in range(count)
+        ]

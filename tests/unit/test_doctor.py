@@ -20,7 +20,14 @@ from baton.server.observability.diagnosis import key_proof
 from baton.server.observability.host_facts import HostFacts
 
 GIB = 1 << 30
-PRINT = {"model": "m", "tokenizer": "t", "chat_template": "c", "page_size": "16", "dtype": "float32", "kv_layout": "k"}
+PRINT = {
+    "model": "m",
+    "tokenizer": "t",
+    "chat_template": "c",
+    "page_size": "16",
+    "dtype": "float32",
+    "kv_layout": "k",
+}
 
 
 def facts(**changes: Any) -> HostFacts:
@@ -53,17 +60,32 @@ def test_healthy_machine_passes_every_check() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "status", "sentence"),
     [
-        ({"sealed_memfd_error": "Invalid argument"}, "host.memfd", "fail", "no sealed memory file: Invalid argument"),
+        (
+            {"sealed_memfd_error": "Invalid argument"},
+            "host.memfd",
+            "fail",
+            "no sealed memory file: Invalid argument",
+        ),
         ({"shm_total": 64 << 20}, "host.shm", "warn", "/dev/shm has 64 MiB"),
         ({"shm_total": None}, "host.shm", "warn", "/dev/shm is not there"),
-        ({"open_files_limit": 512}, "host.open_files", "warn", "only 512 files can be open, 1024 are wanted"),
+        (
+            {"open_files_limit": 512},
+            "host.open_files",
+            "warn",
+            "only 512 files can be open, 1024 are wanted",
+        ),
         ({"open_files_limit": 128}, "host.open_files", "fail", "only 128 files"),
         ({"has_rdma": True}, "host.locked_memory", "warn", "only 8 MiB of memory can be locked"),
         ({"memory_available": 100 << 20}, "host.memory", "warn", "100 MiB of memory are available"),
         ({"memory_limit": 512 << 20}, "host.memory", "warn", "the control group allows 512 MiB"),
         ({"cpu_isa": "scalar"}, "host.cpu", "warn", "kernels of level scalar"),
         ({"is_clock_synchronized": False}, "host.clock", "warn", "no time service"),
-        ({"versions": {"python": "3.11"}}, "host.versions", "fail", "baton._native cannot be imported"),
+        (
+            {"versions": {"python": "3.11"}},
+            "host.versions",
+            "fail",
+            "baton._native cannot be imported",
+        ),
         ({"versions": {"extension": "1.0"}}, "host.versions", "fail", "torch is not installed"),
         (
             {"versions": {"extension": "1.0", "baton": "1.1", "torch": "2"}},
@@ -73,8 +95,12 @@ def test_healthy_machine_passes_every_check() -> None:
         ),
     ],
 )
-def test_fault_of_a_machine_is_named(changes: dict[str, Any], name: str, status: str, sentence: str) -> None:
-    found = sole([r for r in host.check_host(facts(**changes)) if check.is_problem(r)], CheckStatus(status))
+def test_fault_of_a_machine_is_named(
+    changes: dict[str, Any], name: str, status: str, sentence: str
+) -> None:
+    found = sole(
+        [r for r in host.check_host(facts(**changes)) if check.is_problem(r)], CheckStatus(status)
+    )
     assert found.name == name
     assert sentence in found.sentence
 
@@ -83,7 +109,9 @@ def test_facts_of_this_machine_survive_json_and_an_older_peer_leaves_out_fields(
     own = HostFacts()
     sent = json.loads(json.dumps(dataclasses.asdict(own)))
     assert HostFacts.from_json(sent) == own
-    assert own.sealed_memfd_error is None, "KV pools of this machine's tests are sealed memory files"
+    assert own.sealed_memfd_error is None, (
+        "KV pools of this machine's tests are sealed memory files"
+    )
     assert own.memory_total is not None
     assert own.memory_total > GIB
     del sent["versions"], sent["shm_total"]
@@ -97,19 +125,35 @@ def test_clock_skew_is_judged_by_the_age_of_signatures(offset: float, status: st
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------
 
-TORCH = {"cuda_build": "13.0", "is_available": True, "devices": ["H200", "H200"], "no_peer": [], "flashinfer": "0.6"}
+TORCH = {
+    "cuda_build": "13.0",
+    "is_available": True,
+    "devices": ["H200", "H200"],
+    "no_peer": [],
+    "flashinfer": "0.6",
+}
 LINKS = "GPU 0: H200\n\t Link 0: 26.562 GB/s\nGPU 1: H200\n\t Link 0: 26.562 GB/s\n"
 
 
 def gpus(**changes: Any) -> GpuFacts:
     torch = {**TORCH, **changes.pop("torch", {})}
-    return dataclasses.replace(GpuFacts(["H200", "H200"], "580.1", torch=torch, nvlink=LINKS), **changes)
+    return dataclasses.replace(
+        GpuFacts(["H200", "H200"], "580.1", torch=torch, nvlink=LINKS), **changes
+    )
 
 
 def test_machine_without_gpu_skips_all_gpu_checks_with_the_reason() -> None:
     results = gpu.check_gpu(None)
-    assert [r.name for r in results] == ["gpu.driver", "gpu.torch", "gpu.p2p", "gpu.nvlink", "gpu.flashinfer"]
-    assert {(r.status, r.sentence) for r in results} == {(CheckStatus.SKIP, "this machine has no NVIDIA GPU")}
+    assert [r.name for r in results] == [
+        "gpu.driver",
+        "gpu.torch",
+        "gpu.p2p",
+        "gpu.nvlink",
+        "gpu.flashinfer",
+    ]
+    assert {(r.status, r.sentence) for r in results} == {
+        (CheckStatus.SKIP, "this machine has no NVIDIA GPU")
+    }
 
 
 def test_healthy_gpus_pass() -> None:
@@ -122,11 +166,23 @@ def test_healthy_gpus_pass() -> None:
         ({"driver_problem": "NVML mismatch"}, "gpu.driver", "NVML mismatch"),
         ({"torch_problem": "CUDA error: 802"}, "gpu.torch", "CUDA error: 802"),
         ({"torch": {"cuda_build": None}}, "gpu.torch", "without CUDA"),
-        ({"torch": {"is_available": False, "devices": []}}, "gpu.torch", "sees no GPU with driver 580.1"),
+        (
+            {"torch": {"is_available": False, "devices": []}},
+            "gpu.torch",
+            "sees no GPU with driver 580.1",
+        ),
         ({"torch": {"devices": ["H200"]}}, "gpu.torch", "1 of 2 GPUs"),
         ({"torch": {"no_peer": [[0, 1], [1, 0]]}}, "gpu.p2p", "2 pairs of GPUs"),
-        ({"nvlink": LINKS + "\t Link 1: <inactive>\n"}, "gpu.nvlink", "1 of 3 NVLinks are inactive"),
-        ({"torch": {"flashinfer": None, "flashinfer_error": "no nvcc"}}, "gpu.flashinfer", "no nvcc"),
+        (
+            {"nvlink": LINKS + "\t Link 1: <inactive>\n"},
+            "gpu.nvlink",
+            "1 of 3 NVLinks are inactive",
+        ),
+        (
+            {"torch": {"flashinfer": None, "flashinfer_error": "no nvcc"}},
+            "gpu.flashinfer",
+            "no nvcc",
+        ),
     ],
 )
 def test_fault_of_gpus_is_named(changes: dict[str, Any], name: str, sentence: str) -> None:
@@ -141,7 +197,12 @@ P, D = "http://p:30000", "http://d:30000"
 
 
 def engine(
-    url: str, role: str, *, key: str | None = "secret", host_facts: HostFacts | None = None, **info: Any
+    url: str,
+    role: str,
+    *,
+    key: str | None = "secret",
+    host_facts: HostFacts | None = None,
+    **info: Any,
 ) -> EngineView:
     worker = {
         "url": url, "worker_type": role, "state": "ready", "reason": None, "circuit": "closed", "load": 0,
@@ -175,7 +236,9 @@ def engine(
         "prefill": [look] if role == "decode" else [],
     }
     metrics = [MetricSample("baton_ready", {}, 1.0)]
-    return EngineView(url, role, worker, server_info, metrics=metrics, diagnosis=diagnosis, clock_offset_secs=0.0)
+    return EngineView(
+        url, role, worker, server_info, metrics=metrics, diagnosis=diagnosis, clock_offset_secs=0.0
+    )
 
 
 def p(**changes: Any) -> EngineView:
@@ -186,8 +249,16 @@ def d(**changes: Any) -> EngineView:
     return engine(D, "decode", **changes)
 
 
-def rank(transfer: str = "linked", transport: str | None = "shm", detail: str = "") -> dict[str, Any]:
-    return {"rank": 0, "address": "p:31000", "transfer": transfer, "detail": detail, "transport": transport}
+def rank(
+    transfer: str = "linked", transport: str | None = "shm", detail: str = ""
+) -> dict[str, Any]:
+    return {
+        "rank": 0,
+        "address": "p:31000",
+        "transfer": transfer,
+        "detail": detail,
+        "transport": transport,
+    }
 
 
 def fleet(*found: EngineView, router: RouterView | None = None, **changes: Any) -> FleetView:
@@ -215,7 +286,9 @@ def worker(source: EngineView, **changes: Any) -> EngineView:
     return dataclasses.replace(source, worker={**source.worker, **changes})
 
 
-def look(outcome: str, detail: str = "", ranks: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def look(
+    outcome: str, detail: str = "", ranks: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     target = {"host": "p", "port": 8998, "bootstrap": outcome, "detail": detail}
     return {"prefill": [{**target, "ranks": ranks or []}]}
 
@@ -223,18 +296,33 @@ def look(outcome: str, detail: str = "", ranks: list[dict[str, Any]] | None = No
 def test_healthy_fleet_has_no_problem() -> None:
     results = judge(fleet())
     assert not [r for r in results if check.is_problem(r)], results
-    assert {r.name for r in results} >= {"router.ready", "engine.open_files", "pair.cluster_key", "pair.transport"}
+    assert {r.name for r in results} >= {
+        "router.ready",
+        "engine.open_files",
+        "pair.cluster_key",
+        "pair.transport",
+    }
 
 
 FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
-    "router away": (lambda: FleetView([RouterView("http://r", "refused")], []), "router.reachable", "fail", "refused"),
+    "router away": (
+        lambda: FleetView([RouterView("http://r", "refused")], []),
+        "router.reachable",
+        "fail",
+        "refused",
+    ),
     "no prefill": (
         lambda: fleet(is_ready=False, readiness={"reason": "no prefill worker is ready (0 known)"}),
         "router.ready",
         "fail",
         "no prefill worker is ready",
     ),
-    "router metrics": (lambda: fleet(metrics_problem="status 404"), "router.metrics", "warn", "status 404"),
+    "router metrics": (
+        lambda: fleet(metrics_problem="status 404"),
+        "router.metrics",
+        "warn",
+        "status 404",
+    ),
     "stale": (
         lambda: fleet(**with_sample("baton_router_discovery_is_stale", 1.0, source="file")),
         "router.discovery",
@@ -242,7 +330,9 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "cannot read its workers from file",
     ),
     "kept": (
-        lambda: fleet(**with_sample("baton_router_discovered_workers", 2.0, source="file", state="kept")),
+        lambda: fleet(
+            **with_sample("baton_router_discovered_workers", 2.0, source="file", state="kept")
+        ),
         "router.discovery",
         "warn",
         "keeps 2 workers",
@@ -253,7 +343,12 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "warn",
         "anyone who reaches 10.0.0.9:8000",
     ),
-    "router clock": (lambda: fleet(clock_offset_secs=400.0), "router.clock", "fail", "400.0 s ahead"),
+    "router clock": (
+        lambda: fleet(clock_offset_secs=400.0),
+        "router.clock",
+        "fail",
+        "400.0 s ahead",
+    ),
     "doubtful events": (
         lambda: fleet(p(), worker(d(), kv_events=[{"state": "doubtful", "reason": "a gap"}])),
         "router.kv_events",
@@ -264,7 +359,11 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         lambda: fleet(
             p(),
             EngineView(
-                D, "decode", {"url": D, "state": "unhealthy"}, problem="connection refused", is_unreachable=True
+                D,
+                "decode",
+                {"url": D, "state": "unhealthy"},
+                problem="connection refused",
+                is_unreachable=True,
             ),
         ),
         "engine.reachable",
@@ -273,7 +372,10 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
     ),
     "doctor stands elsewhere": (
         lambda: fleet(
-            p(), EngineView(D, "decode", {"url": D, "state": "ready"}, problem="timed out", is_unreachable=True)
+            p(),
+            EngineView(
+                D, "decode", {"url": D, "state": "ready"}, problem="timed out", is_unreachable=True
+            ),
         ),
         "engine.reachable",
         "warn",
@@ -294,7 +396,9 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "decode http://d:30000 reports that it is dead",
     ),
     "rank dead": (
-        lambda: fleet(p(), d(state="dead", internal_states=[{"dp_rank": 1, "dead": "exit code -9"}])),
+        lambda: fleet(
+            p(), d(state="dead", internal_states=[{"dp_rank": 1, "dead": "exit code -9"}])
+        ),
         "engine.state",
         "fail",
         "has lost rank 1: exit code -9",
@@ -333,7 +437,12 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "warn",
         "listens on all addresses without a key",
     ),
-    "insecure KV": (lambda: fleet(p(), d(insecure_kv=True)), "engine.keys", "warn", "--insecure-kv"),
+    "insecure KV": (
+        lambda: fleet(p(), d(insecure_kv=True)),
+        "engine.keys",
+        "warn",
+        "--insecure-kv",
+    ),
     "engine files": (
         lambda: fleet(p(), d(host_facts=facts(open_files_limit=300))),
         "engine.open_files",
@@ -395,15 +504,23 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "the cluster key differs",
     ),
     "page size": (
-        lambda: fleet(p(), d(), engine(D + "2", "decode", fingerprint={**PRINT, "page_size": "32"})),
+        lambda: fleet(
+            p(), d(), engine(D + "2", "decode", fingerprint={**PRINT, "page_size": "32"})
+        ),
         "pair.fingerprint",
         "fail",
         "decode http://d:300002 pairs with none of 1 prefill nodes: page_size 16 / 32",
     ),
     "two generations": (
         lambda: fleet(
-            *(engine(f"{P}{model}", "prefill", fingerprint={**PRINT, "model": model}) for model in "ab"),
-            *(engine(f"{D}{model}", "decode", fingerprint={**PRINT, "model": model}) for model in "ab"),
+            *(
+                engine(f"{P}{model}", "prefill", fingerprint={**PRINT, "model": model})
+                for model in "ab"
+            ),
+            *(
+                engine(f"{D}{model}", "decode", fingerprint={**PRINT, "model": model})
+                for model in "ab"
+            ),
         ),
         "pair.fingerprint",
         "warn",
@@ -416,7 +533,9 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "cannot fetch KV from prefill http://p:30000: bootstrap unreachable: connection refused",
     ),
     "transfer port closed": (
-        lambda: fleet(p(), changed(d(), **look("ok", ranks=[rank("unreachable", None, "timed out")]))),
+        lambda: fleet(
+            p(), changed(d(), **look("ok", ranks=[rank("unreachable", None, "timed out")]))
+        ),
         "pair.reachable",
         "fail",
         "transfer port of rank 0 unreachable: timed out",
@@ -448,10 +567,19 @@ def test_two_routers_must_agree_and_share_kv_events() -> None:
     sentences = [r.sentence for r in routers.check_routers_agree(two)]
     assert "http://r2:8000 does not know http://d:30000" in sentences[0]
     assert "different versions" in sentences[1]
-    assert "without KV events each router" in sole(routers.check_kv_events(two), CheckStatus.WARN).sentence
+    assert (
+        "without KV events each router"
+        in sole(routers.check_kv_events(two), CheckStatus.WARN).sentence
+    )
     on = [{**w, "kv_events": [{"state": "exact"}]} for w in view.routers[0].workers]
-    same = [dataclasses.replace(view.routers[0], url=url, workers=on) for url in ("http://a", "http://b")]
-    assert sole(routers.check_kv_events(FleetView(same, [])), CheckStatus.OK).sentence == "KV events: exact"
+    same = [
+        dataclasses.replace(view.routers[0], url=url, workers=on)
+        for url in ("http://a", "http://b")
+    ]
+    assert (
+        sole(routers.check_kv_events(FleetView(same, [])), CheckStatus.OK).sentence
+        == "KV events: exact"
+    )
     sole(routers.check_routers_agree(FleetView(same, [])), CheckStatus.OK)
 
 
@@ -462,11 +590,23 @@ def test_two_routers_must_agree_and_share_kv_events() -> None:
         ({"boot_id": "other", "hostname": "b"}, {}, "tcp", "they run on different hosts (a, b)"),
         ({"network_namespace": "net:2"}, {}, "tcp", "different network namespaces"),
         ({"uid": 7}, {}, "tcp", "different users (1, 7)"),
-        ({}, {"disaggregation_transfer_backend": "tcp"}, "tcp", "shm: --disaggregation-transfer-backend tcp of decode"),
-        ({}, {"disaggregation_transfer_backend": "gloo"}, "tcp", "--disaggregation-transfer-backend gloo of decode"),
+        (
+            {},
+            {"disaggregation_transfer_backend": "tcp"},
+            "tcp",
+            "shm: --disaggregation-transfer-backend tcp of decode",
+        ),
+        (
+            {},
+            {"disaggregation_transfer_backend": "gloo"},
+            "tcp",
+            "--disaggregation-transfer-backend gloo of decode",
+        ),
     ],
 )
-def test_transport_of_a_pair_is_explained(changes: dict[str, Any], info: dict[str, Any], best: str, why: str) -> None:
+def test_transport_of_a_pair_is_explained(
+    changes: dict[str, Any], info: dict[str, Any], best: str, why: str
+) -> None:
     decode = d(host_facts=facts(**changes), **info)
     choice = pairs.choose_transport(p(), decode)
     assert choice is not None
@@ -481,8 +621,13 @@ def test_transport_of_a_pair_is_explained(changes: dict[str, Any], info: dict[st
 def test_transport_that_both_flags_name_is_expected() -> None:
     flags = {"disaggregation_transfer_backend": "gloo"}
     choice = pairs.choose_transport(p(**flags), d(**flags))
-    assert choice == pairs.TransportChoice("gloo", (f"shm: --disaggregation-transfer-backend gloo of prefill {P}",))
-    elsewhere = changed(d(host_facts=facts(boot_id="b", hostname="b")), **look("ok", ranks=[rank("reachable", None)]))
+    assert choice == pairs.TransportChoice(
+        "gloo", (f"shm: --disaggregation-transfer-backend gloo of prefill {P}",)
+    )
+    elsewhere = changed(
+        d(host_facts=facts(boot_id="b", hostname="b")),
+        **look("ok", ranks=[rank("reachable", None)]),
+    )
     found = pairs.check_transports(fleet(p(disaggregation_transfer_backend="shm"), elsewhere))
     sentence = sole(found, CheckStatus.FAIL).sentence
     assert "no transport serves this pair" in sentence
@@ -523,7 +668,12 @@ def test_exit_code_and_output_follow_the_worst_result() -> None:
     assert text.endswith("1 ok, 1 warnings, 0 failures, 1 skipped")
     shown = json.loads(check.render_json(results))
     assert shown["exit_code"] == 1
-    assert shown["checks"][2] == {"name": "d", "status": "warn", "sentence": "odd", "remedy": "do this"}
+    assert shown["checks"][2] == {
+        "name": "d",
+        "status": "warn",
+        "sentence": "odd",
+        "remedy": "do this",
+    }
     assert "\x1b[33mwarn" in check.render_text(results, is_colored=True)
 
 
@@ -536,7 +686,9 @@ def test_exit_code_and_output_follow_the_worst_result() -> None:
         (["--flet"], "--flet: there is no such flag; is it --fleet?"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main.main(flags)
     assert stop.value.code == 2
@@ -566,7 +718,9 @@ class AskedClient(HttpClient):
         super().__init__()
         self.asked: list[int] = []
 
-    def post(self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float) -> HttpAnswer:
+    def post(
+        self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float
+    ) -> HttpAnswer:
         self.asked.append(len(body.get("prefill", [])))
         found = {"host": dataclasses.asdict(facts()), "prefill": body.get("prefill", [])}
         return HttpAnswer(200, json.dumps(found), "", None)
@@ -585,4 +739,7 @@ def test_more_prefill_nodes_than_one_request_takes_are_asked_for_in_turn() -> No
 
 def test_metric_lines_are_read_and_others_left_out() -> None:
     text = '# HELP a b\na{x="1",y="a\\"b"} 2\nb 3 1700000000\nc NaN?\n'
-    assert parse_metrics(text) == [MetricSample("a", {"x": "1", "y": 'a\\"b'}, 2.0), MetricSample("b", {}, 3.0)]
+    assert parse_metrics(text) == [
+        MetricSample("a", {"x": "1", "y": 'a\\"b'}, 2.0),
+        MetricSample("b", {}, 3.0),
+    ]

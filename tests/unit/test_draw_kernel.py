@@ -14,7 +14,11 @@ import pytest
 def test_the_kernel_draws_the_hosts_tokens() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.draw_cases"], env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "tests.support.draw_cases"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ends of the range: 6 rows" in done.stdout

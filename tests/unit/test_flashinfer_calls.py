@@ -22,7 +22,12 @@ from tests.support.attention_cases import CASES, Case, check
 
 
 def run(case: Case) -> None:
-    check(case, lambda spec, kv: FlashInferAttention(spec, kv, fake_flashinfer, logits_soft_cap=case.soft_cap))
+    check(
+        case,
+        lambda spec, kv: FlashInferAttention(
+            spec, kv, fake_flashinfer, logits_soft_cap=case.soft_cap
+        ),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -40,7 +45,12 @@ def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_mix_of_rows(
-    page_size: int, heads: tuple[int, int], windows: list[int], lengths: list[int], chunk: int, seed: int
+    page_size: int,
+    heads: tuple[int, int],
+    windows: list[int],
+    lengths: list[int],
+    chunk: int,
+    seed: int,
 ) -> None:
     run(
         Case(
@@ -76,11 +86,15 @@ def test_one_plan_per_window_and_step_however_many_layers() -> None:
 
     check(case, make)
     wrappers = made[0]._wrappers
-    assert {w: (x.decode.plans, x.prefill.plans) for w, x in wrappers.items()} == {0: (1, 0), 5: (1, 0)}
+    assert {w: (x.decode.plans, x.prefill.plans) for w, x in wrappers.items()} == {
+        0: (1, 0),
+        5: (1, 0),
+    }
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(64, 8, 128), (96, 8, 128), (8, 1, 128), (16, 2, 64), (32, 4, 256)]
+    ("heads", "kv_heads", "dim"),
+    [(64, 8, 128), (96, 8, 128), (8, 1, 128), (16, 2, 64), (32, 4, 256)],
 )
 def test_the_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
     heads: int, kv_heads: int, dim: int
@@ -90,7 +104,11 @@ def test_the_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_take
     for new_tokens in (2, 5, 9, 12, 17, 32, 64, 128, 300):
         for context in (2048, 8192, 32768):
             pages = list(range(context // case.page_size))
-            backend.plan(build_batch([AttentionRow([0] * new_tokens, context - new_tokens, pages)], case.page_size))
+            backend.plan(
+                build_batch(
+                    [AttentionRow([0] * new_tokens, context - new_tokens, pages)], case.page_size
+                )
+            )
 
 
 def test_tensor_cores_decode_from_groups_of_three() -> None:
@@ -109,14 +127,17 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "message"), REFUSED)
 def test_shapes_outside_the_kernels_are_refused(case: Case, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"flashinfer: .*{message}.*; use --attention-backend torch"):
+    with pytest.raises(
+        ConfigError, match=rf"flashinfer: .*{message}.*; use --attention-backend torch"
+    ):
         FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
 
 
 def test_flashinfer_asked_for_by_name_is_an_error_on_a_cpu_pool() -> None:
     case = Case()
     with pytest.raises(
-        ConfigError, match="it needs a CUDA device, the KV pool is on cpu; use --attention-backend torch"
+        ConfigError,
+        match="it needs a CUDA device, the KV pool is on cpu; use --attention-backend torch",
     ):
         attention.make_backend("flashinfer", case.spec(), case.pool("cpu"))
 
@@ -129,10 +150,15 @@ def test_auto_takes_the_native_kernels_on_cpu(caplog: pytest.LogCaptureFixture) 
     assert type(made).__name__ == "CpuAttention"
     ((_, level, message),) = caplog.record_tuples
     assert level == logging.INFO
-    assert message == "attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on cpu)"
+    assert (
+        message
+        == "attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on cpu)"
+    )
 
 
-def test_auto_says_in_one_sentence_why_the_reference_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_in_one_sentence_why_the_reference_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """float16: neither the CPU kernels nor, on a CPU, flashinfer compute it."""
     case = Case(dtype=torch.float16)
     made = attention.make_backend("auto", case.spec(), case.pool("cpu"))
@@ -142,12 +168,19 @@ def test_auto_says_in_one_sentence_why_the_reference_serves(caplog: pytest.LogCa
     assert message.endswith("the slow torch reference is used instead")
 
 
-def test_auto_on_cuda_refuses_and_names_what_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_on_cuda_refuses_and_names_what_flashinfer_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Case()
     data = SimpleNamespace(device=torch.device("cuda"), dtype=case.dtype)
     kv: Any = SimpleNamespace(page_size=case.page_size, data=data)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # what an absent package looks like to import
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", None
+    )  # what an absent package looks like to import
     for name in ("auto", "flashinfer"):
-        with pytest.raises(ConfigError, match=r"flashinfer: it cannot be imported: .*; use --attention-backend torch"):
+        with pytest.raises(
+            ConfigError,
+            match=r"flashinfer: it cannot be imported: .*; use --attention-backend torch",
+        ):
             attention.make_backend(name, case.spec(), kv)
     assert isinstance(attention.make_backend("torch", case.spec(), kv), TorchAttention)

@@ -21,7 +21,14 @@ from baton.runtime.graphs import warmup
 from baton.runtime.graphs.capture import BYTES_EACH
 from baton.runtime.graphs.warmup import WarmupLimits, pages_needed, steps
 from baton.runtime.memory import profile as fitting
-from baton.runtime.memory.device_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, MemoryNeeds, size_pool
+from baton.runtime.memory.device_memory import (
+    GIB,
+    LEAST_PAGES,
+    MARGIN_BYTES,
+    MIB,
+    MemoryNeeds,
+    size_pool,
+)
 from baton.runtime.memory.profile import check_weights, profile_memory
 from baton.sched.types.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
@@ -57,11 +64,19 @@ def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
         assert not fits(pages + 1), "no page less than possible"
 
 
-@given(free=st.integers(0, 80 * GIB), wanted=st.integers(2, 100_000), page_bytes=st.integers(1, 4 * MIB))
-def test_a_wanted_pool_is_taken_as_it_is_or_refused(free: int, wanted: int, page_bytes: int) -> None:
+@given(
+    free=st.integers(0, 80 * GIB),
+    wanted=st.integers(2, 100_000),
+    page_bytes=st.integers(1, 4 * MIB),
+)
+def test_a_wanted_pool_is_taken_as_it_is_or_refused(
+    free: int, wanted: int, page_bytes: int
+) -> None:
     needs = MemoryNeeds(80 * GIB, free, 10 * GIB, 128 * MIB, GIB, 0)
     if wanted * page_bytes <= needs.room:
-        assert size_pool(needs, page_bytes, 0.01, wanted) == (wanted, "as asked for"), "whatever the fraction"
+        assert size_pool(needs, page_bytes, 0.01, wanted) == (wanted, "as asked for"), (
+            "whatever the fraction"
+        )
     else:
         with pytest.raises(ConfigError, match="the KV pool asked for has"):
             size_pool(needs, page_bytes, 0.99, wanted)
@@ -71,7 +86,9 @@ def test_two_engines_share_a_device_by_its_whole_memory() -> None:
     """P takes 0.4 of 80 GiB; D, which starts when P's are gone, gets as much."""
     page, needs = MIB, MemoryNeeds(80 * GIB, 62 * GIB, 16 * GIB, 0, 2 * GIB, GIB)
     prefill = size_pool(needs, page, 0.4)
-    beside = MemoryNeeds(80 * GIB, needs.free - 16 * GIB - prefill.pages * page, 16 * GIB, 0, 2 * GIB, GIB)
+    beside = MemoryNeeds(
+        80 * GIB, needs.free - 16 * GIB - prefill.pages * page, 16 * GIB, 0, 2 * GIB, GIB
+    )
     assert size_pool(beside, page, 0.4).pages == prefill.pages == 16 * 1024
     assert size_pool(beside, page, 0.6).why == "all that is free"
 
@@ -82,7 +99,9 @@ def test_a_pool_that_does_not_fit_is_refused_with_numbers_and_the_flag_to_lower(
     with pytest.raises(ConfigError, match=said + "--chunked-prefill-size"):
         size_pool(full, 2 * MIB, 0.95)
     small = MemoryNeeds(80 * GIB, 63 * GIB, 16 * GIB, 128 * MIB, GIB, 0)
-    with pytest.raises(ConfigError, match=r"--mem-fraction-static 0\.2 leaves no room .*weights of 16.*; raise it"):
+    with pytest.raises(
+        ConfigError, match=r"--mem-fraction-static 0\.2 leaves no room .*weights of 16.*; raise it"
+    ):
         size_pool(small, 2 * MIB, 0.2)
 
 
@@ -92,8 +111,12 @@ def test_a_pool_that_does_not_fit_is_refused_with_numbers_and_the_flag_to_lower(
 @st.composite
 def limits(draw: st.DrawFn) -> WarmupLimits:
     tokens = draw(st.integers(1, 300))
-    prompt_tokens, running, context = draw(st.tuples(st.integers(1, tokens), st.integers(1, 80), st.integers(1, 200)))
-    return WarmupLimits(tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64])))
+    prompt_tokens, running, context = draw(
+        st.tuples(st.integers(1, tokens), st.integers(1, 80), st.integers(1, 200))
+    )
+    return WarmupLimits(
+        tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64]))
+    )
 
 
 @given(limits())
@@ -121,17 +144,28 @@ def test_the_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
     assert all(row.sample for row in largest.rows)
     assert len(largest.rows) == at.running, "and each wants logits"
     if at.context >= at.prompt_tokens:  # one prompt can be as long as a step takes
-        assert largest.num_tokens == min(at.running - 1 + at.prompt_tokens, max(at.tokens, at.running))
+        assert largest.num_tokens == min(
+            at.running - 1 + at.prompt_tokens, max(at.tokens, at.running)
+        )
 
 
 def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_in_the_warmup() -> None:
-    plans = [plan for _, plan in steps(WarmupLimits(8192, 8192, running=256, context=40960, page_size=16))]
-    assert any(not any(row.sample for row in plan.rows) for plan in plans), "a chunk that is not a prompt's last"
-    assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), "attention splits its KV"
+    plans = [
+        plan
+        for _, plan in steps(WarmupLimits(8192, 8192, running=256, context=40960, page_size=16))
+    ]
+    assert any(not any(row.sample for row in plan.rows) for plan in plans), (
+        "a chunk that is not a prompt's last"
+    )
+    assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), (
+        "attention splits its KV"
+    )
 
 
 def test_the_largest_step_fills_the_budget() -> None:
-    *_, (_, largest) = steps(WarmupLimits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16))
+    *_, (_, largest) = steps(
+        WarmupLimits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16)
+    )
     assert largest.num_tokens == 8192
     assert len(largest.rows) == 256
 
@@ -169,7 +203,15 @@ def made(tmp_path: Path) -> Any:
 
 
 def config(**flags: Any) -> EngineConfig:
-    return build({"device": "auto", "page_size": 16, "max_running_requests": 4, "chunked_prefill_size": 64, **flags})
+    return build(
+        {
+            "device": "auto",
+            "page_size": 16,
+            "max_running_requests": 4,
+            "chunked_prefill_size": 64,
+            **flags,
+        }
+    )
 
 
 def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +230,9 @@ def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCapture
     )
 
 
-def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Recordable(TorchAttention):
         def capture_bytes(self, largest: int) -> int:
             return largest * MIB
@@ -197,16 +241,23 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
 
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)
-    for flags, captures, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
+    for flags, captures, graphs in (
+        ({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH),
+        ({"disable_cuda_graph": True}, 0, 0),
+    ):
         needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
-        assert profile_memory(made, asked, 512, None, Counted()) == size_pool(needs, page_bytes, 0.99).pages
+        assert (
+            profile_memory(made, asked, 512, None, Counted())
+            == size_pool(needs, page_bytes, 0.99).pages
+        )
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
     check_weights(70 * GIB, Counted())
     with pytest.raises(
-        ConfigError, match=r"weights take 70\.50 GiB and of the GPU's 80\.00 GiB 70\.00 are free; .*--tp-size"
+        ConfigError,
+        match=r"weights take 70\.50 GiB and of the GPU's 80\.00 GiB 70\.00 are free; .*--tp-size",
     ):
         check_weights(70 * GIB + GIB // 2, Counted())
 
@@ -244,7 +295,9 @@ def backends(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
 NINJA = "Ninja build failed. Ninja output:\n[1/2] nvcc …\nfatal error: cuda_fp8.h: No such file\nninja: stopped"
 
 
-def test_a_flashinfer_that_cannot_run_ends_the_start(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flashinfer_that_cannot_run_ends_the_start(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backends(monkeypatch, RuntimeError(NINJA))
     for name in ("auto", "flashinfer"):
         with pytest.raises(
@@ -255,22 +308,33 @@ def test_a_flashinfer_that_cannot_run_ends_the_start(made: Any, monkeypatch: pyt
     assert profile_memory(made, config(attention_backend="torch"), 512, None, Counted()) > 0
 
 
-def test_a_flashinfer_with_another_interface_ends_the_start_too(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flashinfer_with_another_interface_ends_the_start_too(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
-    with pytest.raises(ConfigError, match=r"cannot run here \(TypeError: plan\(\) got an unexpected keyword argument"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot run here \(TypeError: plan\(\) got an unexpected keyword argument",
+    ):
         profile_memory(made, config(), 512, None, Counted())
 
 
 def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = backends(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
-    with pytest.raises(ConfigError, match=r"a step of the largest size does not fit .*20.00 GiB.*lower --chunk"):
+    asked = backends(
+        monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    )
+    with pytest.raises(
+        ConfigError, match=r"a step of the largest size does not fit .*20.00 GiB.*lower --chunk"
+    ):
         profile_memory(made, config(), 512, None, Counted())
     assert asked == ["auto"]
 
 
-def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_reference_is_not_hidden(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def execute(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -51,7 +51,11 @@ def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject)
         indptr = np.concatenate((np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)))
         if indptr[-1] > pages:
             continue
-        rows = PagedRows(indptr, np.arange(1, indptr[-1] + 1, dtype=np.int32) * 7, np.arange(n, dtype=np.int32) + 1)
+        rows = PagedRows(
+            indptr,
+            np.arange(1, indptr[-1] + 1, dtype=np.int32) * 7,
+            np.arange(n, dtype=np.int32) + 1,
+        )
         static.fill(LateStream(), columns, rows)
         assert [x[:n].tolist() for x in fields] == columns.tolist()
         assert static.page_indptr[: n + 1].tolist() == indptr.tolist()
@@ -79,7 +83,13 @@ def test_a_recorded_forward_attends_as_the_eager_one(
     heads: tuple[int, int], page_size: int, seed: int, windows: tuple[int, int], lengths: list[int]
 ) -> None:
     """Grouped queries, windows, pages of any size; every capture size is recorded once and used for any rows."""
-    case = Case(heads=heads[0], kv_heads=heads[1], page_size=page_size, windows=windows, lengths=tuple(lengths))
+    case = Case(
+        heads=heads[0],
+        kv_heads=heads[1],
+        page_size=page_size,
+        windows=windows,
+        lengths=tuple(lengths),
+    )
     rng, spec = np.random.default_rng(seed), case.spec()
     pages = 2 * sum(-(-n // page_size) for n in lengths)
     data = torch.randn(pages + 1, 2, 2, page_size, heads[1], case.dim).bfloat16()
@@ -87,7 +97,9 @@ def test_a_recorded_forward_attends_as_the_eager_one(
     kv = KvTensors(spec.kv, page_size, data, dummy_page=pages)
     backend = FlashInferAttention(spec, kv, fake_flashinfer)
     static = GraphInputs(4, pages + 4, torch.device("cpu"))
-    q, k, v = (torch.zeros(4, h, case.dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
+    q, k, v = (
+        torch.zeros(4, h, case.dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1])
+    )
     out = torch.zeros(2, 4, heads[0] * case.dim, dtype=torch.bfloat16)
 
     def layers(size: int) -> None:
@@ -98,10 +110,20 @@ def test_a_recorded_forward_attends_as_the_eager_one(
     replays: dict[int, Any] = {}
     with torch.inference_mode():
         for size in (4, 2, 1):
-            load(backend, static, size, PagedRows(*(np.zeros(n, np.int32) for n in (1, 0, 0))), np.zeros(0, int), kv)
+            load(
+                backend,
+                static,
+                size,
+                PagedRows(*(np.zeros(n, np.int32) for n in (1, 0, 0))),
+                np.zeros(0, int),
+                kv,
+            )
             replays[size] = TapeRecorder().record(lambda size=size: layers(size))  # type: ignore[misc]
         free = rng.permutation(pages).tolist()
-        rows = [AttentionRow([0], n - 1, [free.pop() for _ in range(-(-n // page_size))]) for n in lengths]
+        rows = [
+            AttentionRow([0], n - 1, [free.pop() for _ in range(-(-n // page_size))])
+            for n in lengths
+        ]
         for some in (rows, rows[::2], rows[:1], rows):
             batch = build_batch(some, page_size)
             q.copy_(torch.randn(q.shape))
@@ -118,7 +140,9 @@ def test_a_recorded_forward_attends_as_the_eager_one(
                 assert torch.equal(out[layer, :n], backend.forward(layer, q[:n], k[:n], v[:n]))
 
 
-def load(backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors) -> None:
+def load(
+    backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors
+) -> None:
     if size not in backend._captured:
         backend.prepare_capture(size, static)
     assert kv.dummy_page is not None
@@ -134,10 +158,18 @@ def test_large_sizes_of_many_heads_get_a_larger_workspace() -> None:
     case = Case(heads=64, kv_heads=8, dim=128, lengths=(1,))
     backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
     assert backend._capture_workspace_bytes(256) == 64 * 383 * 16 * 129 * 4 + (1 << 20)
-    assert backend._capture_workspace_bytes(256) > len(backend._workspace) == 64 * 33 * 128 * 129 * 4 + (1 << 20)
-    assert backend._capture_workspace_bytes(1) == 64 * 33 * 16 * 129 * 4 + (1 << 20), "two blocks per multiprocessor"
+    assert (
+        backend._capture_workspace_bytes(256)
+        > len(backend._workspace)
+        == 64 * 33 * 128 * 129 * 4 + (1 << 20)
+    )
+    assert backend._capture_workspace_bytes(1) == 64 * 33 * 16 * 129 * 4 + (1 << 20), (
+        "two blocks per multiprocessor"
+    )
     assert backend._capture_workspace_bytes(8) < len(backend._workspace)
-    assert backend.capture_bytes(8) == 2 << 20, "the integers of two windows; the floats are those of eager steps"
+    assert backend.capture_bytes(8) == 2 << 20, (
+        "the integers of two windows; the floats are those of eager steps"
+    )
     assert backend.capture_bytes(256) == (2 << 20) + backend._capture_workspace_bytes(256)
 
 
@@ -177,15 +209,23 @@ def test_recorded_steps_read_nothing_back_and_mix_no_devices(tmp_path: Path) -> 
 
 REFUSED = [
     ({"cuda_graph_max_bs": 8}, "there are no CUDA graphs on --device cpu; leave it out"),
-    ({"cuda_graph_max_bs": 8, "device": "cuda", "tp_size": 2}, "steps are not recorded with --tp-size 2; leave it out"),
-    ({"cuda_graph_max_bs": 8, "device": "cuda", "disable_cuda_graph": True}, "--disable-cuda-graph is set, too"),
+    (
+        {"cuda_graph_max_bs": 8, "device": "cuda", "tp_size": 2},
+        "steps are not recorded with --tp-size 2; leave it out",
+    ),
+    (
+        {"cuda_graph_max_bs": 8, "device": "cuda", "disable_cuda_graph": True},
+        "--disable-cuda-graph is set, too",
+    ),
     ({"cuda_graph_max_bs": 0, "device": "cuda"}, "--cuda-graph-max-bs 0: give 1 to 1024"),
     ({"cuda_graph_max_bs": 1025, "device": "auto"}, "--cuda-graph-max-bs 1025: give 1 to 1024"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_flags_that_would_have_no_effect_are_refused(flags: dict[str, object], message: str) -> None:
+def test_flags_that_would_have_no_effect_are_refused(
+    flags: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         config.build(flags)
 
@@ -202,14 +242,23 @@ def test_how_many_rows_are_recorded(flags: dict[str, object], rows: int) -> None
     assert rows_to_record(config.build({"device": "cuda", **flags})) == rows
 
 
-def test_the_reason_for_not_recording_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_not_recording_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     kv = make_pool(model.spec.kv, 4, 8, native=False)
     runner = DeviceRunner(model, kv, DeviceCheck(), 2, stream=LateStream())
     memory: Any = None
     with caplog.at_level(logging.INFO):
-        for flags in ({"disable_cuda_graph": True}, {"tp_size": 2}, {"disaggregation_mode": "prefill"}, {}):
-            build._record(runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory)
+        for flags in (
+            {"disable_cuda_graph": True},
+            {"tp_size": 2},
+            {"disaggregation_mode": "prefill"},
+            {},
+        ):
+            build._record(
+                runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory
+            )
     assert "none with --disable-cuda-graph" in caplog.messages[0]
     assert "none with --tp-size 2" in caplog.messages[1]
     assert "none, a prefill node runs no decode steps" in caplog.messages[2]
@@ -233,4 +282,7 @@ def test_a_failure_while_recording_leaves_an_engine_that_runs_eagerly(
     monkeypatch.setattr(build, "CudaRecorder", Refuses)
     build._record(runner, config.build({"device": "cuda"}), torch.device("cpu"), 64, memory)
     assert runner._graphs is None
-    assert "recording failed (fast_decode_plan() got an unexpected keyword argument)" in caplog.messages[-1]
+    assert (
+        "recording failed (fast_decode_plan() got an unexpected keyword argument)"
+        in caplog.messages[-1]
+    )

@@ -18,13 +18,17 @@ from tests.support import shapes
 from tests.support.whole_model import load_model
 
 CPU = torch.device("cpu")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def output(*arguments: str, **variables: str) -> str:
     """Output of a Python process."""
     env = {**os.environ, **variables}
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -103,7 +107,10 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
     caplog.clear()
     ops._choose_triton(spec, CPU, required=False)
     assert len(caplog.messages) == 1
-    assert "tokens drawn on the host; Triton's kernels: Failed to find C compiler" in caplog.messages[0]
+    assert (
+        "tokens drawn on the host; Triton's kernels: Failed to find C compiler"
+        in caplog.messages[0]
+    )
     assert ops.head_kernel(torch.empty(1, device="meta")) is None
     assert not kernels.usable
 
@@ -112,7 +119,7 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
 def test_an_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("triton", "baton.layers.kernels.draw", "baton.layers.kernels.heads"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert "ImportError: import of" in str(kernels.obstacle(spec, CPU)) or "ModuleNotFoundError" in str(
+    assert "ImportError: import of" in str(
         kernels.obstacle(spec, CPU)
-    )
+    ) or "ModuleNotFoundError" in str(kernels.obstacle(spec, CPU))
     assert not kernels.usable

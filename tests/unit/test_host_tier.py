@@ -54,7 +54,9 @@ class Machine:
                     self.device[page] = content
             self.copied[run.to_host] += len(moved)
 
-    def use(self, tokens: list[int], namespace: bytes = b"", *, keep: bool = False, write: bool = True) -> int:
+    def use(
+        self, tokens: list[int], namespace: bytes = b"", *, keep: bool = False, write: bool = True
+    ) -> int:
         """Admit a request: match, restore, compute the rest. Returns pages that needed no computing.
 
         `write=False`: the copies that were asked for wait for a later call, as those of plans without rows do.
@@ -95,20 +97,29 @@ class Machine:
         """Every page of the tree and, after the copies, every slot holds the prefix that it is found by."""
         self.carry_out()
         self.host.ledger()
-        assert self.allocator.free_count + self.cache.evictable_pages + self.cache.locked_pages == len(self.device)
-        todo: list[tuple[RadixNode, bytes, bytes]] = [(r, b"", ns) for ns, r in self.cache._roots.items()]
+        assert (
+            self.allocator.free_count + self.cache.evictable_pages + self.cache.locked_pages
+            == len(self.device)
+        )
+        todo: list[tuple[RadixNode, bytes, bytes]] = [
+            (r, b"", ns) for ns, r in self.cache._roots.items()
+        ]
         while todo:
             node, before, namespace = todo.pop()
             path = before + node.key if node.parent is not None else b""
             for i, page in enumerate(node.pages):
                 end = len(before) + (i + 1) * self.page_size * 4
-                assert self.device[page] == (namespace, tuple(array("i", path[:end]))), "the tree finds a wrong page"
+                assert self.device[page] == (namespace, tuple(array("i", path[:end]))), (
+                    "the tree finds a wrong page"
+                )
             todo += [(child, path, namespace) for child in node.children.values()]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(sorted(EVICTION_POLICIES)))
-def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(rng: random.Random, eviction: str) -> None:
+def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(
+    rng: random.Random, eviction: str
+) -> None:
     slots = rng.randint(1, 16)
     m = Machine(rng.randint(4, 12), slots, rng.randint(1, 3), eviction)
     pinned: list[list[HostPage]] = []
@@ -132,10 +143,15 @@ def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(rng: random.Ran
                 assert len(pinned[-1]) == count, "reserved room is there"
                 m.host.pin(pinned[-1])
         elif turn < 0.9:
-            first, namespace = key([rng.randrange(2) for _ in range(m.page_size)]), rng.choice([b"", b"other"])
+            first, namespace = (
+                key([rng.randrange(2) for _ in range(m.page_size)]),
+                rng.choice([b"", b"other"]),
+            )
             m.cache.quarantine(first, namespace)
             m.host.quarantine(first, namespace)
-            assert m.host.find(m.cache.match(first, namespace, 0).node, first, namespace, 0, 1) == []
+            assert (
+                m.host.find(m.cache.match(first, namespace, 0).node, first, namespace, 0, 1) == []
+            )
         elif turn < 0.97 and pinned:
             m.host.unpin(pinned.pop(rng.randrange(len(pinned))))
         elif turn >= 0.97:
@@ -160,7 +176,9 @@ def test_evicted_pages_come_back_at_one_copy_each_way() -> None:
     assert m.copied == {True: 8, False: 4}
     assert m.use(other) == 4
     assert m.use(first) == 4
-    assert m.copied == {True: 8, False: 12}, "a slot keeps its content: going out again costs nothing"
+    assert m.copied == {True: 8, False: 12}, (
+        "a slot keeps its content: going out again costs nothing"
+    )
     m.check()
 
 
@@ -208,7 +226,9 @@ def test_the_next_turn_of_a_conversation_displaces_what_was_not_continued() -> N
     m.cache.evict(8)
     m.check()
     assert m.copied[True] == 4 + 6
-    assert m.use([1] * 12) == 6, "the third turn, too, though no request had asked for its pages yet"
+    assert m.use([1] * 12) == 6, (
+        "the third turn, too, though no request had asked for its pages yet"
+    )
 
 
 def test_duplicates_go_first_and_pinned_pages_never() -> None:
@@ -236,7 +256,9 @@ def test_a_full_host_without_room_just_forgets() -> None:
     m.cache.evict(2)
     m.use([2] * 4)
     m.cache.evict(2)
-    assert (m.use([2] * 4), m.use([1] * 4)) == (0, 2), "mru: the new page is worth less than what is here"
+    assert (m.use([2] * 4), m.use([1] * 4)) == (0, 2), (
+        "mru: the new page is worth less than what is here"
+    )
     with pytest.raises(LedgerError, match="sums to 3 of 2"):
         HostLedger(1, 1, 1).check(2)
     with pytest.raises(LedgerError, match="pinned"):

@@ -23,7 +23,9 @@ from tests.support.attention_batch import AttentionRow, build_batch
 LAYERS = 2
 
 
-def make_spec(heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0, 0), dtype: str = "float32") -> Any:
+def make_spec(
+    heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0, 0), dtype: str = "float32"
+) -> Any:
     kv = KVSpec(LAYERS, kv_heads, dim, dtype)
     return SimpleNamespace(
         num_layers=LAYERS,
@@ -58,7 +60,9 @@ class Sequence:
         return AttentionRow(range(n), start, self.pages)
 
 
-def run(backend: Any, spec: Any, parts: list[tuple[Sequence, int, int]], page_size: int) -> list[torch.Tensor]:
+def run(
+    backend: Any, spec: Any, parts: list[tuple[Sequence, int, int]], page_size: int
+) -> list[torch.Tensor]:
     """Attend (sequence, start, n) as one step; per part [LAYERS, n, Hq * D]."""
     batch = build_batch([s.row(start, n) for s, start, n in parts], page_size)
     backend.plan(batch)
@@ -94,7 +98,9 @@ def test_equals_the_torch_backend(
         backend = backend_class(spec, make_kv(spec, page_size, 512))
         prefill = run(backend, spec, [(s, 0, max(1, s.length - 3)) for s in sequences], page_size)
         decode = [(s, s.length - 1, 1) for s in sequences if s.length > 3]
-        middle = run(backend, spec, [(s, s.length - 3, 2) for s in sequences if s.length > 3], page_size)
+        middle = run(
+            backend, spec, [(s, s.length - 3, 2) for s in sequences if s.length > 3], page_size
+        )
         results.append(prefill + middle + run(backend, spec, decode, page_size))
     tolerance = {"float32": (1e-5, 3e-6), "bfloat16": (1.6e-2, 1e-2)}[dtype]
     for ours, reference in zip(*results, strict=True):
@@ -135,7 +141,9 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
         backend.forward(0, q.transpose(1, 2).contiguous().transpose(1, 2), kv, kv)
     with pytest.raises(ValueError, match=r"page_indices\[0\] is 4; the pool has pages 0 to 3"):
         backend.plan(build_batch([AttentionRow([1, 2], 0, [4])], 16))
-    wrong = ForwardBatch(**{**{f: getattr(good, f) for f in good.__slots__}, "kv_lens": good.kv_lens.long()})
+    wrong = ForwardBatch(
+        **{**{f: getattr(good, f) for f in good.__slots__}, "kv_lens": good.kv_lens.long()}
+    )
     with pytest.raises(ValueError, match=r"kv_lens is torch.int64"):
         backend.plan(wrong)
 

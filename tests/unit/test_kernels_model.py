@@ -44,7 +44,9 @@ def decoder(path: Path, dtype: str, *, packed: bool) -> Decoder:
     return model
 
 
-def last_logits(model: Decoder, prompt: list[int], cuts: list[int], company: list[int]) -> torch.Tensor:
+def last_logits(
+    model: Decoder, prompt: list[int], cuts: list[int], company: list[int]
+) -> torch.Tensor:
     """Logits after the prompt, computed in pieces that end at `cuts`; each piece shares its step with a stranger."""
     kv = make_pool(model.spec.kv, PAGE_SIZE, 64, native=False)
     attn = CpuAttention(model.spec, kv)
@@ -62,7 +64,9 @@ def last_logits(model: Decoder, prompt: list[int], cuts: list[int], company: lis
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_decode_steps_and_company_leave_the_logits_as_they_are(tmp_path: Path, dtype: str) -> None:
+def test_chunks_decode_steps_and_company_leave_the_logits_as_they_are(
+    tmp_path: Path, dtype: str
+) -> None:
     model = decoder(tmp_path, dtype, packed=True)
     rng = random.Random(5)
     prompt = [rng.randrange(300) for _ in range(130)]
@@ -74,5 +78,7 @@ def test_chunks_decode_steps_and_company_leave_the_logits_as_they_are(tmp_path: 
 
 def test_packing_changes_logits_by_rounding_only(tmp_path: Path) -> None:
     prompt = list(range(40))
-    packed, plain = (last_logits(decoder(tmp_path, "float32", packed=p), prompt, [], []) for p in (True, False))
+    packed, plain = (
+        last_logits(decoder(tmp_path, "float32", packed=p), prompt, [], []) for p in (True, False)
+    )
     torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)

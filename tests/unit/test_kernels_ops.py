@@ -84,7 +84,9 @@ def test_norms_equal_torch(dtype: torch.dtype) -> None:
         x, residual, w = (noise(rows, n, dtype=dtype, seed=s) for s in (1, 2, 3))
         assert_close(ops_cpu.rms_norm(x, w[0], 1e-6), ops.rms_norm(x, w[0], 1e-6))
         wanted = ops.add_rms_norm(x, residual, w[0], 1e-5)
-        for got, want in zip(ops_cpu.add_rms_norm(x.clone(), residual.clone(), w[0], 1e-5), wanted, strict=True):
+        for got, want in zip(
+            ops_cpu.add_rms_norm(x.clone(), residual.clone(), w[0], 1e-5), wanted, strict=True
+        ):
             assert_close(got, want)
 
 
@@ -133,7 +135,9 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
     with pytest.raises(ValueError, match="weight is"):
         ops_cpu.rms_norm(x, w[:4], 1e-6)
     with pytest.raises(ValueError, match="position 3 is outside the rope table of 3 rows"):
-        ops_cpu.rope(x[:, None], x[:, None].clone(), torch.tensor([0, 3]), torch.ones(3, 4), torch.ones(3, 4))
+        ops_cpu.rope(
+            x[:, None], x[:, None].clone(), torch.tensor([0, 3]), torch.ones(3, 4), torch.ones(3, 4)
+        )
 
 
 def test_an_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:

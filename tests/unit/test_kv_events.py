@@ -22,13 +22,17 @@ def encode(*tokens: int) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-def make(page_size: int = 1, pages: int = 16, eviction: str = "lru") -> tuple[RadixCache, PageAllocator, KvEventLog]:
+def make(
+    page_size: int = 1, pages: int = 16, eviction: str = "lru"
+) -> tuple[RadixCache, PageAllocator, KvEventLog]:
     allocator = PageAllocator(pages)
     log = KvEventLog(page_size * 4, keep=KEEP)
     return RadixCache(page_size, allocator, eviction=eviction, log=log), allocator, log
 
 
-def publish(cache: RadixCache, allocator: PageAllocator, tokens: bytes, namespace: bytes = b"") -> None:
+def publish(
+    cache: RadixCache, allocator: PageAllocator, tokens: bytes, namespace: bytes = b""
+) -> None:
     known = cache.match(tokens, namespace, len(tokens) // 4)
     cache.lock(known.node)
     start = known.num_tokens // cache.page_size

@@ -24,7 +24,9 @@ def test_enabled_means_zmq_unless_said_otherwise() -> None:
     assert read(ON).uses_zmq
     assert not read('{"enable_kv_cache_events": true, "publisher": "null"}').uses_zmq
     assert not read('{"publisher": "zmq"}').uses_zmq
-    limits = setup.limits(config.parse(["--kv-events-config", ON[:-1] + ', "buffer_steps": 7}']), 64)
+    limits = setup.limits(
+        config.parse(["--kv-events-config", ON[:-1] + ', "buffer_steps": 7}']), 64
+    )
     assert limits.kv_event_batches == 7
 
 
@@ -33,7 +35,10 @@ def test_enabled_means_zmq_unless_said_otherwise() -> None:
     [
         ("{", "is no JSON"),
         ("[]", "give a JSON object"),
-        ('{"enable": true}', "there is no key 'enable'; there are buffer_steps, enable_kv_cache_events"),
+        (
+            '{"enable": true}',
+            "there is no key 'enable'; there are buffer_steps, enable_kv_cache_events",
+        ),
         ('{"max_queue_size": 10}', "there is no key 'max_queue_size'"),
         ('{"enable_kv_cache_events": 1}', "enable_kv_cache_events 1: give true or false"),
         ('{"publisher": "nats"}', 'publisher "nats": give "zmq", or "null"'),
@@ -41,8 +46,14 @@ def test_enabled_means_zmq_unless_said_otherwise() -> None:
         ('{"endpoint": null}', "endpoint null: give"),
         ('{"endpoint": "tcp://*"}', 'endpoint "tcp://*": give'),
         ('{"endpoint": "tcp://*:0"}', "endpoint tcp://*:0 of DP rank 0: ports are 1 to 65535"),
-        ('{"endpoint": "tcp://*:65535"}', "endpoint tcp://*:65536 of DP rank 1: ports are 1 to 65535"),
-        ('{"replay_endpoint": "tcp://*:5558"}', "replay_endpoint tcp://*:5558 of DP rank 0 is also the endpoint of DP"),
+        (
+            '{"endpoint": "tcp://*:65535"}',
+            "endpoint tcp://*:65536 of DP rank 1: ports are 1 to 65535",
+        ),
+        (
+            '{"replay_endpoint": "tcp://*:5558"}',
+            "replay_endpoint tcp://*:5558 of DP rank 0 is also the endpoint of DP",
+        ),
         ('{"buffer_steps": 0}', "buffer_steps 0: give an integer from 1 to 1000000"),
         ('{"buffer_steps": true}', "buffer_steps true: give an integer"),
         ('{"hwm": 0}', "hwm 0: give an integer from 1"),
@@ -71,14 +82,25 @@ def test_events_without_a_cache_are_refused() -> None:
 def test_each_rank_has_its_own_endpoints_as_in_vllm() -> None:
     given = KvEventsConfig(endpoint="tcp://*:5557", replay_endpoint="tcp://127.0.0.1:6000")
     assert given.of_rank(0) == given
-    assert (given.of_rank(3).endpoint, given.of_rank(3).replay_endpoint) == ("tcp://*:5560", "tcp://127.0.0.1:6003")
+    assert (given.of_rank(3).endpoint, given.of_rank(3).replay_endpoint) == (
+        "tcp://*:5560",
+        "tcp://127.0.0.1:6003",
+    )
     free = KvEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="ipc:///tmp/x")
-    assert (free.of_rank(1).endpoint, free.of_rank(1).replay_endpoint) == ("tcp://127.0.0.1:*", "ipc:///tmp/x_dp1")
+    assert (free.of_rank(1).endpoint, free.of_rank(1).replay_endpoint) == (
+        "tcp://127.0.0.1:*",
+        "ipc:///tmp/x_dp1",
+    )
 
 
 @pytest.mark.parametrize(
     ("endpoint", "bound"),
-    [("tcp://*:5557", True), ("tcp://[::]:5557", True), ("ipc:///tmp/x", True), ("tcp://router:5557", False)],
+    [
+        ("tcp://*:5557", True),
+        ("tcp://[::]:5557", True),
+        ("ipc:///tmp/x", True),
+        ("tcp://router:5557", False),
+    ],
 )
 def test_the_endpoint_says_whether_to_bind(endpoint: str, bound: bool) -> None:
     assert binds(endpoint) is bound

@@ -63,7 +63,9 @@ def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.Monkey
     registered: list[int] = []
     monkeypatch.setattr(ipc, "register", lambda memory: registered.append(memory.nbytes))
     on_cpu = make_pool(spec, 4, 5, native=False)
-    data = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape)
+    data = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape
+    )
     on_cuda = SimpleNamespace(page_bytes=on_cpu.page_bytes, data=data)
     host = make_host_pool(on_cuda, 3)  # type: ignore[arg-type]
     assert (host.shape, host.is_pinned()) == ((3, 3, 2, 4, 3, 16), False)

@@ -27,7 +27,10 @@ class ScriptedRanks:
     """The part of Ranks that streams use; a snapshot holds BLOCK and stands for what was sent so far."""
 
     def __init__(self, size: int) -> None:
-        self.ranks = [RankClient(i, None, ready=True, info={"kv_events": {"epoch": "e1"}}) for i in range(size)]  # type: ignore[arg-type]
+        self.ranks = [
+            RankClient(i, None, ready=True, info={"kv_events": {"epoch": "e1"}})
+            for i in range(size)
+        ]  # type: ignore[arg-type]
         self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
         self.sent = 0
         self.snapshots = 0
@@ -36,10 +39,14 @@ class ScriptedRanks:
         assert wanted is not None
         return self.ranks[wanted]
 
-    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> ReplyMessage:
+    async def control(
+        self, rank: RankClient, op: str, timeout_secs: float, **args: Any
+    ) -> ReplyMessage:
         assert op == "kv_snapshot"
         self.snapshots += 1
-        return ReplyMessage(1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)})
+        return ReplyMessage(
+            1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)}
+        )
 
     def send(self, dp_rank: int = 0) -> None:
         payload = codec.encode([Removed((self.sent,))], 2, 2.0, dp_rank)
@@ -48,7 +55,9 @@ class ScriptedRanks:
 
 
 @web.middleware
-async def errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+async def errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> Any:
     try:
         return await handler(request)
     except EngineError as err:
@@ -56,7 +65,9 @@ async def errors(request: web.Request, handler: Callable[[web.Request], Awaitabl
 
 
 @asynccontextmanager
-async def serving(ranks: ScriptedRanks, enabled: bool = True) -> AsyncIterator[tuple[TestClient[Any, Any], KvStreams]]:
+async def serving(
+    ranks: ScriptedRanks, enabled: bool = True
+) -> AsyncIterator[tuple[TestClient[Any, Any], KvStreams]]:
     streams = KvStreams(ranks, enabled)  # type: ignore[arg-type]
     app = web.Application(middlewares=[errors])
     app.router.add_get("/v1/kv_events", streams.serve)
@@ -98,7 +109,9 @@ def test_a_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
             ranks.send()
             second = await next_line(answer.content)
             assert (second["type"], second["seq"]) == ("batch", 3)
-            assert second["events"] == [{"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}]
+            assert second["events"] == [
+                {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}
+            ]
             answer.close()
 
     run(scene)

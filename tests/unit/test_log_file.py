@@ -69,12 +69,16 @@ def test_lines_the_disk_cannot_take_are_dropped_and_counted(
         pass
     file.put("6")
     file.close()
-    assert path.read_text().split() == (["0", "1", "2", "3"] if whole else ["0", "1", "2", "3", "6"])
+    assert path.read_text().split() == (
+        ["0", "1", "2", "3"] if whole else ["0", "1", "2", "3", "6"]
+    )
     assert file.dropped == (3 if whole else 2), "a trace with a gap is not continued"
 
 
 def test_a_file_that_cannot_be_opened_is_a_mistake_in_the_flags(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--decision-log .*No such file or directory; give a file in a directory"):
+    with pytest.raises(
+        ConfigError, match=r"--decision-log .*No such file or directory; give a file in a directory"
+    ):
         LogFile("--decision-log", str(tmp_path / "no" / "log"), str, 1)
 
 

@@ -62,10 +62,19 @@ def test_projections_are_stacked_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["missing tensor model.layers.1.mlp.up_proj.weight"]),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            ["missing tensor model.layers.1.mlp.up_proj.weight"],
+        ),
         (lambda t: t.pop("lm_head.weight"), ["missing tensor lm_head.weight"]),
-        (lambda t: t.update({"model.layers.0.mlp.router.weight": torch.ones(2)}), ["unexpected", "mlp.router.weight"]),
-        (lambda t: t.update({"model.norm.weight": torch.ones(8)}), ["model.norm.weight is [8]", "implies [16]"]),
+        (
+            lambda t: t.update({"model.layers.0.mlp.router.weight": torch.ones(2)}),
+            ["unexpected", "mlp.router.weight"],
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(8)}),
+            ["model.norm.weight is [8]", "implies [16]"],
+        ),
         (lambda t: t.clear(), ["missing tensor", "more"]),
     ],
 )
@@ -80,7 +89,9 @@ def test_a_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
     path = checkpoint(tmp_path)
     check(build({}), path)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: 2**20)
-    with pytest.raises(ConfigError, match=r"2 engines need 0\.00 GiB for weights and 0\.25 GiB for KV pools"):
+    with pytest.raises(
+        ConfigError, match=r"2 engines need 0\.00 GiB for weights and 0\.25 GiB for KV pools"
+    ):
         check(build({}), path, 2)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: None)
     check(build({"kv_pool_mib": 10**9}), path)
@@ -117,7 +128,9 @@ def test_absent_and_damaged_files_are_named(tmp_path):
     file.unlink()
     with pytest.raises(ConfigError, match="--load-format dummy"):
         load_model(path)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x-1.safetensors"}}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "x-1.safetensors"}})
+    )
     with pytest.raises(ConfigError, match=r"1 of 1 files are absent, first x-1\.safetensors"):
         load_model(path)
 
@@ -134,7 +147,9 @@ def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
 
 def held(decoder: Any) -> list[torch.Tensor]:
     w = decoder.weights
-    both = [getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)]
+    both = [
+        getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)
+    ]
     return [x for x in both if isinstance(x, torch.Tensor)]
 
 
@@ -172,7 +187,14 @@ def test_long_loading_is_logged(tmp_path, monkeypatch, caplog):
 def test_progress_grows_from_nothing_to_all_parameters_of_the_share(tmp_path, load_format, rank):
     path = checkpoint(tmp_path)
     spec, shard, progress = read_spec(path), Shard(rank, 2), []
-    load_weights(spec, path, load_format, 0, shard, on_progress=lambda done, total: progress.append((done, total)))
+    load_weights(
+        spec,
+        path,
+        load_format,
+        0,
+        shard,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
     mine = sum(math.prod(param.shape) for param in plan_weights(spec, shard))
     assert progress[0] == (0, mine)
     assert progress[-1] == (mine, mine)
@@ -180,7 +202,9 @@ def test_progress_grows_from_nothing_to_all_parameters_of_the_share(tmp_path, lo
     assert progress == sorted(progress)
 
 
-@pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)]
+)
 def test_shapes_of_well_known_models_are_theirs(tmp_path, shape, parameters):
     """The published numbers of parameters, from the index files of the checkpoints."""
     path = shapes.make(shape, tmp_path)

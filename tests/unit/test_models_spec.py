@@ -61,9 +61,21 @@ def spec_of(path: Path, config: dict[str, Any], **changes: Any) -> ModelSpec:
 
 def test_llama_3_2(tmp_path):
     spec = spec_of(tmp_path, LLAMA_32_1B)
-    assert spec.rope == RopeSpec(500000.0, "llama3", 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert (spec.tied, spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (True, False, False, False, False)
-    assert (spec.max_context, spec.eos_token_ids, spec.dtype) == (131072, (128001, 128008, 128009), "bfloat16")
+    assert spec.rope == RopeSpec(
+        500000.0, "llama3", 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    assert (spec.tied, spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+        False,
+    )
+    assert (spec.max_context, spec.eos_token_ids, spec.dtype) == (
+        131072,
+        (128001, 128008, 128009),
+        "bfloat16",
+    )
     assert spec.num_parameters == pytest.approx(1.236e9, rel=1e-3)
     assert spec.kv.token_bytes == 32768
     assert spec.kv.page_bytes(16) == 524288
@@ -105,7 +117,13 @@ def test_absent_fields_mean_what_the_family_says(tmp_path):
 
 def test_transformers_5_spelling_means_the_same(tmp_path):
     rope = {**LLAMA_32_1B["rope_scaling"], "rope_theta": 500000.0}
-    new = {"rope_parameters": rope, "rope_scaling": ..., "rope_theta": ..., "dtype": "bfloat16", "torch_dtype": ...}
+    new = {
+        "rope_parameters": rope,
+        "rope_scaling": ...,
+        "rope_theta": ...,
+        "dtype": "bfloat16",
+        "torch_dtype": ...,
+    }
     old_spec, new_spec = spec_of(tmp_path, LLAMA_32_1B), spec_of(tmp_path, LLAMA_32_1B, **new)
     assert {f: getattr(old_spec, f) for f in old_spec.__slots__ if f != "model_hash"} == {
         f: getattr(new_spec, f) for f in new_spec.__slots__ if f != "model_hash"
@@ -131,22 +149,39 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
     path = write(tmp_path, LLAMA_32_1B, torch_dtype="float16")
     assert read_spec(path).dtype == "bfloat16"
     assert read_spec(path, dtype="float32").dtype == "float32"
-    assert read_spec(path, dtype="float16").dtype == read_spec(path, on_cpu=False).dtype == "float16"
+    assert (
+        read_spec(path, dtype="float16").dtype == read_spec(path, on_cpu=False).dtype == "float16"
+    )
     assert read_spec(path, on_cpu=False).kv.token_bytes == read_spec(path).kv.token_bytes
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            ["architectures", "GPT2LMHeadModel", "Qwen3ForCausalLM"],
+        ),
         ({"architectures": ...}, ["architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "unquantized"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic", "llama3", "yarn"]),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            ["quantization_config", "awq", "unquantized"],
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ["rope_scaling.rope_type", "dynamic", "llama3", "yarn"],
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing", "linear"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "sharpness": 3}}, ["rope_scaling.sharpness", "3"]),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["rope_parameters", "all layers"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "sharpness": 3}},
+            ["rope_scaling.sharpness", "3"],
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            ["rope_parameters", "all layers"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "1.0"]),
         ({"num_key_value_heads": 7}, ["num_key_value_heads", "7", "32"]),
         ({"head_dim": 63}, ["head_dim", "63", "even"]),
@@ -186,11 +221,25 @@ JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3),
     st.lists(st.integers(0, 3), max_size=2), st.dictionaries(st.sampled_from(["type", "factor", "x"]), st.integers()),
 )  # fmt: skip
-FIELDS = [*LLAMA_32_1B, *QWEN25_05B, "layer_types", "rope_parameters", "dtype", "original_max_position_embeddings"]
+FIELDS = [
+    *LLAMA_32_1B,
+    *QWEN25_05B,
+    "layer_types",
+    "rope_parameters",
+    "dtype",
+    "original_max_position_embeddings",
+]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([LLAMA_32_1B, QWEN25_05B, MISTRAL_7B_V01]), st.sampled_from(FIELDS), JUNK, st.booleans())
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from([LLAMA_32_1B, QWEN25_05B, MISTRAL_7B_V01]),
+    st.sampled_from(FIELDS),
+    JUNK,
+    st.booleans(),
+)
 def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field, junk, windowed):
     with contextlib.suppress(ConfigError):
         spec = spec_of(tmp_path, {**config, "use_sliding_window": windowed}, **{field: junk})
@@ -200,7 +249,9 @@ def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field
 def test_an_unnamed_dtype_is_that_of_the_weights(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype=...)
     assert read_spec(path, on_cpu=False).dtype == "float32"
-    header = json.dumps({"__metadata__": {}, "x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    header = json.dumps(
+        {"__metadata__": {}, "x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}
+    ).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     assert read_spec(path, on_cpu=False).dtype == "bfloat16"
     (path / "model.safetensors").write_bytes(b"")
@@ -213,8 +264,12 @@ def test_model_hash_covers_what_changes_answers(tmp_path):
         (tmp_path / "tokenizer.json").write_text(text)
 
     def weights(fill: int) -> None:
-        header = json.dumps({"x": {"dtype": "F32", "shape": [4096], "data_offsets": [0, 16384]}}).encode()
-        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes([fill]) * 16384)
+        header = json.dumps(
+            {"x": {"dtype": "F32", "shape": [4096], "data_offsets": [0, 16384]}}
+        ).encode()
+        (tmp_path / "model.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header + bytes([fill]) * 16384
+        )
 
     write(tmp_path, LLAMA_32_1B)
     tokenizer("{}")
@@ -238,4 +293,6 @@ def test_spec_and_weight_plan_load_without_torch():
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None; "
         "import baton.layers.model_spec, baton.models.weights"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60
+    )

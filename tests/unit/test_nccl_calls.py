@@ -25,7 +25,9 @@ class FakeNccl:
         self.uid = b""
         self.max_ctas = 0
 
-    def ncclCommInitRankConfig(self, comm: Any, size: int, uid: nccl.UniqueId, rank: int, config: Any) -> int:
+    def ncclCommInitRankConfig(
+        self, comm: Any, size: int, uid: nccl.UniqueId, rank: int, config: Any
+    ) -> int:
         comm._obj.value = 77
         self.uid, self.max_ctas = bytes(uid), config._obj.max_ctas
         self.calls.append(f"init {rank} of {size}")
@@ -58,8 +60,16 @@ UID = bytes([*range(128), 8])
 def test_nccl_without_a_gpu_is_refused_in_one_sentence() -> None:
     if no_cuda() is None:
         pytest.skip("this machine has a GPU")
-    config = build({"model_path": "demo", "disaggregation_mode": "decode", "disaggregation_transfer_backend": "nccl"})
-    with pytest.raises(ConfigError, match=r"backend nccl: it needs a GPU, but .*; use auto, or gloo"):
+    config = build(
+        {
+            "model_path": "demo",
+            "disaggregation_mode": "decode",
+            "disaggregation_transfer_backend": "nccl",
+        }
+    )
+    with pytest.raises(
+        ConfigError, match=r"backend nccl: it needs a GPU, but .*; use auto, or gloo"
+    ):
         make_backend(config, "127.0.0.1", ["nccl", "tcp"])
 
 
@@ -75,7 +85,12 @@ def test_the_library_that_torch_brings_has_every_call_and_takes_our_config() -> 
 def test_the_config_has_the_layout_of_the_header() -> None:
     made = nccl.config(1)
     assert (made.size, ctypes.sizeof(nccl.Config), nccl.Config.net_name.offset) == (40, 40, 32)
-    assert (made.magic, made.blocking, made.max_ctas, made.cga_cluster_size) == (0xCAFEBEEF, 0, 1, -(2**31))
+    assert (made.magic, made.blocking, made.max_ctas, made.cga_cluster_size) == (
+        0xCAFEBEEF,
+        0,
+        1,
+        -(2**31),
+    )
     assert ctypes.sizeof(nccl.UniqueId) == 128
 
 
@@ -122,7 +137,9 @@ def test_an_abort_happens_once_and_ends_every_poll() -> None:
     assert lib.calls.count("abort 77") == 1
 
 
-def test_both_ranks_of_a_pair_take_the_hosts_number_of_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ranks_of_a_pair_take_the_hosts_number_of_thread_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for flag, is_shared, expected in ((None, "0", 8), (None, "1", 1), (4, "1", 4), (32, "0", 32)):
         monkeypatch.setenv(nccl.SHARED_GPU, is_shared)

@@ -43,7 +43,9 @@ def close(got: Tensor, want: Tensor) -> None:
 @both_dtypes
 @pytest.mark.usefixtures("plain")
 def test_norms_are_plain_torchs(dtype: torch.dtype) -> None:
-    x, residual, weight = (noise(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((5, 64), (5, 64), (64,))))
+    x, residual, weight = (
+        noise(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((5, 64), (5, 64), (64,)))
+    )
     close(FAST.rms_norm(x, weight, 1e-5), ops.rms_norm(x, weight, 1e-5))
     want = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     got = FAST.add_rms_norm(x, residual, weight, 1e-5)
@@ -79,7 +81,10 @@ def test_the_activation_is_plain_torchs(dtype: torch.dtype) -> None:
 
 def test_tables_that_are_not_one_are_refused() -> None:
     q = noise(2, 2, 64, dtype=torch.float16)
-    for cos, sin in ((torch.ones(9, 32), torch.ones(9, 32)), torch.ones(9, 64).chunk(2, dim=1)[::-1]):
+    for cos, sin in (
+        (torch.ones(9, 32), torch.ones(9, 32)),
+        torch.ones(9, 64).chunk(2, dim=1)[::-1],
+    ):
         with pytest.raises(ValueError, match="not halves of one table"):
             FAST.rope(q, q.clone(), torch.zeros(2, dtype=torch.int64), cos, sin)
 
@@ -95,7 +100,9 @@ def test_a_model_computes_alike_with_them(
     def logits(kernels: Any) -> Tensor:
         monkeypatch.setattr(ops, "_kernels_for", lambda _: kernels)
         model = load_model(path, dtype, "dummy")
-        model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(2, 1)
+        model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(
+            2, 1
+        )
         loop = ModelLoop(model, "torch", 4)
         work = [(loop.start(prompt, 0), len(prompt)) for prompt in prompts]
         return model.forward(loop.batch(work), loop.attn)
@@ -131,7 +138,9 @@ def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> N
 
 
 def spec_of(tmp_path: Path, **changes: Any) -> Any:
-    return replace(load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec, **changes)
+    return replace(
+        load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec, **changes
+    )
 
 
 REFUSED = [
@@ -170,17 +179,26 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
     spec = spec_of(tmp_path)
     ops._choose_flashinfer(spec, CPU, required=False)
     assert isinstance(ops._flashinfer, FlashInferOps)
-    assert set(calls) == {"rmsnorm", "fused_add_rmsnorm", "apply_rope_with_cos_sin_cache_inplace", "silu_and_mul"}
+    assert set(calls) == {
+        "rmsnorm",
+        "fused_add_rmsnorm",
+        "apply_rope_with_cos_sin_cache_inplace",
+        "silu_and_mul",
+    }
     assert try_out(spec, CPU) is not None
 
     def broken(*_: Any) -> Any:
-        raise RuntimeError("Ninja build failed. Ninja output:\nnorm.cu(3): error: identifier is undefined\n")
+        raise RuntimeError(
+            "Ninja build failed. Ninja output:\nnorm.cu(3): error: identifier is undefined\n"
+        )
 
     monkeypatch.setattr(ops_cuda, "try_out", broken)
     ops._choose_flashinfer(spec, CPU, required=False)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
-    with pytest.raises(ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"):
+    with pytest.raises(
+        ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"
+    ):
         ops._choose_flashinfer(spec, CPU, required=True)
 
 
@@ -197,20 +215,28 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def nvcc(folder: Path, version: str) -> Path:
     (folder / "bin").mkdir(parents=True)
     program = folder / "bin" / "nvcc"
-    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.48'\n")
+    program.write_text(
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.48'\n"
+    )
     program.chmod(0o755)
     return folder
 
 
 @pytest.mark.usefixtures("library")
-def test_a_missing_or_mismatched_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_mismatched_compiler_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def why(home: Path) -> str | None:
         monkeypatch.setenv("CUDA_HOME", str(home))
         flashinfer_loader.obstacle.cache_clear()
         return flashinfer_loader.obstacle()
 
-    assert "or beside torch; install a CUDA 13.0 toolkit, or pip install" in str(why(tmp_path / "no"))
-    assert "of CUDA 12.4 and torch of CUDA 13.0; point CUDA_HOME to" in str(why(nvcc(tmp_path / "old", "12.4")))
+    assert "or beside torch; install a CUDA 13.0 toolkit, or pip install" in str(
+        why(tmp_path / "no")
+    )
+    assert "of CUDA 12.4 and torch of CUDA 13.0; point CUDA_HOME to" in str(
+        why(nvcc(tmp_path / "old", "12.4"))
+    )
     monkeypatch.setattr(flashinfer_loader.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert why(nvcc(tmp_path / "new", "13.2")) is None
 
@@ -236,7 +262,9 @@ def test_the_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_ninja_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ninja_beside_the_interpreter_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_HOME", str(nvcc(tmp_path / "cuda", "13.0")))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "ninja", None)
@@ -253,5 +281,9 @@ def test_a_ninja_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: py
 
 def test_an_absent_library_is_one_sentence() -> None:
     code = "from baton.layers import flashinfer_loader as f; print(f.obstacle())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.startswith("it cannot be imported: No module named 'flashinfer'; install Baton's extra 'gpu'")
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith(
+        "it cannot be imported: No module named 'flashinfer'; install Baton's extra 'gpu'"
+    )

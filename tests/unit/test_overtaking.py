@@ -31,13 +31,19 @@ class Naive:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["enter", "enter", "admit", "leave"]), st.integers(0, 60), st.integers(0, 2**16)),
+    st.tuples(
+        st.sampled_from(["enter", "enter", "admit", "leave"]),
+        st.integers(0, 60),
+        st.integers(0, 2**16),
+    ),
     max_size=200,
 )
 
 
 @given(steps)
-def test_counts_equal_the_naive_ones_also_for_late_arrivals(script: list[tuple[str, int, int]]) -> None:
+def test_counts_equal_the_naive_ones_also_for_late_arrivals(
+    script: list[tuple[str, int, int]],
+) -> None:
     real, naive = BypassCounter(), Naive()
     for number, (what, arrival, pick) in enumerate(script):
         handles = sorted(naive.waiting)

@@ -35,14 +35,24 @@ def steps(draw: st.DrawFn, *, only_decode: bool = False) -> Step:
     """Rows with scattered pages, some of them shared; decode rows first; tables may be longer than the KV they hold."""
     page_size = draw(st.sampled_from((1, 2, 3, 16, 64)))
     decode = draw(st.lists(st.integers(1, 3 * page_size), max_size=6, min_size=only_decode))
-    prefill = [] if only_decode else draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=4))
+    prefill = (
+        []
+        if only_decode
+        else draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=4))
+    )
     shapes = [(kv_len - 1, 1) for kv_len in decode] + prefill
     spare = draw(st.lists(st.integers(0, 2), min_size=len(shapes), max_size=len(shapes)))
-    counts = [-(-(start + n) // page_size) + extra for (start, n), extra in zip(shapes, spare, strict=True)]
+    counts = [
+        -(-(start + n) // page_size) + extra
+        for (start, n), extra in zip(shapes, spare, strict=True)
+    ]
     num_pages = max(counts, default=0) + draw(st.integers(0, 20))
     rng = random.Random(draw(st.integers(0, 2**20)))
     tables = [rng.sample(range(num_pages), count) for count in counts]
-    rows = [AttentionRow([7] * n, start, table) for (start, n), table in zip(shapes, tables, strict=True)]
+    rows = [
+        AttentionRow([7] * n, start, table)
+        for (start, n), table in zip(shapes, tables, strict=True)
+    ]
     return Step(rows, page_size, num_pages)
 
 
@@ -58,7 +68,9 @@ def slots_read(rows: PagedRows, page_size: int) -> list[list[int]]:
     for r in range(len(rows)):
         pages = rows.kv_indices[rows.kv_indptr[r] : rows.kv_indptr[r + 1]].tolist()
         fill = [page_size] * (len(pages) - 1) + [int(rows.last_page_len[r])]
-        found.append([p * page_size + i for p, n in zip(pages, fill, strict=True) for i in range(n)])
+        found.append(
+            [p * page_size + i for p, n in zip(pages, fill, strict=True) for i in range(n)]
+        )
     return found
 
 
@@ -72,8 +84,12 @@ def test_every_row_reads_its_page_table_and_nothing_else(step: Step) -> None:
     indices, batch = prepare(step)
     n = batch.num_decode
     for rows, expected in ((indices.decode, step.rows[:n]), (indices.prefill, step.rows[n:])):
-        assert slots_read(rows, step.page_size) == [slots_held(row, step.page_size) for row in expected]
-        kv_lens = (np.diff(rows.kv_indptr) - 1) * step.page_size + rows.last_page_len  # as a kernel derives them
+        assert slots_read(rows, step.page_size) == [
+            slots_held(row, step.page_size) for row in expected
+        ]
+        kv_lens = (
+            np.diff(rows.kv_indptr) - 1
+        ) * step.page_size + rows.last_page_len  # as a kernel derives them
         assert kv_lens.tolist() == [row.start + len(row.token_ids) for row in expected]
         assert rows.kv_indptr[0] == 0
         for array in (rows.kv_indptr, rows.kv_indices, rows.last_page_len):
@@ -91,7 +107,9 @@ def test_decode_and_prefill_queries_together_are_the_steps_tokens(step: Step) ->
 
 
 @given(steps(only_decode=True), st.integers(0, 9))
-def test_padding_leaves_live_rows_alone_and_touches_the_dummy_page_only(step: Step, added: int) -> None:
+def test_padding_leaves_live_rows_alone_and_touches_the_dummy_page_only(
+    step: Step, added: int
+) -> None:
     indices, batch = prepare(step)
     dummy = step.num_pages
     # Prompts of one token at the head of the queue are decode rows too, so that all rows are.
@@ -105,7 +123,11 @@ def test_padding_leaves_live_rows_alone_and_touches_the_dummy_page_only(step: St
     written = pad_slots(batch.slot_mapping.numpy(), batch.num_decode + added, dummy, step.page_size)
     assert written[: batch.num_decode].tolist() == batch.slot_mapping.tolist()
     assert {int(slot) // step.page_size for slot in written[batch.num_decode :]} <= {dummy}
-    assert (written.dtype, padded.kv_indptr.dtype, padded.kv_indices.dtype) == (np.int64, np.int32, np.int32)
+    assert (written.dtype, padded.kv_indptr.dtype, padded.kv_indices.dtype) == (
+        np.int64,
+        np.int32,
+        np.int32,
+    )
 
 
 @given(st.integers(1, 600), st.data())

@@ -86,7 +86,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert set(self.owned) <= set(range(9))
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AllocatorMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
 TestAllocator = AllocatorMachine.TestCase
 
 

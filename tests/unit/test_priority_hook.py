@@ -37,8 +37,12 @@ def node(running: int = 1, **over: object) -> Node:
     return Node(Limits(**(values | over)), depth=1)  # type: ignore[arg-type]
 
 
-def add(at: Node, hook: PriorityHook, handle: int, priority: int | None = 0, now: float = 0.0) -> None:
-    req = dataclasses.replace(request(handle, [handle % 5] * 4, 3, ignore_eos=True), priority=priority, arrival=now)
+def add(
+    at: Node, hook: PriorityHook, handle: int, priority: int | None = 0, now: float = 0.0
+) -> None:
+    req = dataclasses.replace(
+        request(handle, [handle % 5] * 4, 3, ignore_eos=True), priority=priority, arrival=now
+    )
     at.sched.add(req)
     hook.watch(handle, now)
 
@@ -94,7 +98,12 @@ def test_it_sees_what_it_should_decide_on() -> None:
     hook.run(at.sched, 3.0)
     ((view, load_view),) = seen
     assert (view.id, view.priority, view.wait_secs, view.work_tokens) == ("r1", 2, 2.0, 4)
-    assert (view.generated_tokens, view.preemptions, view.tenant, view.priority_class) == (0, 0, "", "")
+    assert (view.generated_tokens, view.preemptions, view.tenant, view.priority_class) == (
+        0,
+        0,
+        "",
+        "",
+    )
     assert (load_view.waiting, load_view.running) == (1, 1)
     assert 0 < load_view.free_pages < 400
     assert load_view.prefill_rate > 0
@@ -131,7 +140,9 @@ def test_at_most_256_calls_per_turn_and_every_request_has_its_turn() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "high", RuntimeError("oh")])
-def test_a_failure_keeps_the_old_value_and_is_counted(bad: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_keeps_the_old_value_and_is_counted(
+    bad: object, caplog: pytest.LogCaptureFixture
+) -> None:
     fails = False
 
     def adjust(view: RequestView, _: LoadView) -> float:
@@ -164,7 +175,9 @@ def slow_hook(milliseconds: float) -> tuple[PriorityHook, list[str]]:
     return PriorityHook(adjust, 0.25, clock), called
 
 
-def test_a_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     hook, called = slow_hook(0.6)
     at = node()
     for handle in range(2):

@@ -28,7 +28,9 @@ def encode(tokens: list[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b"") -> InsertResult:
+def fill(
+    cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b""
+) -> InsertResult:
     """Act as a request without a prefix hit: compute all full pages, publish them, free the duplicates."""
     pages = allocator.alloc(len(tokens) // cache.page_size)
     assert pages is not None
@@ -54,7 +56,9 @@ class RadixMachine(RuleBasedStateMachine):
 
     CAPACITY = 12
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]), policy=st.sampled_from(list(EVICTION_POLICIES)))
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]), policy=st.sampled_from(list(EVICTION_POLICIES))
+    )
     def start(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
         self.policy = policy
@@ -76,7 +80,9 @@ class RadixMachine(RuleBasedStateMachine):
         size = self.page_size
         return [(namespace, tuple(tokens[: i * size])) for i in range(1, len(tokens) // size + 1)]
 
-    def cached_prefixes(self, namespace: bytes, tokens: list[int]) -> list[tuple[bytes, tuple[int, ...]]]:
+    def cached_prefixes(
+        self, namespace: bytes, tokens: list[int]
+    ) -> list[tuple[bytes, tuple[int, ...]]]:
         found = []
         for key in self.prefixes(namespace, tokens):
             if key not in self.model:
@@ -108,7 +114,9 @@ class RadixMachine(RuleBasedStateMachine):
         return first, self.used[key], last
 
     def locked(self) -> set[tuple[bytes, tuple[int, ...]]]:
-        return {key for held in self.held for key in self.prefixes(held.namespace, list(held.prefix))}
+        return {
+            key for held in self.held for key in self.prefixes(held.namespace, list(held.prefix))
+        }
 
     shapes = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(0, 3))
     namespaces = st.sampled_from([b"", b"", b"tenant"])
@@ -143,13 +151,18 @@ class RadixMachine(RuleBasedStateMachine):
     ) -> None:
         tokens = self.sequence(shape)
         expected = self.cached_prefixes(namespace, tokens[:limit])
-        assert self.cache.probe(encode(tokens), namespace, limit).num_tokens == len(expected) * self.page_size
+        assert (
+            self.cache.probe(encode(tokens), namespace, limit).num_tokens
+            == len(expected) * self.page_size
+        )
         match = self.cache.match(encode(tokens), namespace, limit)
         assert match.num_tokens == len(expected) * self.page_size
         assert list(match.pages) == [self.model[key] for key in expected]
         self.mark_used(expected)
         if reuse:
-            held = self.cache.match(encode(tokens), namespace, min(beyond * self.page_size, match.num_tokens))
+            held = self.cache.match(
+                encode(tokens), namespace, min(beyond * self.page_size, match.num_tokens)
+            )
             self.mark_used(expected[:beyond])
             self.cache.reuse(match.node, priority, held.node if beyond else None)
             self.mark_important(expected, priority)
@@ -162,10 +175,26 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(shape=shapes, namespace=namespaces)
     def probe(self, shape: tuple[list[int], int], namespace: bytes) -> None:
         tokens = self.sequence(shape)
-        self.probes = [*self.probes[-7:], (namespace, tokens, self.cache.probe(encode(tokens), namespace, len(tokens)))]
+        self.probes = [
+            *self.probes[-7:],
+            (namespace, tokens, self.cache.probe(encode(tokens), namespace, len(tokens))),
+        ]
 
-    @rule(shape=shapes, namespace=namespaces, extend=st.booleans(), keep=st.booleans(), priority=priorities)
-    def publish(self, shape: tuple[list[int], int], namespace: bytes, extend: bool, keep: bool, priority: int) -> None:
+    @rule(
+        shape=shapes,
+        namespace=namespaces,
+        extend=st.booleans(),
+        keep=st.booleans(),
+        priority=priorities,
+    )
+    def publish(
+        self,
+        shape: tuple[list[int], int],
+        namespace: bytes,
+        extend: bool,
+        keep: bool,
+        priority: int,
+    ) -> None:
         """A request matches, computes the rest (or, `extend` off, all of it again) and publishes its full pages."""
         tokens = self.sequence(shape)
         keys = self.prefixes(namespace, tokens)
@@ -176,7 +205,9 @@ class RadixMachine(RuleBasedStateMachine):
         pages = self.allocator.alloc(len(keys) - start)
         if pages is None:
             return
-        inserted = self.cache.insert(encode(tokens), pages, namespace, from_page=start, priority=priority)
+        inserted = self.cache.insert(
+            encode(tokens), pages, namespace, from_page=start, priority=priority
+        )
         assert list(inserted.existing_pages) == [self.model[key] for key in known[start:]]
         assert list(duplicates(pages, inserted)) == list(pages[: len(known) - start])
         self.allocator.free(duplicates(pages, inserted))
@@ -186,7 +217,9 @@ class RadixMachine(RuleBasedStateMachine):
             self.created[key], self.reuses[key], self.priority[key] = self.clock, 0, priority
         self.mark_important(keys, priority)
         self.mark_used(keys)
-        assert list(self.cache.match(encode(tokens), namespace, len(tokens)).pages) == [self.model[k] for k in keys]
+        assert list(self.cache.match(encode(tokens), namespace, len(tokens)).pages) == [
+            self.model[k] for k in keys
+        ]
         self.mark_used(keys)
         assert match.num_tokens == len(known) * self.page_size
         if keep:
@@ -261,7 +294,9 @@ class RadixMachine(RuleBasedStateMachine):
         locked = len(self.locked())
         assert self.cache.locked_pages == locked
         assert self.cache.evictable_pages == len(self.model) - locked
-        PageLedger.take(self.allocator, self.cache, private=len(self.private), in_transfer=0).check(self.CAPACITY)
+        PageLedger.take(self.allocator, self.cache, private=len(self.private), in_transfer=0).check(
+            self.CAPACITY
+        )
         assert len(set(self.model.values())) == len(self.model), "one page in two places"
 
     @invariant()
@@ -283,7 +318,9 @@ class RadixMachine(RuleBasedStateMachine):
             return
         for (namespace, prefix), page in self.model.items():
             assert self.content[page] == (namespace, prefix[-self.page_size :])
-            assert self.cache.probe(encode(list(prefix)), namespace, len(prefix)).num_tokens == len(prefix)
+            assert self.cache.probe(encode(list(prefix)), namespace, len(prefix)).num_tokens == len(
+                prefix
+            )
 
     @invariant()
     def the_eviction_queue_is_bounded(self) -> None:
@@ -320,10 +357,14 @@ def test_a_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None
         namespace = rng.choice([b"", b"", b"tenant"])
         action = rng.random()
         if action < 0.3:
-            machine.publish(shape, namespace, rng.random() < 0.7, rng.random() < 0.15, rng.randrange(3))
+            machine.publish(
+                shape, namespace, rng.random() < 0.7, rng.random() < 0.15, rng.randrange(3)
+            )
         elif action < 0.6:
             limit, beyond, priority = rng.randrange(20), rng.randrange(3), rng.randrange(3)
-            machine.match(shape, namespace, limit, rng.random() < 0.15, rng.random() < 0.7, beyond, priority)
+            machine.match(
+                shape, namespace, limit, rng.random() < 0.15, rng.random() < 0.7, beyond, priority
+            )
         elif action < 0.85:
             real_choices += len(machine.cache._heap) > 1
             machine.evict(rng.choice([1, 1, 2, 3]))
@@ -350,7 +391,9 @@ def test_a_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
 
 
 def test_an_unknown_eviction_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="'slru': there is none of this name; there are lru, lfu, fifo"):
+    with pytest.raises(
+        ValueError, match="'slru': there is none of this name; there are lru, lfu, fifo"
+    ):
         RadixCache(1, PageAllocator(1), eviction="slru")
 
 

@@ -27,8 +27,12 @@ def one(handle: int, token: int, finish: FinishReason | None = None) -> EmittedT
 
 def test_token_batch_round_trips() -> None:
     outputs = [
-        new_token((7, (5,), None, 3, TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0]), None, None, STAGES)),
-        EmittedTokens(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
+        new_token(
+            (7, (5,), None, 3, TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0]), None, None, STAGES)
+        ),
+        EmittedTokens(
+            9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4
+        ),
     ]
     batch = to_front_decoder.decode(encoder.encode(TokenBatch(outputs)))
     assert isinstance(batch, TokenBatch)
@@ -48,7 +52,9 @@ def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> No
 
 
 def test_idle_rank_with_a_transfer_runtime_goes_on_reporting() -> None:
-    assert next_idle_report(8.0, is_at_rest=False, has_peers=False) == 8.0, "the rate has to fall to zero"
+    assert next_idle_report(8.0, is_at_rest=False, has_peers=False) == 8.0, (
+        "the rate has to fall to zero"
+    )
     assert next_idle_report(8.0, is_at_rest=True, has_peers=False) is None
     assert next_idle_report(8.0, is_at_rest=True, has_peers=True) == 13.0
 
@@ -56,14 +62,23 @@ def test_idle_rank_with_a_transfer_runtime_goes_on_reporting() -> None:
 def test_health_of_the_transfer_runtime_is_reported_with_its_numbers() -> None:
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
-    stats = {"gauges": {"kv_peers": 1.0}, "counters": {"kv_x_total": 2.0}, "healthy": True, "unhealthy_reason": None}
+    stats = {
+        "gauges": {"kv_peers": 1.0},
+        "counters": {"kv_x_total": 2.0},
+        "healthy": True,
+        "unhealthy_reason": None,
+    }
     assert flatten_transfer_stats(stats, gauges, counters) is None
     assert (gauges, counters) == ({"kv_peers": 1.0}, {"kv_x_total": 2.0})
-    failed = flatten_transfer_stats(stats | {"healthy": False, "unhealthy_reason": "data thread: gone"}, gauges, {})
+    failed = flatten_transfer_stats(
+        stats | {"healthy": False, "unhealthy_reason": "data thread: gone"}, gauges, {}
+    )
     assert failed == "its KV transfer runtime has failed: data thread: gone"
 
 
-def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_the_start_are_kept_from_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Unless they are frozen, a full collection within the loop walks the model and all modules."""
     frozen: list[int] = []
     job = {

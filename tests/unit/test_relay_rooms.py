@@ -44,10 +44,14 @@ FULL = RuntimeError("8320 rooms are live or not yet polled, which is this node's
 
 
 def decode(node: Runtime) -> tuple[Scheduler, DecodeTransferDriver]:
-    return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(node, 60.0, VOCAB)
+    return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(
+        node, 60.0, VOCAB
+    )
 
 
-def carry_out(sched: Scheduler, driver: DecodeTransferDriver | PrefillTransferDriver) -> list[EmittedTokens]:
+def carry_out(
+    sched: Scheduler, driver: DecodeTransferDriver | PrefillTransferDriver
+) -> list[EmittedTokens]:
     said = []
     while events := sched.drain_events():
         for event in events:
@@ -109,7 +113,10 @@ def test_full_runtime_ends_the_request_on_d() -> None:
 def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why: str) -> None:
     node = Runtime()
     sched, driver = granted(node, rooms=2)
-    node.events = [("committed", 101, payload, 3, 4, PULLED), ("committed", 102, GOOD, 3, 4, PULLED)]
+    node.events = [
+        ("committed", 101, payload, 3, 4, PULLED),
+        ("committed", 102, GOOD, 3, 4, PULLED),
+    ]
     driver.poll(sched)
     failed, other = carry_out(sched, driver)
     assert failed.error is not None
@@ -121,7 +128,9 @@ def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why
     sched.ledger().check_idle(32)
 
 
-@pytest.mark.parametrize("error", [ValueError("page 99 is outside the pool"), RuntimeError("the runtime is closed")])
+@pytest.mark.parametrize(
+    "error", [ValueError("page 99 is outside the pool"), RuntimeError("the runtime is closed")]
+)
 def test_call_that_fails_on_d_ends_its_request(error: Exception) -> None:
     node = Runtime(grant=error)
     sched, driver = decode(node)
@@ -140,7 +149,10 @@ def test_call_that_fails_on_d_ends_its_request(error: Exception) -> None:
 @pytest.mark.parametrize("call", ["publish", "finish"])
 def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
     runtime = Runtime(**{call: RuntimeError("the runtime is 65536 commands behind")})
-    p, driver = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillTransferDriver(runtime, 60.0)
+    p, driver = (
+        Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
+        PrefillTransferDriver(runtime, 60.0),
+    )
     req = request(1, [1] * 12, 3, room=101)
     driver.accept(req)
     p.sched.add(req)
@@ -166,7 +178,10 @@ def test_room_given_up_by_one_rank_fails_its_request() -> None:
 
 def test_the_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     node = Runtime()
-    p, driver = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1), PrefillTransferDriver(node, 60.0)
+    p, driver = (
+        Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
+        PrefillTransferDriver(node, 60.0),
+    )
     first, second = (request(handle, [handle] * 12, 3, room=101) for handle in (1, 2))
     driver.accept(first)
     p.sched.add(first)

@@ -30,13 +30,33 @@ for room in {rooms!r}:
 print("\\n".join(seen))
 """
 
-BLOCKED = ("torch", "numpy", "zmq", "aiohttp", "msgspec", "asyncio", "time", "_time", "socket", "_socket", "threading")
+BLOCKED = (
+    "torch",
+    "numpy",
+    "zmq",
+    "aiohttp",
+    "msgspec",
+    "asyncio",
+    "time",
+    "_time",
+    "socket",
+    "_socket",
+    "threading",
+)
 
 
-def import_rooms(rooms: list[str], blocked: tuple[str, ...] = BLOCKED) -> subprocess.CompletedProcess[str]:
+def import_rooms(
+    rooms: list[str], blocked: tuple[str, ...] = BLOCKED
+) -> subprocess.CompletedProcess[str]:
     root = str(Path(baton.__file__).parents[1])
     script = SCRIPT.format(blocked=blocked, root=root, rooms=rooms)
-    return subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-I", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_pure_rooms_import_without_torch_sockets_or_clocks() -> None:

@@ -25,7 +25,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def row(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), out: tuple[int, ...] = (), **params: object) -> SampleRow:
+def row(
+    seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), out: tuple[int, ...] = (), **params: object
+) -> SampleRow:
     return SampleRow(SamplingParams(seed=seed, **params), len(prompt), [*prompt, *out])  # type: ignore[arg-type]
 
 
@@ -58,7 +60,9 @@ def naive_distribution(logits: torch.Tensor, p: SamplingParams) -> np.ndarray:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}]
+)
 def test_a_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
     value: float, params: dict[str, float]
 ) -> None:
@@ -77,12 +81,24 @@ def test_one_nan_among_the_logits_is_enough() -> None:
     assert list(sample(logits, [row(temperature=0.0)]).tokens) == [INVALID_TOKEN]
 
 
-GOLDEN = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.5268763636163535, 0.7238582745899125]
+GOLDEN = [
+    0.6524484863740322,
+    0.7012121095215252,
+    0.36818951565166946,
+    0.5268763636163535,
+    0.7238582745899125,
+]
 
 
 class TestUniform:
     def test_values_are_frozen_because_two_nodes_of_different_versions_must_agree(self):
-        assert [uniform(0, 0), uniform(0, 1), uniform(1, 0), uniform(2**63 - 1, 4095), uniform(-1, 7)] == GOLDEN
+        assert [
+            uniform(0, 0),
+            uniform(0, 1),
+            uniform(1, 0),
+            uniform(2**63 - 1, 4095),
+            uniform(-1, 7),
+        ] == GOLDEN
 
     @pytest.mark.parametrize("along", ["positions", "seeds"])
     def test_is_uniform_and_uncorrelated(self, along):
@@ -100,14 +116,23 @@ class TestGreedy:
         logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, -1.0, 2.0]])
         assert sample(logits, [row(temperature=0.0)] * 2).tokens == [1, 0]
 
-    @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1e-6}, {"temperature": 5.0, "top_k": 1}])
+    @pytest.mark.parametrize(
+        "params", [{"temperature": 0.0}, {"temperature": 1e-6}, {"temperature": 5.0, "top_k": 1}]
+    )
     def test_zero_temperature_and_top_k_1_are_greedy(self, params):
         logits = noise(20, 50)
-        assert sample(logits.clone(), [row(seed=i, **params) for i in range(20)]).tokens == logits.argmax(-1).tolist()
+        assert (
+            sample(logits.clone(), [row(seed=i, **params) for i in range(20)]).tokens
+            == logits.argmax(-1).tolist()
+        )
 
     def test_stays_greedy_beside_sampled_and_edited_rows(self):
         logits = noise(3, 50)
-        rows = [row(temperature=0.0), row(temperature=3.0), row(temperature=0.0, logit_bias=((7, 100.0),))]
+        rows = [
+            row(temperature=0.0),
+            row(temperature=3.0),
+            row(temperature=0.0, logit_bias=((7, 100.0),)),
+        ]
         tokens = sample(logits.clone(), rows).tokens
         assert (tokens[0], tokens[2]) == (int(logits[0].argmax()), 7)
 
@@ -137,7 +162,9 @@ class TestDistribution:
     def test_draws_of_one_seed_along_positions_follow_it_too(self):
         n = 6000
         logits = noise(1, 30)
-        rows = [SampleRow(SamplingParams(seed=99), position, range(position)) for position in range(n)]
+        rows = [
+            SampleRow(SamplingParams(seed=99), position, range(position)) for position in range(n)
+        ]
         counts = np.bincount(sample(logits.expand(n, -1), rows).tokens, minlength=30)
         assert chi_square(counts, naive_distribution(logits[0], rows[0].params) * n) < 4
 
@@ -160,7 +187,9 @@ class TestDistribution:
 
     def test_equal_logits_are_ordered_by_id(self):
         for vocab in (100, 300):
-            kept = {sample(torch.zeros(1, vocab), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
+            kept = {
+                sample(torch.zeros(1, vocab), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)
+            }
             assert kept == {0, 1, 2, 3, 4}
 
     @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.95}, {"min_p": 0.1}])
@@ -239,7 +268,10 @@ class TestEdits:
     def test_bias_adds_and_can_force_or_ban(self):
         logits = noise(2, 50)
         best = int(logits[1].argmax())
-        rows = [row(logit_bias=((7, 100.0),), seed=3), row(temperature=0.0, logit_bias=((best, -100.0),))]
+        rows = [
+            row(logit_bias=((7, 100.0),), seed=3),
+            row(temperature=0.0, logit_bias=((best, -100.0),)),
+        ]
         tokens = sample(logits.clone(), rows).tokens
         assert tokens[0] == 7
         assert tokens[1] == int(logits[1].topk(2).indices[1])
@@ -282,5 +314,8 @@ class TestLogprobs:
             k = rows[i].params.logprobs
             top = reference[i].topk(k)
             assert found.chosen == pytest.approx(float(reference[i, result.tokens[i]]))
-            assert (found.top_ids, found.top_logprobs) == (top.indices.tolist(), pytest.approx(top.values.tolist()))
+            assert (found.top_ids, found.top_logprobs) == (
+                top.indices.tolist(),
+                pytest.approx(top.values.tolist()),
+            )
         assert result.tokens[2] == 7

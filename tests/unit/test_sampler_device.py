@@ -58,7 +58,9 @@ PARAMS = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, 0.0, 1.5, -2.0]),
         "presence_penalty": st.sampled_from([0.0, 0.0, 0.5]),
         "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3, 0.5]),
-        "logit_bias": st.sampled_from([(), (), ((7, 100.0),), ((3, -100.0), (4, 2.5), (90_000, 1.0))]),
+        "logit_bias": st.sampled_from(
+            [(), (), ((7, 100.0),), ((3, -100.0), (4, 2.5), (90_000, 1.0))]
+        ),
         "min_new_tokens": st.sampled_from([0, 0, 5]),
     }
 )
@@ -78,7 +80,10 @@ class TestSameTokens:
             logits = logits.round()
         if kind == "banned":
             logits[:, 1::2] = -torch.inf
-        rows = [row(seed=seed + i, out=(1, 2, 2, 4), stop_token_ids=(0, 99_999), **p) for i, p in enumerate(params)]
+        rows = [
+            row(seed=seed + i, out=(1, 2, 2, 4), stop_token_ids=(0, 99_999), **p)
+            for i, p in enumerate(params)
+        ]
         same(logits, rows)
 
     def test_the_ends_of_the_range_never_give_a_token_without_probability(self, monkeypatch):
@@ -93,7 +98,13 @@ class TestSameTokens:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize(
-        "params", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}, {"logit_bias": ((7, 1.0),), "logprobs": 0}]
+        "params",
+        [
+            {"temperature": 0.0},
+            {"top_p": 0.9},
+            {"logprobs": 2},
+            {"logit_bias": ((7, 1.0),), "logprobs": 0},
+        ],
     )
     def test_rows_with_nonfinite_logits_get_no_token(self, value, params):
         logits = noise(4, 300)
@@ -145,11 +156,17 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
     monkeypatch.setattr(step_sampler, "launch", launch)
     rows = [row(seed=i, **p) for i, p in enumerate([*MIX, {"top_k": 300}, *FILTERS])]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        made = SamplingLaunch(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))
+        made = SamplingLaunch(
+            rows,
+            600,
+            lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"),
+        )
         drawn = made.run(torch.empty(len(rows), 600, device="cuda"))
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
         assert all(x is not None and x.device.type == "cuda" for x in parts)
-        assert launches == [sum(not r.is_greedy for r in rows)], "one for all rows, whatever they ask"
+        assert launches == [sum(not r.is_greedy for r in rows)], (
+            "one for all rows, whatever they ask"
+        )
         for look in (lambda x: x[0].item(), lambda x: x.nonzero(), lambda x: x[x > 0]):
             with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
                 look(torch.ones(3, device="cuda"))

@@ -45,18 +45,29 @@ QWEN_LIKE = """{%- set ns = namespace(last=-1) %}
 GENERATION = """{% for m in messages %}
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}
 {% endfor %}"""
-TEMPLATES = {"tiny": tiny_model.TEMPLATE, "llama3": LLAMA3_LIKE, "qwen": QWEN_LIKE, "generation": GENERATION}
+TEMPLATES = {
+    "tiny": tiny_model.TEMPLATE,
+    "llama3": LLAMA3_LIKE,
+    "qwen": QWEN_LIKE,
+    "generation": GENERATION,
+}
 
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hello world"}],
-    [{"role": "system", "content": "  be brief  "}, {"role": "user", "content": "héllo <b>&amp;</b> 😀\n"}],
+    [
+        {"role": "system", "content": "  be brief  "},
+        {"role": "user", "content": "héllo <b>&amp;</b> 😀\n"},
+    ],
     [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "two "},
         {"role": "user", "content": "three"},
     ],
     [{"role": "user", "content": "continue"}, {"role": "assistant", "content": "the relay"}],
-    [{"role": "user", "content": "continue"}, {"role": "assistant", "content": "ends with spaces  "}],
+    [
+        {"role": "user", "content": "continue"},
+        {"role": "assistant", "content": "ends with spaces  "},
+    ],
 ]
 
 
@@ -67,9 +78,15 @@ def pair(
     """transformers' tokenizer, our template, our tokenizer, of one model directory."""
     from transformers import AutoTokenizer
 
-    path = tiny_model.make(tmp_path_factory.mktemp(request.param), template=TEMPLATES[request.param])
+    path = tiny_model.make(
+        tmp_path_factory.mktemp(request.param), template=TEMPLATES[request.param]
+    )
     facts = model_info.load(_config(path))
-    return AutoTokenizer.from_pretrained(path), ChatTemplate(facts.chat_template, facts.special_tokens), Tokenizer(path)
+    return (
+        AutoTokenizer.from_pretrained(path),
+        ChatTemplate(facts.chat_template, facts.special_tokens),
+        Tokenizer(path),
+    )
 
 
 def _config(path: Path) -> Any:
@@ -81,14 +98,20 @@ def _config(path: Path) -> Any:
 @pytest.mark.parametrize("messages", CHATS, ids=range(len(CHATS)))
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_same_text_and_tokens_as_transformers(
-    pair: tuple[Any, ChatTemplate, Tokenizer], messages: list[dict[str, Any]], generation_prompt: bool
+    pair: tuple[Any, ChatTemplate, Tokenizer],
+    messages: list[dict[str, Any]],
+    generation_prompt: bool,
 ) -> None:
     theirs, ours, tokenizer = pair
     options = {"enable_thinking": False, "kwargs_date": "today"}
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **options)
+    expected = theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation_prompt, **options
+    )
     text = ours.render(messages, add_generation_prompt=generation_prompt, kwargs=options)
     assert text == expected
-    ids = theirs.apply_chat_template(messages, add_generation_prompt=generation_prompt, return_dict=False, **options)
+    ids = theirs.apply_chat_template(
+        messages, add_generation_prompt=generation_prompt, return_dict=False, **options
+    )
     assert tokenizer.encode(text, add_special_tokens=False) == ids
 
 
@@ -98,10 +121,14 @@ def test_continued_messages_as_transformers(
 ) -> None:
     theirs, ours, _ = pair
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    assert ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
+    assert (
+        ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
+    )
 
 
-def test_plain_text_gets_the_same_special_tokens_as_transformers(pair: tuple[Any, ChatTemplate, Tokenizer]) -> None:
+def test_plain_text_gets_the_same_special_tokens_as_transformers(
+    pair: tuple[Any, ChatTemplate, Tokenizer],
+) -> None:
     theirs, _, tokenizer = pair
     assert tokenizer.encode("the baton") == theirs("the baton")["input_ids"]
 
@@ -118,7 +145,12 @@ def test_without_a_template_chat_is_refused_with_advice() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{% for %}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].nothing.more }}"],
+    [
+        "{% for %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].nothing.more }}",
+    ],
 )
 def test_broken_or_hostile_templates_are_a_400(source: str) -> None:
     with pytest.raises(BadRequest):
@@ -129,7 +161,10 @@ def test_template_sources_in_order_of_preference(tmp_path: Path) -> None:
     path = tiny_model.make(tmp_path, template=None)
     assert model_info.load(_config(path)).chat_template is None
     config = json.loads((path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config["chat_template"] = [
+        {"name": "tool_use", "template": "T"},
+        {"name": "default", "template": "D"},
+    ]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     assert model_info.load(_config(path)).chat_template == "D"
     (path / "chat_template.jinja").write_text("J")

@@ -38,7 +38,9 @@ def byte_fallback() -> HFTokenizer:
     """Like Llama 2's: words with ▁, bytes as <0xNN>, the first space of a text stripped."""
     words = ["<unk>", "<s>", "▁", "▁the", "▁baton", "a", "b", "▁a", "é", "世"]
     vocab = {w: i for i, w in enumerate([*words, *(f"<0x{b:02X}>" for b in range(256))])}
-    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = HFTokenizer(
+        models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -79,7 +81,9 @@ def test_streamed_text_equals_full_decode(byte_level: Tokenizer, text: str, seed
 
 @given(ids=st.lists(st.integers(0, 383), max_size=60), seed=st.integers(0, 2**32))
 @settings(max_examples=300, deadline=None)
-def test_any_tokens_stream_to_what_they_decode_to(byte_level: Tokenizer, ids: list[int], seed: int) -> None:
+def test_any_tokens_stream_to_what_they_decode_to(
+    byte_level: Tokenizer, ids: list[int], seed: int
+) -> None:
     """Models emit byte sequences that are no text, and special tokens; every prefix shown is a prefix of the whole."""
     pieces, streamed = stream(byte_level.decode, groups(ids, seed))
     whole = byte_level.decode(ids)
@@ -88,7 +92,9 @@ def test_any_tokens_stream_to_what_they_decode_to(byte_level: Tokenizer, ids: li
 
 
 @given(
-    text=st.lists(st.sampled_from(["▁the", "▁baton", "▁a", "a", "▁", "世", "é", "😀", "界"]), max_size=20),
+    text=st.lists(
+        st.sampled_from(["▁the", "▁baton", "▁a", "a", "▁", "世", "é", "😀", "界"]), max_size=20
+    ),
     data=st.data(),
 )
 @settings(max_examples=200, deadline=None)
@@ -97,7 +103,11 @@ def test_byte_fallback_tokens_stream_to_what_they_decode_to(
 ) -> None:
     vocab = byte_fallback.get_vocab()
     ids = [
-        i for word in text for i in ([vocab[word]] if word in vocab else [vocab[f"<0x{b:02X}>"] for b in word.encode()])
+        i
+        for word in text
+        for i in (
+            [vocab[word]] if word in vocab else [vocab[f"<0x{b:02X}>"] for b in word.encode()]
+        )
     ]
 
     def decode(part: Sequence[int]) -> str:

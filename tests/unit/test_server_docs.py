@@ -22,7 +22,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_flags_table_is_current() -> None:
-    assert config.markdown(config.EngineConfig) in (DOCS / "flags.md").read_text(), "run: python -m baton.config"
+    assert config.markdown(config.EngineConfig) in (DOCS / "flags.md").read_text(), (
+        "run: python -m baton.config"
+    )
 
 
 def test_table_of_refused_flags_is_current() -> None:
@@ -33,7 +35,9 @@ def test_table_of_refused_flags_is_current() -> None:
 
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(local_cluster.UpConfig) in page, "run: python -m baton.server.launch.local_cluster"
+    assert config.markdown(local_cluster.UpConfig) in page, (
+        "run: python -m baton.server.launch.local_cluster"
+    )
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:
@@ -60,7 +64,11 @@ def test_metrics_tables_are_current() -> None:
 def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> None:
     made = metrics.EngineMetrics("v", "null", "m")
     made.report(
-        StatsMessage(0, {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5}, {})
+        StatsMessage(
+            0,
+            {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5},
+            {},
+        )
     )
     exported = {f"# TYPE {name} " for name in map(metrics.exported_name, metrics.FRONT)}
     exported |= {f"# TYPE {alias.name} " for alias in metric_aliases.ALWAYS}
@@ -72,7 +80,11 @@ def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> No
 def test_metrics_of_ranks_pass_through_with_the_rank_as_label() -> None:
     made = metrics.EngineMetrics()
     for rank in (0, 1):
-        made.report(StatsMessage(rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9}))
+        made.report(
+            StatsMessage(
+                rank, {'kv_pages{state="free"}': 3 + rank, "novel": 1}, {"engine_steps_total": 9}
+            )
+        )
     text = made.text().decode()
     assert 'baton_kv_pages{dp_rank="1",state="free"} 4.0' in text
     assert 'baton_engine_steps_total{dp_rank="0"} 9.0' in text
@@ -112,8 +124,13 @@ def test_histograms_of_ranks_are_rendered_with_their_bounds() -> None:
 def test_every_name_a_scheduler_reports_has_a_row_in_the_tables() -> None:
     known = {spec.name: spec for spec in metrics.RANK}
     kept = SchedStats(10.0, lambda seq: "default")
-    kept.starved["default"] = kept.starving["default"] = kept.suspensions["default", "", "memory"] = 1
-    names = {name.partition("{")[0].removesuffix("_total") for name in {**kept.gauges(), **kept.counters()}}
+    kept.starved["default"] = kept.starving["default"] = kept.suspensions[
+        "default", "", "memory"
+    ] = 1
+    names = {
+        name.partition("{")[0].removesuffix("_total")
+        for name in {**kept.gauges(), **kept.counters()}
+    }
     assert names - set(known) == set()
     kept.waiting_time["default"].observe(1.0)
     kept.pull_durations["tcp"].observe(1.0)

@@ -50,7 +50,9 @@ def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
         ({"layers": 3, "model_hash": "def"}, ["model", "kv_layout"]),
     ],
 )
-def test_a_difference_shows_in_its_aspect(path: Path, layout: dict[str, Any], aspects: list[str]) -> None:
+def test_a_difference_shows_in_its_aspect(
+    path: Path, layout: dict[str, Any], aspects: list[str]
+) -> None:
     assert differing(of(path), of(path, **layout)) == aspects
 
 

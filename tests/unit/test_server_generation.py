@@ -57,10 +57,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def accept(n: int, rules: TextRules, logprobs: int) -> AcceptedRequest:
     params = SamplingParams(max_new_tokens=64, stop_token_ids=(EOS,), logprobs=logprobs)
     items = tuple(PromptItem(0, i, array("i", [5, 6]), params) for i in range(n))
-    return AcceptedRequest(rid="r", items=items, n=n, text=rules, include_usage=True, logprobs=logprobs)
+    return AcceptedRequest(
+        rid="r", items=items, n=n, text=rules, include_usage=True, logprobs=logprobs
+    )
 
 
-def begin(accepted: AcceptedRequest, tokenizer: Tokenizer, timeout_secs: float = 60.0) -> tuple[Generation, StubRanks]:
+def begin(
+    accepted: AcceptedRequest, tokenizer: Tokenizer, timeout_secs: float = 60.0
+) -> tuple[Generation, StubRanks]:
     ranks: Any = StubRanks()
     g = Generation("r", accepted, ranks, tokenizer, METRICS, "test", time.monotonic(), timeout_secs)
     g.start()
@@ -94,13 +98,17 @@ def rows(script: Script) -> list[tuple[list[int], FinishReason | None]]:
     return out
 
 
-def send(ranks: StubRanks, handle: int, tokens: list[int], finish: FinishReason | None, logprobs: int) -> None:
+def send(
+    ranks: StubRanks, handle: int, tokens: list[int], finish: FinishReason | None, logprobs: int
+) -> None:
     sink = ranks.sinks[handle]
     if logprobs >= 0:  # a row each
         found = TokenLogprobs(-0.5, [3] * logprobs, [-1.0] * logprobs)
         for token in tokens[:-1]:
             sink.on_tokens(EmittedTokens(handle, (token,), None, 1, found))
-        sink.on_tokens(EmittedTokens(handle, tuple(tokens[-1:]), finish, 1, found if tokens else None))
+        sink.on_tokens(
+            EmittedTokens(handle, tuple(tokens[-1:]), finish, 1, found if tokens else None)
+        )
     else:
         sink.on_tokens(EmittedTokens(handle, tuple(tokens), finish, 1))
 
@@ -144,7 +152,10 @@ def play(
             await take()
         if not stream:
             return shape.whole(), ranks
-        events = [json.loads(e.removeprefix("data: ")) for e in (out + shape.end()).decode().split("\n\n")[:-1]]
+        events = [
+            json.loads(e.removeprefix("data: "))
+            for e in (out + shape.end()).decode().split("\n\n")[:-1]
+        ]
         return events, ranks
 
     return asyncio.run(run())
@@ -152,7 +163,9 @@ def play(
 
 @given(
     given=st.lists(scripts, min_size=1, max_size=3),
-    stops=st.lists(st.sampled_from(["the", " ", "a", "ha", "\ufffd", "relay"]), max_size=2, unique=True),
+    stops=st.lists(
+        st.sampled_from(["the", " ", "a", "ha", "\ufffd", "relay"]), max_size=2, unique=True
+    ),
     include=st.booleans(),
     min_tokens=st.integers(0, 3),
     logprobs=st.sampled_from([-1, 0, 2]),
@@ -174,7 +187,10 @@ def test_stream_and_whole_answer_agree(
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
         if form is ChatFormat:
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-            text, expected = "".join(c["delta"].get("content", "") for c in mine), choice["message"]["content"]
+            text, expected = (
+                "".join(c["delta"].get("content", "") for c in mine),
+                choice["message"]["content"],
+            )
         else:
             text, expected = "".join(c["text"] for c in mine), choice["text"]
         assert text == expected
@@ -202,13 +218,22 @@ def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
             out += given["content"]
         else:
             top = given["top_logprobs"] or [None] * len(given["tokens"])
-            out += list(zip(given["tokens"], given["token_logprobs"], top, given["text_offset"], strict=True))
+            out += list(
+                zip(
+                    given["tokens"], given["token_logprobs"], top, given["text_offset"], strict=True
+                )
+            )
     return out
 
 
-@given(given=st.lists(scripts, min_size=1, max_size=2), takes=st.lists(st.booleans(), min_size=1, max_size=3))
+@given(
+    given=st.lists(scripts, min_size=1, max_size=2),
+    takes=st.lists(st.booleans(), min_size=1, max_size=3),
+)
 @settings(max_examples=50, deadline=None)
-def test_native_stream_ends_with_the_whole_answer(tokenizer: Tokenizer, given: list[Script], takes: list[bool]) -> None:
+def test_native_stream_ends_with_the_whole_answer(
+    tokenizer: Tokenizer, given: list[Script], takes: list[bool]
+) -> None:
     whole, _ = play(tokenizer, GenerateFormat, given, TextRules(), 1, [False], stream=False)
     events, _ = play(tokenizer, GenerateFormat, given, TextRules(), 1, takes, stream=True)
     whole = whole if isinstance(whole, list) else [whole]
@@ -221,7 +246,9 @@ def test_native_stream_ends_with_the_whole_answer(tokenizer: Tokenizer, given: l
         assert [e["meta_info"]["finish_reason"] for e in mine[:-1]] == [None] * (len(mine) - 1)
 
 
-def test_an_error_comes_after_what_was_there_and_stops_the_other_items(tokenizer: Tokenizer) -> None:
+def test_an_error_comes_after_what_was_there_and_stops_the_other_items(
+    tokenizer: Tokenizer,
+) -> None:
     async def run() -> None:
         g, ranks = begin(accept(2, TextRules(), -1), tokenizer)
         send(ranks, 1, [260], None, -1)
@@ -238,7 +265,9 @@ def test_an_error_comes_after_what_was_there_and_stops_the_other_items(tokenizer
     asyncio.run(run())
 
 
-def test_a_silent_rank_is_given_up_after_the_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_given_up_after_the_deadline(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.server.http.generation.DEADLINE_GRACE_SECS", 0.02)
 
     async def run() -> EngineError:
@@ -257,7 +286,11 @@ def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer) -> None:
         g, ranks = begin(accept(1, TextRules(("race",)), -1), tokenizer)
         send(ranks, 1, ids, None, -1)
         (delta,) = await g.next() or ()
-        assert (delta.text, delta.finish, g.tracks[0].matched_stop) == ("the relay ", "stop", "race")
+        assert (delta.text, delta.finish, g.tracks[0].matched_stop) == (
+            "the relay ",
+            "stop",
+            "race",
+        )
         upto = next(i for i in range(len(ids)) if "race" in tokenizer.decode(ids[:i]))
         assert g.completion_tokens == len(delta.tokens) == upto
         assert ranks.aborted == [1]
@@ -269,7 +302,9 @@ def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
     """No row is needed when nothing is to be generated."""
     tokenizer = Tokenizer(tiny_model.make(tmp_path))
     item = PromptItem(0, 0, array("i", [5]), SamplingParams())
-    accepted = AcceptedRequest(rid=None, items=(item,), n=1, text=TextRules(), echo=("x",), max_tokens_zero=True)
+    accepted = AcceptedRequest(
+        rid=None, items=(item,), n=1, text=TextRules(), echo=("x",), max_tokens_zero=True
+    )
 
     async def run() -> Any:
         g, ranks = begin(accepted, tokenizer)

@@ -39,7 +39,13 @@ def test_facts(path: Path) -> None:
 
 
 def test_end_of_sequence_ids_of_all_files_count(path: Path) -> None:
-    edit(path / "generation_config.json", eos_token_id=[2, 1], temperature=0.6, top_k=20, do_sample=True)
+    edit(
+        path / "generation_config.json",
+        eos_token_id=[2, 1],
+        temperature=0.6,
+        top_k=20,
+        do_sample=True,
+    )
     facts = load(path)
     assert facts.eos_token_ids == (1, 2)
     assert facts.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
@@ -52,7 +58,11 @@ def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:
 
 
 def test_special_tokens_may_be_objects(path: Path) -> None:
-    edit(path / "tokenizer_config.json", bos_token={"content": "<b>", "lstrip": False}, eos_token=None)
+    edit(
+        path / "tokenizer_config.json",
+        bos_token={"content": "<b>", "lstrip": False},
+        eos_token=None,
+    )
     assert load(path).special_tokens == {"bos_token": "<b>", "pad_token": "<pad>"}
 
 
@@ -63,7 +73,10 @@ def test_the_demo_model_is_found_without_importing_torch() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"model_path": "/nowhere"}, "/nowhere is not a directory; give a Hugging Face model directory"),
+        (
+            {"model_path": "/nowhere"},
+            "/nowhere is not a directory; give a Hugging Face model directory",
+        ),
         ({"model_path": "/proc"}, "/proc has no config.json"),
         ({"context_length": 100000}, "--context-length 100000: the model's limit is 512 tokens"),
         ({"chat_template": "/nowhere"}, "--chat-template /nowhere: .*No such file"),
@@ -104,9 +117,13 @@ def test_a_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
     assert (facts.name, facts.path) == ("Qwen/Tiny-1.0", folder / "snapshots/abc")
 
 
-def test_a_tokenizer_path_may_be_a_hub_id(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_path_may_be_a_hub_id(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ConfigError, match=r"^--tokenizer-path Qwen/Tiny: .* hf download Qwen/Tiny$"):
+    with pytest.raises(
+        ConfigError, match=r"^--tokenizer-path Qwen/Tiny: .* hf download Qwen/Tiny$"
+    ):
         load(path, tokenizer_path="Qwen/Tiny")
     with pytest.raises(ConfigError, match=r"^--tokenizer-path /nowhere: .* is not a directory"):
         load(path, tokenizer_path="/nowhere")
@@ -115,7 +132,9 @@ def test_a_tokenizer_path_may_be_a_hub_id(path: Path, tmp_path: Path, monkeypatc
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("abc\n")
     assert load(path, tokenizer_path="Qwen/Tiny").tokenizer_path == snapshot
-    assert local_cluster._tokenizer_flags({"model_path": str(path), "tokenizer_path": "Qwen/Tiny"})[-1] == str(snapshot)
+    assert local_cluster._tokenizer_flags({"model_path": str(path), "tokenizer_path": "Qwen/Tiny"})[
+        -1
+    ] == str(snapshot)
 
 
 def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:

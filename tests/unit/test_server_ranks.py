@@ -69,7 +69,9 @@ class Stage:
         await self.push.send(encoder.encode(message))
 
     async def hear(self, rank: int = 0) -> ToRank:
-        return to_rank_decoder.decode(await asyncio.wait_for(self.pulls[rank].recv(), DEADLINE_SECS))
+        return to_rank_decoder.decode(
+            await asyncio.wait_for(self.pulls[rank].recv(), DEADLINE_SECS)
+        )
 
     async def ready(self) -> None:
         for rank in (0, 1):
@@ -77,7 +79,9 @@ class Stage:
         await until(lambda: self.ranks.all_ready)
 
     def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
-        request = ValidatedRequest(0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4))
+        request = ValidatedRequest(
+            0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4)
+        )
         return self.ranks.submit(self.ranks.choose(rank), request, sink)
 
 
@@ -91,14 +95,18 @@ async def until(fact: Callable[[], bool]) -> None:
 
 def batch(rows: list[tuple[int, list[int], int]], **more: dict[int, Any]) -> TokenBatch:
     """`more`: further fields of EmittedTokens, by row."""
-    made = [EmittedTokens(h, tuple(tokens), FinishReason(f) if f else None, 2) for h, tokens, f in rows]
+    made = [
+        EmittedTokens(h, tuple(tokens), FinishReason(f) if f else None, 2) for h, tokens, f in rows
+    ]
     for name, values in more.items():
         for row, value in values.items():
             made[row] = made[row]._replace(**{name: value})
     return TokenBatch(made)
 
 
-def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], limit: int = 8) -> None:
+def play(
+    tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], limit: int = 8
+) -> None:
     async def run() -> None:
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
@@ -112,7 +120,9 @@ def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], li
         push.connect(f"ipc://{tmp_path}/front")
         for i, socket in enumerate(pulls):
             socket.connect(f"ipc://{tmp_path}/rank{i}")
-        for push_to_rank in pushes:  # a rank is connected long before it is ready: it loads the model in between
+        for (
+            push_to_rank
+        ) in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
         ranks = RankSet(pull, pushes, limit)
         try:
@@ -150,7 +160,9 @@ def test_a_start_that_fails_at_once_is_quiet(tmp_path: Path) -> None:
 
     async def scene(stage: Stage) -> None:
         complaints: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context)
+        )
         stage.ranks.close()
         asyncio.get_running_loop().call_soon(stage.ranks._readable)
         await asyncio.sleep(0)
@@ -166,11 +178,23 @@ def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
         sinks = [Recorder() for _ in range(6)]
         handles = [stage.submit(s, 0) for s in sinks]
         finishes = [4, 4, 3, 4, 4, 4]
-        errors = {0: ("queue_full", "full"), 1: ("no_such_code", "x"), 4: ("queue_timeout", "x"), 5: ("deadline", "x")}
+        errors = {
+            0: ("queue_full", "full"),
+            1: ("no_such_code", "x"),
+            4: ("queue_timeout", "x"),
+            5: ("deadline", "x"),
+        }
         rows = [(h, [], f) for h, f in zip(handles, finishes, strict=True)]
         await stage.say(batch(rows, error=errors, retry_after_secs={4: 17, 5: 3}))
         await until(lambda: all(s.errors for s in sinks))
-        codes = ["queue_full", "internal_error", "aborted", "internal_error", "queue_timeout", "deadline"]
+        codes = [
+            "queue_full",
+            "internal_error",
+            "aborted",
+            "internal_error",
+            "queue_timeout",
+            "deadline",
+        ]
         assert [s.errors[0].code for s in sinks] == codes
         assert [s.errors[0].retry_after_secs for s in sinks] == [1, None, None, None, 17, None]
 
@@ -244,7 +268,9 @@ def test_a_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path
         mine, other = Recorder(), Recorder()
         stage.submit(mine, 1)
         stage.submit(other, 0)
-        asked = asyncio.create_task(stage.ranks.control(stage.ranks.ranks[1], "ledger", DEADLINE_SECS))
+        asked = asyncio.create_task(
+            stage.ranks.control(stage.ranks.ranks[1], "ledger", DEADLINE_SECS)
+        )
         await asyncio.sleep(0)
         await stage.say(FatalMessage(1, "out of memory"))
         with pytest.raises(EngineDead, match="out of memory"):
@@ -260,7 +286,10 @@ def test_controls_are_answered_by_id_or_time_out(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         rank = stage.ranks.ranks[0]
-        tasks = [asyncio.create_task(stage.ranks.control(rank, op, DEADLINE_SECS, x=1)) for op in ("info", "ledger")]
+        tasks = [
+            asyncio.create_task(stage.ranks.control(rank, op, DEADLINE_SECS, x=1))
+            for op in ("info", "ledger")
+        ]
         heard = [await stage.hear(), await stage.hear()]
         assert all(isinstance(h, ControlMessage) and h.args == {"x": 1} for h in heard)
         for message in reversed(heard):
@@ -282,20 +311,27 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         assert stage.ranks.ranks[1].stats.gauges == {"g": 1.0}
         assert stage.ranks.ranks[1].stats.not_accepting_reason is None
         await stage.say(
-            StatsMessage(1, {"g": 1.0}, {"c": 2.0}, not_accepting_reason="its KV transfer runtime has failed")
+            StatsMessage(
+                1, {"g": 1.0}, {"c": 2.0}, not_accepting_reason="its KV transfer runtime has failed"
+            )
         )
         await until(lambda: seen == [1, 1])
         now = ServerLifecycle(stage.ranks).condition()
         assert (now.state, now.reason) == (NodeState.DEAD, "rank_failed")
         assert isinstance(now.refusal, EngineDead)
-        assert "rank 1 of this engine takes no new requests: its KV transfer runtime" in now.refusal.message
+        assert (
+            "rank 1 of this engine takes no new requests: its KV transfer runtime"
+            in now.refusal.message
+        )
         stage.ranks.died(1, "gone")
         assert (seen, stage.ranks.ranks[1].stats.gauges) == ([1, 1, 1], {})
 
     play(tmp_path, scene)
 
 
-def test_garbage_on_the_socket_is_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_on_the_socket_is_logged_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene(stage: Stage) -> None:
         await stage.push.send(b"garbage")
         await stage.ready()

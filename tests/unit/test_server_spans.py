@@ -23,7 +23,14 @@ from baton.server.observability.spans import (
 W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PARENT = ParentSpan(0x4BF92F3577B34DA6A3CE929D0E0E4736, 11, 0x00F067AA0BA902B7)
 ANSWERED = AnsweredRequest(
-    method="POST", route="/generate", request_id="r", status=200, outcome="ok", arrived=1.0, ended=9.0, submitted=1.5
+    method="POST",
+    route="/generate",
+    request_id="r",
+    status=200,
+    outcome="ok",
+    arrived=1.0,
+    ended=9.0,
+    submitted=1.5,
 )
 
 
@@ -78,7 +85,10 @@ def test_the_request_hangs_below_the_caller() -> None:
     assert (span.trace, span.id, span.parent) == (PARENT.trace, 11, PARENT.above)
     assert (span.name, span.is_server, span.error) == ("POST /generate", True, None)
     assert (span.start, span.end) == (1_000_000_000, 9_000_000_000)
-    assert [(at / 1e9, name) for at, name, _ in span.events] == [(1.5, "submitted"), (4.0, "first_token")]
+    assert [(at / 1e9, name) for at, name, _ in span.events] == [
+        (1.5, "submitted"),
+        (4.0, "first_token"),
+    ]
     assert dict(span.attributes)["http.response.status_code"] == 200
 
 
@@ -109,16 +119,28 @@ def test_a_node_that_does_both_phases() -> None:
     assert {(span.trace, span.parent) for span in spans} == {(PARENT.trace, PARENT.span)}
     queue, prefill, decode = (dict(span.attributes) for span in spans)
     assert queue == {"baton.dp_rank": 2, "baton.handle": 3, "baton.prompt_tokens": 40}
-    assert (prefill["baton.cached_tokens"], prefill["baton.computed_tokens"], prefill["baton.steps"]) == (16, 24, 2)
-    assert (decode["gen_ai.usage.output_tokens"], decode["baton.retractions"], decode["baton.finish"]) == (9, 1, "stop")
-    assert [name for _, name, _ in spans[1].events] == ["computed", "computed"], "the step that made the first token"
+    assert (
+        prefill["baton.cached_tokens"],
+        prefill["baton.computed_tokens"],
+        prefill["baton.steps"],
+    ) == (16, 24, 2)
+    assert (
+        decode["gen_ai.usage.output_tokens"],
+        decode["baton.retractions"],
+        decode["baton.finish"],
+    ) == (9, 1, "stop")
+    assert [name for _, name, _ in spans[1].events] == ["computed", "computed"], (
+        "the step that made the first token"
+    )
     assert [name for _, name, _ in spans[2].events] == ["retracted", "admitted"]
     assert spans[1].events[0][2] == [("baton.tokens", 16)]
 
 
 def test_a_prefill_node_holds_a_lease() -> None:
     spans = timeline_spans(
-        timeline(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"), 0, unix
+        timeline(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"),
+        0,
+        unix,
     )
     assert of(spans) == {"queue": (2.0, 3.0), "prefill": (3.0, 5.0), "lease": (5.0, 30.0)}
     assert dict(spans[2].attributes) == {
@@ -138,15 +160,29 @@ def test_a_decode_node_waits_for_pages() -> None:
     assert list(of(spans)) == ["queue", "transfer", "decode"]
     assert [name for _, name, _ in spans[0].events] == ["announced"]
     transfer = dict(spans[1].attributes)
-    assert (transfer["baton.transport"], transfer["baton.pages"], transfer["baton.pull_us"]) == ("shm", 7, 250)
+    assert (transfer["baton.transport"], transfer["baton.pages"], transfer["baton.pull_us"]) == (
+        "shm",
+        7,
+        250,
+    )
     assert transfer["baton.bytes"] == 7 << 14
 
 
 def test_a_failed_request_has_its_error_in_the_span_where_it_failed() -> None:
-    (queue,) = timeline_spans(timeline(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix)
+    (queue,) = timeline_spans(
+        timeline(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix
+    )
     assert (queue.name, queue.error, queue.end) == ("queue", "queue_timeout", 3_000_000_000)
     spans = timeline_spans(
-        timeline(is_transfer=True, admitted_at=3.0, ended_at=4.0, finish="error", error="kv_transfer_failed"), 0, unix
+        timeline(
+            is_transfer=True,
+            admitted_at=3.0,
+            ended_at=4.0,
+            finish="error",
+            error="kv_transfer_failed",
+        ),
+        0,
+        unix,
     )
     assert [span.error for span in spans] == [None, "kv_transfer_failed"]
 
@@ -155,12 +191,16 @@ seconds = st.floats(2.0, 100.0)
 
 
 @given(st.lists(seconds, min_size=1, max_size=3), st.lists(seconds, max_size=8), st.booleans())
-def test_stages_follow_each_other_and_no_event_is_lost(times: list[float], events: list[float], leased: bool) -> None:
+def test_stages_follow_each_other_and_no_event_is_lost(
+    times: list[float], events: list[float], leased: bool
+) -> None:
     *stages, end = sorted(times)
     fields = dict(zip(("admitted_at", "first_token_at"), stages, strict=False))
     events = sorted(at for at in events if at <= end)
     computed = [(at, "computed", 1) for at in events]
-    spans = timeline_spans(timeline(**fields, ended_at=end, leased_pages=int(leased), events=computed), 0, unix)
+    spans = timeline_spans(
+        timeline(**fields, ended_at=end, leased_pages=int(leased), events=computed), 0, unix
+    )
     assert len(spans) == 1 + len(stages)
     assert (spans[0].start, spans[-1].end) == (unix(2.0), unix(end))
     assert all(one.end == other.start for one, other in itertools.pairwise(spans))

@@ -35,7 +35,9 @@ class Placed(NamedTuple):
 
 
 def placed(t: Tenancy, body: dict[str, Any], headers: dict[str, str] | None = None) -> Placed:
-    return Placed(*t.resolve(*t.read(read(RequestFields, body)), body.get("priority"), headers or {}))
+    return Placed(
+        *t.resolve(*t.read(read(RequestFields, body)), body.get("priority"), headers or {})
+    )
 
 
 def test_flags_become_rules(tmp_path: Path) -> None:
@@ -51,7 +53,11 @@ def test_flags_become_rules(tmp_path: Path) -> None:
     assert made.enabled
     assert made.classes.names == ("a", "b")
     assert (made.charge_decode, made.max_idle_tenants) == (False, 7)
-    assert (made.prompt_token_weight, made.output_token_weight, made.cached_token_weight) == (3.0, 4.0, 0.5)
+    assert (made.prompt_token_weight, made.output_token_weight, made.cached_token_weight) == (
+        3.0,
+        4.0,
+        0.5,
+    )
     assert made.tenants is not None
     assert made.tenants.of("x").weight == 2
     assert not setup.fairness(config.EngineConfig()).enabled
@@ -99,7 +105,11 @@ def test_the_tenant_is_the_field_else_the_header_else_the_key_else_default(tmp_p
     assert by_key == placed(t, {}, {"authorization": "Bearer secret"}).tenant
     assert by_key != placed(t, {}, {"authorization": "Bearer other"}).tenant
     assert "secret" not in by_key
-    assert placed(t, {}).tenant == placed(t, {"tenant": None}, {"authorization": "Basic x"}).tenant == "default"
+    assert (
+        placed(t, {}).tenant
+        == placed(t, {"tenant": None}, {"authorization": "Basic x"}).tenant
+        == "default"
+    )
 
 
 def test_bad_names_are_refused_with_field_or_header(tmp_path: Path) -> None:
@@ -120,7 +130,9 @@ def test_bad_names_are_refused_with_field_or_header(tmp_path: Path) -> None:
         assert caught.value.param == param
 
 
-def test_the_class_is_the_field_else_the_tier_else_the_tenants_else_by_priority(tmp_path: Path) -> None:
+def test_the_class_is_the_field_else_the_tier_else_the_tenants_else_by_priority(
+    tmp_path: Path,
+) -> None:
     tenants = {"tenants": {"low": {"priority_class": "b"}, "lowest": {"priority_class": "c"}}}
     t = tenancy(tmp_path, tenants, priority_classes="a:4:10,b:2:0,c:1:-10")
     cases: list[tuple[dict[str, Any], str]] = [
@@ -165,6 +177,10 @@ def test_a_used_up_minute_is_429_with_the_seconds_to_wait(tmp_path: Path) -> Non
         RateLimited, match=r"tenant 't' may use 600 tokens per minute and this request brings 25"
     ) as got:
         t.admit("t", 25, 0.0)
-    assert (got.value.status, got.value.code, got.value.param) == (429, "rate_limit_exceeded", "tenant")
+    assert (got.value.status, got.value.code, got.value.param) == (
+        429,
+        "rate_limit_exceeded",
+        "tenant",
+    )
     assert got.value.retry_after_secs == 2, "15 tokens at 10 per second"
     t.admit("t", 25, 2.0)

@@ -28,7 +28,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[Tokenizer, HFTokenizer]:
 
 @given(texts=st.lists(st.text(max_size=60), max_size=4), special=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_batch_calls_equal_plain_ones(pair: tuple[Tokenizer, HFTokenizer], texts: list[str], special: bool) -> None:
+def test_batch_calls_equal_plain_ones(
+    pair: tuple[Tokenizer, HFTokenizer], texts: list[str], special: bool
+) -> None:
     ours, plain = pair
     ids = [plain.encode(text, add_special_tokens=special).ids for text in texts]
     assert [ours.encode(text, add_special_tokens=special) for text in texts] == ids
@@ -39,7 +41,9 @@ def test_batch_calls_equal_plain_ones(pair: tuple[Tokenizer, HFTokenizer], texts
 
 @given(text=st.text(max_size=200))
 @settings(max_examples=60, deadline=None)
-def test_no_token_stands_for_more_characters_than_the_bound(pair: tuple[Tokenizer, HFTokenizer], text: str) -> None:
+def test_no_token_stands_for_more_characters_than_the_bound(
+    pair: tuple[Tokenizer, HFTokenizer], text: str
+) -> None:
     ours, _ = pair
     assert len(ours.encode(text, add_special_tokens=False)) * ours.max_chars_per_token >= len(text)
 
@@ -56,7 +60,9 @@ class BatchOnly:
         return self._hf.encode_batch_fast(texts, **options)
 
 
-def test_long_texts_are_encoded_on_the_pool_by_a_call_that_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_encoded_on_the_pool_by_a_call_that_releases_the_gil(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer = Tokenizer(token_goldens.DEMO)
     watched = BatchOnly(tokenizer._hf)
     monkeypatch.setattr(tokenizer, "_hf", watched)
@@ -72,7 +78,10 @@ def test_texts_that_wait_for_a_thread_are_bounded() -> None:
 
     async def fill() -> None:
         size = INLINE_CHARS + 1
-        waiting = [asyncio.ensure_future(tokenizer.offload(size, gate.wait)) for _ in range(WORKERS + MAX_WAITING)]
+        waiting = [
+            asyncio.ensure_future(tokenizer.offload(size, gate.wait))
+            for _ in range(WORKERS + MAX_WAITING)
+        ]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await tokenizer.offload(size, gate.wait)

@@ -32,7 +32,10 @@ def test_greeting_leaves_a_key_of_the_environment_there() -> None:
     given = greeting(URL, "m", api_key="secret", key_in_environment=True)
     assert "secret" not in given
     assert '-H "authorization: Bearer $BATON_API_KEY"' in given
-    assert 'import os\nfrom openai import OpenAI\nclient = OpenAI(base_url="http://127.0.0.1:8000/v1", ' in given
+    assert (
+        'import os\nfrom openai import OpenAI\nclient = OpenAI(base_url="http://127.0.0.1:8000/v1", '
+        in given
+    )
     assert 'api_key=os.environ["BATON_API_KEY"])' in given
 
 
@@ -72,7 +75,9 @@ def started(router: StubRouter, port: int | None) -> LocalCluster:
 
 
 @pytest.mark.parametrize("port", [0, None])
-def test_router_takes_another_free_port_if_the_chosen_one_was_taken_meanwhile(port: int | None) -> None:
+def test_router_takes_another_free_port_if_the_chosen_one_was_taken_meanwhile(
+    port: int | None,
+) -> None:
     router = StubRouter(2, f"baton-router: 127.0.0.1:1 {PORT_TAKEN}; stop what listens there")
     assert started(router, port).port > 1
     assert router.starts == 3
@@ -80,9 +85,15 @@ def test_router_takes_another_free_port_if_the_chosen_one_was_taken_meanwhile(po
 
 @pytest.mark.parametrize(
     ("port", "error", "starts"),
-    [(8000, PORT_TAKEN, 1), (0, "baton-router: --workers is missing", 1), (0, PORT_TAKEN, ROUTER_PORT_TRIES)],
+    [
+        (8000, PORT_TAKEN, 1),
+        (0, "baton-router: --workers is missing", 1),
+        (0, PORT_TAKEN, ROUTER_PORT_TRIES),
+    ],
 )
-def test_other_failures_and_a_port_that_was_asked_for_end_the_start(port: int, error: str, starts: int) -> None:
+def test_other_failures_and_a_port_that_was_asked_for_end_the_start(
+    port: int, error: str, starts: int
+) -> None:
     router = StubRouter(99, error)
     with pytest.raises(ChildFailed):
         started(router, port)

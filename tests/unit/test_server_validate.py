@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import build
-from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
+from baton.errors import (
+    BadRequest,
+    EngineError,
+    InvalidJson,
+    PayloadTooLarge,
+    PromptTooLong,
+    UnsupportedParameter,
+)
 from baton.server.api import schema, validation
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
@@ -71,7 +78,13 @@ def tokenize(v: RequestValidator, **body: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("form", "field"),
-    [(chat, "messages"), (completion, "prompt"), (generate, "text"), (tokenize, "prompt"), (tokenize, "messages")],
+    [
+        (chat, "messages"),
+        (completion, "prompt"),
+        (generate, "text"),
+        (tokenize, "prompt"),
+        (tokenize, "messages"),
+    ],
 )
 def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
     make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, form: Any, field: str
@@ -136,7 +149,13 @@ TEXT_FORMS = [("/v1/completions", "prompt", completion), ("/generate", "text", g
     form=st.sampled_from(TEXT_FORMS), in_list=st.booleans(),
 )  # fmt: skip
 def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
-    path: Path, tokenizer: Tokenizer, excess: int, character: str, escaped: bool, form: Any, in_list: bool
+    path: Path,
+    tokenizer: Tokenizer,
+    excess: int,
+    character: str,
+    escaped: bool,
+    form: Any,
+    in_list: bool,
 ) -> None:
     config = build({"model_path": str(path), "served_model_name": "tiny"})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
@@ -158,7 +177,10 @@ def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
 def test_ids_are_refused_unparsed_exactly_if_they_would_be_parsed(make: Make) -> None:
     validator = make()
     for count in (CONTEXT - 1, CONTEXT, CONTEXT + 1):
-        for url, field, parsed in (("/v1/completions", "prompt", completion), ("/generate", "input_ids", generate)):
+        for url, field, parsed in (
+            ("/v1/completions", "prompt", completion),
+            ("/generate", "input_ids", generate),
+        ):
             for ids in ([7] * count, [[7], [7] * count]):
                 body = json.dumps({field: ids}).encode()
                 if count <= CONTEXT:
@@ -175,7 +197,9 @@ def test_messages_and_other_members_are_bounded_before_they_are_parsed(make: Mak
     validator = make()
     messages = [{"role": "user", "content": "x"}] * (12 * validator.max_prompt_chars // 30)
     with pytest.raises(PromptTooLong, match="bytes of messages, at most ") as caught:
-        validator.refuse_oversized("/v1/chat/completions", json.dumps({"messages": messages}).encode())
+        validator.refuse_oversized(
+            "/v1/chat/completions", json.dumps({"messages": messages}).encode()
+        )
     assert caught.value.param == "messages"
     rest = json.dumps({"messages": [], "tools": ["x"] * (1 << 20)}).encode()
     with pytest.raises(PayloadTooLarge, match="members beside the prompt have "):
@@ -253,9 +277,13 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "code", "param"), SHARED_REFUSALS, ids=[str(b)[:60] for b, _, _ in SHARED_REFUSALS])
+@pytest.mark.parametrize(
+    ("body", "code", "param"), SHARED_REFUSALS, ids=[str(b)[:60] for b, _, _ in SHARED_REFUSALS]
+)
 @pytest.mark.parametrize("form", [chat, completion], ids=["chat", "completion"])
-def test_bad_fields_are_named(make: Make, form: Any, body: dict[str, Any], code: str, param: str) -> None:
+def test_bad_fields_are_named(
+    make: Make, form: Any, body: dict[str, Any], code: str, param: str
+) -> None:
     with pytest.raises(EngineError) as caught:
         form(make(), **body)
     assert caught.value.code == code
@@ -276,8 +304,16 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
         "messages[0].content",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "hello " * 200}]}, "context_length_exceeded", "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "invalid_value",
+        "messages[0].content",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "hello " * 200}]},
+        "context_length_exceeded",
+        "messages",
+    ),
     ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
     ({"echo": True}, "unsupported_parameter", "echo"),
@@ -285,12 +321,18 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
     ({"logprobs": 1}, "invalid_value", "logprobs"),
     ({"max_completion_tokens": CONTEXT}, "context_length_exceeded", "messages"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "invalid_value",
+        "continue_final_message",
+    ),
     ({"chat_template_kwargs": "x"}, "invalid_value", "chat_template_kwargs"),
 ]
 
 
-@pytest.mark.parametrize(("body", "code", "param"), CHAT_REFUSALS, ids=[str(b)[:60] for b, _, _ in CHAT_REFUSALS])
+@pytest.mark.parametrize(
+    ("body", "code", "param"), CHAT_REFUSALS, ids=[str(b)[:60] for b, _, _ in CHAT_REFUSALS]
+)
 def test_bad_chat_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(EngineError) as caught:
         chat(make(), **body)
@@ -321,9 +363,13 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "param"), COMPLETION_REFUSALS, ids=[str(b)[:60] for b, _, _ in COMPLETION_REFUSALS]
+    ("body", "code", "param"),
+    COMPLETION_REFUSALS,
+    ids=[str(b)[:60] for b, _, _ in COMPLETION_REFUSALS],
 )
-def test_bad_completion_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+def test_bad_completion_fields_are_named(
+    make: Make, body: dict[str, Any], code: str, param: str
+) -> None:
     with pytest.raises(EngineError) as caught:
         completion(make(), **body)
     assert (caught.value.code, caught.value.param) == (code, param)
@@ -344,14 +390,20 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "sampling_params.min_new_tokens",
     ),
     ({"input_embeds": [[0.5]]}, "unsupported_parameter", "input_embeds"),
-    ({"return_logprob": True, "logprob_start_len": 0}, "unsupported_parameter", "logprob_start_len"),
+    (
+        {"return_logprob": True, "logprob_start_len": 0},
+        "unsupported_parameter",
+        "logprob_start_len",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("body", "code", "param"), GENERATE_REFUSALS, ids=[str(b)[:60] for b, _, _ in GENERATE_REFUSALS]
 )
-def test_bad_generate_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+def test_bad_generate_fields_are_named(
+    make: Make, body: dict[str, Any], code: str, param: str
+) -> None:
     with pytest.raises(EngineError) as caught:
         generate(make(), **body)
     assert (caught.value.code, caught.value.param) == (code, param)
@@ -364,11 +416,21 @@ json_values = st.recursive(
     | st.sampled_from([10**400, -(10**400), 1e300])
     | st.floats(allow_nan=False)
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
-REQUESTS = (schema.ChatCompletionRequest, schema.CompletionRequest, schema.GenerateRequest, schema.GenerateSampling)
-FIELDS = sorted({name for request in REQUESTS for name in request.__struct_fields__} | {"tools", "response_format"})
+REQUESTS = (
+    schema.ChatCompletionRequest,
+    schema.CompletionRequest,
+    schema.GenerateRequest,
+    schema.GenerateSampling,
+)
+FIELDS = sorted(
+    {name for request in REQUESTS for name in request.__struct_fields__}
+    | {"tools", "response_format"}
+)
 SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
 
 
@@ -380,7 +442,12 @@ SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
 )
 @settings(max_examples=250, deadline=None)
 def test_any_json_is_accepted_or_refused_on_purpose(
-    path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str, flags: dict[str, Any]
+    path: Path,
+    tokenizer: Tokenizer,
+    form: Any,
+    body: dict[str, Any],
+    mode: str,
+    flags: dict[str, Any],
 ) -> None:
     config = build({"model_path": str(path), "disaggregation_mode": mode, **flags})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
@@ -402,9 +469,13 @@ def test_any_json_is_accepted_or_refused_on_purpose(
 def test_defaults_of_the_three_forms(make: Make) -> None:
     v = make()
     one = chat(v).items[0]
-    assert one.params.max_new_tokens == CONTEXT - len(one.prompt), "chat may use what is left of the context"
+    assert one.params.max_new_tokens == CONTEXT - len(one.prompt), (
+        "chat may use what is left of the context"
+    )
     assert completion(v).items[0].params.max_new_tokens == 16
-    assert generate(v).items[0].params.max_new_tokens == CONTEXT - 3, "128 would not fit behind the prompt"
+    assert generate(v).items[0].params.max_new_tokens == CONTEXT - 3, (
+        "128 would not fit behind the prompt"
+    )
     params = completion(v).items[0].params
     assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (1.0, 1.0, 0, -1)
     assert params.stop_token_ids == (1,), "the model's end-of-sequence id"
@@ -422,7 +493,11 @@ def test_priority_is_kept_as_given_and_refused_only_where_the_flag_says_so(make:
 def test_deadlines_come_from_fields_and_headers_and_the_smaller_counts(make: Make) -> None:
     accepted = chat(make(), ttft_deadline_ms=1500, deadline_ms=9000)
     assert (accepted.ttft_deadline_secs, accepted.deadline_secs) == (1.5, 9.0)
-    headers = {"x-deadline-remaining-ms": "4000", "x-slo-ttft-ms": "2000", "x-llm-d-slo-ttft-ms": "700"}
+    headers = {
+        "x-deadline-remaining-ms": "4000",
+        "x-slo-ttft-ms": "2000",
+        "x-llm-d-slo-ttft-ms": "700",
+    }
     merged = with_deadline_headers(accepted, headers)
     assert (merged.ttft_deadline_secs, merged.deadline_secs) == (0.7, 4.0)
     plain = chat(make())
@@ -452,7 +527,12 @@ def test_all_forms_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
     assert [list(i.prompt) for i in completion(v, prompt="hello").items] == [ids]
     assert [list(i.prompt) for i in completion(v, prompt=["hello", "hello"]).items] == [ids, ids]
     assert [list(i.prompt) for i in completion(v, prompt=ids).items] == [ids]
-    assert [list(i.prompt) for i in completion(v, prompt=[ids, [5]], n=2).items] == [ids, ids, [5], [5]]
+    assert [list(i.prompt) for i in completion(v, prompt=[ids, [5]], n=2).items] == [
+        ids,
+        ids,
+        [5],
+        [5],
+    ]
     assert [i.choice for i in completion(v, prompt=[ids, [5]], n=2).items] == [0, 1, 0, 1]
 
 
@@ -500,7 +580,10 @@ def test_ids_must_be_as_many_as_the_texts(make: Make) -> None:
 def test_content_parts_equal_plain_content(make: Make) -> None:
     v = make()
     parts = [{"type": "text", "text": "hello"}]
-    assert chat(v, messages=[{"role": "user", "content": parts}]).items[0].prompt == chat(v).items[0].prompt
+    assert (
+        chat(v, messages=[{"role": "user", "content": parts}]).items[0].prompt
+        == chat(v).items[0].prompt
+    )
 
 
 def test_unknown_fields_are_listed_and_known_ones_are_not(make: Make) -> None:
@@ -508,16 +591,25 @@ def test_unknown_fields_are_listed_and_known_ones_are_not(make: Make) -> None:
     assert chat(v, user="u", weird=1, another={"a": 1}, metadata={}).ignored == ("weird", "another")
     assert generate(v, sampling_params={"strange": 1}).ignored == ("sampling_params.strange",)
     options = {"include_usage": True, "include_obfuscation": False}
-    assert chat(v, stream=True, stream_options=options).ignored == ("stream_options.include_obfuscation",)
+    assert chat(v, stream=True, stream_options=options).ignored == (
+        "stream_options.include_obfuscation",
+    )
 
 
 def test_null_means_absent(make: Make) -> None:
-    nothing = dict.fromkeys(["temperature", "stop", "tools", "response_format", "logit_bias", "seed", "rid", "stream"])
+    nothing = dict.fromkeys(
+        ["temperature", "stop", "tools", "response_format", "logit_bias", "seed", "rid", "stream"]
+    )
     assert chat(make(), **nothing).stream is False
 
 
 def test_harmless_values_of_unsupported_fields_pass(make: Make) -> None:
-    body = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "return_hidden_states": False}
+    body = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "return_hidden_states": False,
+    }
     assert chat(make(), **body).ignored == ()
 
 
@@ -528,7 +620,11 @@ def test_seeds(make: Make) -> None:
     assert completion(v).items[0].params.seed != completion(v).items[0].params.seed
     d, p = make(disaggregation_mode="decode"), make(disaggregation_mode="prefill")
     meet = {"bootstrap_host": "h", "bootstrap_room": 5}
-    assert completion(d, **meet).items[0].params.seed == completion(p, **meet).items[0].params.seed == seed_of_room(5)
+    assert (
+        completion(d, **meet).items[0].params.seed
+        == completion(p, **meet).items[0].params.seed
+        == seed_of_room(5)
+    )
     assert seed_of_room(5) != seed_of_room(6)
 
 
@@ -547,7 +643,12 @@ def test_generate_without_a_model_behind_a_router_that_names_one(make: Make) -> 
 
 def test_namespaces_differ_by_salt_and_key(make: Make) -> None:
     v = make()
-    bodies: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}]
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"cache_salt": "a", "extra_key": "b"},
+    ]
     assert len({completion(v, **body).namespace for body in bodies}) == 4
 
 
@@ -557,7 +658,10 @@ def test_a_small_pool_lowers_the_context(make: Make) -> None:
     prompt, answer = (item := chat(v).items[0]).prompt, item.params.max_new_tokens
     assert len(prompt) + answer == 40
     v.context_length = 20
-    with pytest.raises(EngineError, match=r"length is 20 tokens here, but the prompt has 3 and max_tokens asks for 18"):
+    with pytest.raises(
+        EngineError,
+        match=r"length is 20 tokens here, but the prompt has 3 and max_tokens asks for 18",
+    ):
         completion(v, max_tokens=18)
 
 
@@ -579,11 +683,17 @@ MEET = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 
         ("decode", {"routed_dp_rank": 2}, 2, -1),
     ],
 )
-def test_ranks_of_both_halves(make: Make, mode: str, fields: dict[str, Any], own: int | None, prefill: int) -> None:
+def test_ranks_of_both_halves(
+    make: Make, mode: str, fields: dict[str, Any], own: int | None, prefill: int
+) -> None:
     item = completion(make(disaggregation_mode=mode, dp_size=4), **MEET, **fields).items[0]
     assert item.dp_rank == own
     assert item.rendezvous is not None
-    assert (item.rendezvous.host, item.rendezvous.port, item.rendezvous.room) == ("10.0.0.1", 9000, 7)
+    assert (item.rendezvous.host, item.rendezvous.port, item.rendezvous.room) == (
+        "10.0.0.1",
+        9000,
+        7,
+    )
     assert item.rendezvous.prefill_dp_rank == prefill
 
 
@@ -592,12 +702,18 @@ def test_one_room_per_answer(make: Make) -> None:
     items = completion(v, prompt=["a", "b"], n=2, **{**MEET, "bootstrap_room": [4, 9, 2, 8]}).items
     assert [i.rendezvous and i.rendezvous.room for i in items] == [4, 9, 2, 8]
     items = completion(v, n=2, **MEET).items
-    assert [i.rendezvous and i.rendezvous.room for i in items] == [7, 8], "a scalar numbers the batch, as in SGLang"
+    assert [i.rendezvous and i.rendezvous.room for i in items] == [7, 8], (
+        "a scalar numbers the batch, as in SGLang"
+    )
 
 
 def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
     """sglang-router 0.3.2 and smg 1.13 send one entry per prompt of a batch; P and D derive the rest alike."""
-    meet = {"bootstrap_host": ["p", "q"], "bootstrap_port": [1, 2], "bootstrap_room": [4, 2**63 - 1]}
+    meet = {
+        "bootstrap_host": ["p", "q"],
+        "bootstrap_port": [1, 2],
+        "bootstrap_room": [4, 2**63 - 1],
+    }
     for mode in ("prefill", "decode"):
         items = completion(make(disaggregation_mode=mode), prompt=["a", "b"], n=2, **meet).items
         found = [(r.host, r.port, r.room) for i in items if (r := i.rendezvous)]
@@ -606,7 +722,9 @@ def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
 
 def test_an_ipv6_bootstrap_host_may_have_brackets(make: Make) -> None:
     for host in ("::1", "[::1]"):
-        (item,) = completion(make(disaggregation_mode="decode"), bootstrap_host=host, bootstrap_room=1).items
+        (item,) = completion(
+            make(disaggregation_mode="decode"), bootstrap_host=host, bootstrap_room=1
+        ).items
         assert item.rendezvous is not None
         assert item.rendezvous.host == "::1"
 
@@ -626,7 +744,10 @@ def test_a_room_needs_a_host_on_the_decode_node(make: Make) -> None:
         completion(make(disaggregation_mode="decode"), bootstrap_room=1)
     assert caught.value.param == "bootstrap_host"
     item = completion(
-        make(disaggregation_mode="decode"), bootstrap_room=1, bootstrap_host="p", bootstrap_port=None
+        make(disaggregation_mode="decode"),
+        bootstrap_room=1,
+        bootstrap_host="p",
+        bootstrap_port=None,
     ).items[0]
     assert item.rendezvous is not None
     assert item.rendezvous.port == 8998

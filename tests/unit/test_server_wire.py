@@ -35,7 +35,9 @@ def read(request: Pieces, check: Callable[[str, bytes], None] | None = None) -> 
     return asyncio.run(http_utils.read_object(cast(web.Request, request), check))
 
 
-def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(msgspec.json, "decode", None)
     threads = []
 
@@ -46,7 +48,10 @@ def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(monkeypatch
     for size in (http_utils.INLINE_BYTES, http_utils.INLINE_BYTES + 1):
         with pytest.raises(BadRequest, match=r"^no$"):
             read(Pieces(b"{", b" " * (size - 2), b"}"), refuse)
-    assert threads == [("/generate", http_utils.INLINE_BYTES, True), ("/generate", http_utils.INLINE_BYTES + 1, False)]
+    assert threads == [
+        ("/generate", http_utils.INLINE_BYTES, True),
+        ("/generate", http_utils.INLINE_BYTES + 1, False),
+    ]
 
 
 def test_body_is_what_arrived() -> None:

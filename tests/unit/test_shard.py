@@ -43,7 +43,9 @@ def test_query_heads_are_with_the_kv_head_they_read(size: int, heads: list[list[
         shard = Shard(rank, size)
         kv, q = shard.kv_heads(2), shard.of(8)
         assert list(range(kv.start, kv.stop)) == want
-        assert {head // 4 for head in range(q.start, q.stop)} == set(want), "groups of four query heads"
+        assert {head // 4 for head in range(q.start, q.stop)} == set(want), (
+            "groups of four query heads"
+        )
 
 
 def cells(part: Part) -> list[tuple[int, ...]]:
@@ -55,7 +57,9 @@ def cells(part: Part) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_weight_is_on_one_rank_and_kv_heads_on_their_readers(tmp_path: Path, size: int) -> None:
+def test_every_weight_is_on_one_rank_and_kv_heads_on_their_readers(
+    tmp_path: Path, size: int
+) -> None:
     spec = read_spec(checkpoint(tmp_path, **SHAPE))
     held: dict[str, Counter[tuple[int, ...]]] = {}
     for rank in range(size):
@@ -65,7 +69,9 @@ def test_every_weight_is_on_one_rank_and_kv_heads_on_their_readers(tmp_path: Pat
     for param in plan_weights(spec):
         for part in param.parts:
             times = set(held[part.source].values())
-            assert len(held[part.source]) == len(cells(part)), f"{part.source}: some weights are nowhere"
+            assert len(held[part.source]) == len(cells(part)), (
+                f"{part.source}: some weights are nowhere"
+            )
             is_whole = param.is_norm
             is_kv = "k_proj" in part.source or "v_proj" in part.source
             assert times == {size if is_whole else max(1, size // 2) if is_kv else 1}, part.source
@@ -83,15 +89,21 @@ def test_shares_are_slices_of_the_file(tmp_path: Path, rank: int) -> None:
     q, k, v = (kept[f"{p}self_attn.{x}_proj.weight"] for x in "qkv")
     assert torch.equal(layer.qkv, torch.cat([q[half], k[one], v[one]]))
     assert torch.equal(layer.o, kept[f"{p}self_attn.o_proj.weight"][:, half])
-    assert torch.equal(layer.gate_up, torch.cat([kept[f"{p}mlp.{x}_proj.weight"][mlp] for x in ("gate", "up")]))
+    assert torch.equal(
+        layer.gate_up, torch.cat([kept[f"{p}mlp.{x}_proj.weight"][mlp] for x in ("gate", "up")])
+    )
     assert torch.equal(layer.down, kept[f"{p}mlp.down_proj.weight"][:, mlp])
-    assert (layer.o_bias is None, layer.down_bias is None) == (rank == 1, rank == 1), "a bias is added once"
+    assert (layer.o_bias is None, layer.down_bias is None) == (rank == 1, rank == 1), (
+        "a bias is added once"
+    )
     vocab = slice(0, 17) if rank == 0 else slice(17, 35)
     assert torch.equal(weights.embed, kept["model.embed_tokens.weight"][vocab])
     assert torch.equal(weights.lm_head, kept["lm_head.weight"][vocab])
 
 
-def test_a_rank_reads_its_shares_and_no_whole_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_shares_and_no_whole_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoint(tmp_path, **SHAPE)
     whole: list[str] = []
     real = load.safe_open
@@ -124,7 +136,9 @@ def test_a_bias_of_a_rank_without_it_is_not_unexpected_but_a_strange_one_is(tmp_
     path = checkpoint(tmp_path, **SHAPE)
     load_weights(read_spec(path), path, shard=Shard(1, 2))
     save_file({"model.layers.0.mlp.gate_proj.scale": torch.ones(2)}, path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"unexpected tensor model\.layers\.0\.mlp\.gate_proj\.scale"):
+    with pytest.raises(
+        ConfigError, match=r"unexpected tensor model\.layers\.0\.mlp\.gate_proj\.scale"
+    ):
         load_weights(read_spec(path), path, shard=Shard(1, 2))
 
 
@@ -135,7 +149,11 @@ def spec_of(path: Path, **changes: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({}, 3, "--tp-size 3: the model's num_attention_heads = 4 is no multiple of it; this model takes 1, 2, 4"),
+        (
+            {},
+            3,
+            "--tp-size 3: the model's num_attention_heads = 4 is no multiple of it; this model takes 1, 2, 4",
+        ),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4},
             4,
@@ -147,7 +165,11 @@ def spec_of(path: Path, **changes: Any) -> ModelSpec:
             4,
             "--tp-size 4: the model's intermediate_size = 22 is no multiple of it; this model takes 1, 2",
         ),
-        ({"vocab_size": 3}, 4, "--tp-size 4: the model's vocab_size = 3 is smaller; this model takes 1, 2"),
+        (
+            {"vocab_size": 3},
+            4,
+            "--tp-size 4: the model's vocab_size = 3 is smaller; this model takes 1, 2",
+        ),
     ],
 )
 def test_indivisible_shapes_are_refused_with_the_possible_sizes(
@@ -163,6 +185,13 @@ def test_a_share_has_its_heads_and_its_part_of_the_kv_pool(tmp_path: Path) -> No
     spec = spec_of(tmp_path)
     assert share_of(spec, WHOLE) == spec
     two, four = share_of(spec, Shard(1, 2)), share_of(spec, Shard(3, 4))
-    assert (two.num_heads, two.num_kv_heads, two.intermediate_size, two.vocab_size) == (2, 1, 12, 35)
+    assert (two.num_heads, two.num_kv_heads, two.intermediate_size, two.vocab_size) == (
+        2,
+        1,
+        12,
+        35,
+    )
     assert (four.num_heads, four.num_kv_heads) == (1, 1)
-    assert spec.kv.page_bytes(16) == 2 * two.kv.page_bytes(16) == 2 * four.kv.page_bytes(16), "replicated beyond two"
+    assert spec.kv.page_bytes(16) == 2 * two.kv.page_bytes(16) == 2 * four.kv.page_bytes(16), (
+        "replicated beyond two"
+    )

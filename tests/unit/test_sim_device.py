@@ -28,7 +28,12 @@ def chunk(slot: int, start: int, n: int, *, sample: bool) -> Row:
 
 def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> None:
     got = read("h200-8b,speed=8,length_scale=16,token_us=50")
-    assert (got.speed, got.length_scale, got.model.token_us, got.model.weights_ms) == (8, 16, 50, 4.2)
+    assert (got.speed, got.length_scale, got.model.token_us, got.model.weights_ms) == (
+        8,
+        16,
+        50,
+        4.2,
+    )
     with pytest.raises(ConfigError) as error:
         read("h100,speed=0,length_scale=3,token_us=fast,tokens=3")
     assert len(error.value.message.splitlines()) == 5
@@ -36,7 +41,11 @@ def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> No
 
 def test_the_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None:
     config = build({"simulate": "reference,length_scale=8", "max_running_requests": 7})
-    assert (config.max_total_tokens, config.chunked_prefill_size, config.max_running_requests) == (125_000, 1024, 7)
+    assert (config.max_total_tokens, config.chunked_prefill_size, config.max_running_requests) == (
+        125_000,
+        1024,
+        7,
+    )
     assert build({}).max_total_tokens == 0
 
 
@@ -57,7 +66,9 @@ def test_a_step_that_waited_begins_where_the_last_one_ended() -> None:
         slept.append(round(seconds, 6))
         now[0] += seconds + 0.001  # woken late
 
-    runner = SimRunner(read("reference,speed=2,attention_ns=0,step_ms=0"), (7,), None, lambda: now[0], sleep)
+    runner = SimRunner(
+        read("reference,speed=2,attention_ns=0,step_ms=0"), (7,), None, lambda: now[0], sleep
+    )
     runner.execute(plan(0, chunk(0, 0, 1000, sample=False)))
     runner.execute(plan(1, chunk(0, 1000, 1000, sample=False)))
     now[0] += 1

@@ -17,8 +17,12 @@ import pytest
 from baton.server.launch.process_group import describe_exit
 from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
 
-READY_THEN_SLEEP = "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
-IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP
+READY_THEN_SLEEP = (
+    "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
+)
+IGNORES_SIGTERM = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP
+)
 HAS_A_CHILD = (
     "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
     "print('READY {\"pid\": %d}' % p.pid, flush=True); p.wait()"
@@ -30,7 +34,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def child(tmp_path: Path, script: str) -> ChildProcess:
-    return ChildProcess("node 0", lambda: [sys.executable, "-c", script], tmp_path / "node.log", os.environ)
+    return ChildProcess(
+        "node 0", lambda: [sys.executable, "-c", script], tmp_path / "node.log", os.environ
+    )
 
 
 def gone(pid: int) -> bool:
@@ -98,7 +104,9 @@ def test_errors_and_progress_are_read_from_the_log_since_the_last_start(tmp_path
         node.log_path.write_text("2026-11-22 11:00:00,000 ERROR baton.launch of an earlier life\n")
         await node.start()
         assert await node.wait() == 0
-        assert node.last_errors() == "2026-11-22 15:58:29,100 ERROR baton.launch no room\nTraceback: x"
+        assert (
+            node.last_errors() == "2026-11-22 15:58:29,100 ERROR baton.launch no room\nTraceback: x"
+        )
         assert node.last_progress() == "loading weights: 3 of 9 tensors"
 
     run(work())

@@ -109,7 +109,9 @@ class Team:
             self.heard.append(event)
             if event[0] == "revoked":
                 self.granted = self.revoking = False
-                assert not any(r.has_grant for r in self.ranks), "the pages are the scheduler's again"
+                assert not any(r.has_grant for r in self.ranks), (
+                    "the pages are the scheduler's again"
+                )
             elif event[0] == "announced":
                 self.revoking = False
             else:
@@ -138,7 +140,16 @@ class Team:
                 self.hear(number)
 
 
-WEIGHTS = {"execute_call": 8, "hear": 8, "announce": 3, "commit": 3, "grant": 3, "revoke": 2, "fail": 0.3, "abort": 0.3}
+WEIGHTS = {
+    "execute_call": 8,
+    "hear": 8,
+    "announce": 3,
+    "commit": 3,
+    "grant": 3,
+    "revoke": 2,
+    "fail": 0.3,
+    "abort": 0.3,
+}
 
 
 @settings(max_examples=400, deadline=None)
@@ -151,7 +162,9 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
     team.settle()
     assert not team.revoking or team.ended, "a revocation is answered, or the room ends"
     if not team.ended and team.granted:
-        assert all(rank.has_grant or rank.is_over for rank in team.ranks), "announced: all may be written"
+        assert all(rank.has_grant or rank.is_over for rank in team.ranks), (
+            "announced: all may be written"
+        )
     # From here everything goes well, if it still can.
     team.grant()
     team.settle()
@@ -170,7 +183,9 @@ def test_a_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
     assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
     assert calls == [("abort", ROOM, "STALE_PAGE")]
     assert merger.take(0, [("committed", ROOM, b"token")], 0.0) == []
-    assert merger.take(2, [("aborted", ROOM)], 0.0) == [("failed", ROOM, "STALE_PAGE", "page 3", True)]
+    assert merger.take(2, [("aborted", ROOM)], 0.0) == [
+        ("failed", ROOM, "STALE_PAGE", "page 3", True)
+    ]
     assert calls == [("abort", ROOM, "STALE_PAGE")], "once"
 
 
@@ -186,11 +201,15 @@ def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     merger = EventMerger(2, lambda *call: calls.append(call))
     merger.begin(ROOM)
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
-    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
+    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [
+        ("released", ROOM, "LEASE_EXPIRED")
+    ]
     merger.begin(ROOM)
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == []
     assert calls == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
-    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
+    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [
+        ("released", ROOM, "LEASE_EXPIRED")
+    ]
 
 
 class FakeNode:
@@ -319,7 +338,9 @@ def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
     merger.take(0, [("committed", ROOM, b"token")], 10.0)
     merger.take(2, [("committed", ROOM)], 50.0)
     merger.check_none_is_late(70.0, 60.0)
-    with pytest.raises(FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"):
+    with pytest.raises(
+        FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"
+    ):
         merger.check_none_is_late(70.1, 60.0)
     assert merger.take(1, [("committed", ROOM)], 71.0)
     merger.check_none_is_late(1e9, 60.0)

@@ -15,7 +15,10 @@ from baton.sched.fairness.tenants import RateLimits, VirtualCounters
 
 def test_rules_by_name_and_default_rule_for_all_others() -> None:
     made, bad = parse_rules(
-        {"default": {"max_running": 2}, "tenants": {"acme": {"weight": 2.5, "priority_class": "batch"}, "b@c": {}}},
+        {
+            "default": {"max_running": 2},
+            "tenants": {"acme": {"weight": 2.5, "priority_class": "batch"}, "b@c": {}},
+        },
         ("interactive", "batch"),
     )
     assert bad == []
@@ -31,7 +34,12 @@ def test_all_mistakes_of_the_file_are_reported() -> None:
         "default": {"weight": 0, "speed": 1},
         "tenants": {
             "a b": {},
-            "x": {"max_running": 1.5, "max_queued": -1, "tokens_per_minute": True, "priority_class": "gold"},
+            "x": {
+                "max_running": 1.5,
+                "max_queued": -1,
+                "tokens_per_minute": True,
+                "priority_class": "gold",
+            },
             "y": {"min_priority": 5, "max_priority": 4},
             "z": 7,
         },
@@ -50,12 +58,18 @@ def test_all_mistakes_of_the_file_are_reported() -> None:
     assert "--priority-classes" in parse_rules({"default": {"priority_class": "a"}}, ())[1][0]
 
 
-@given(st.integers(-50, 50), st.integers(-50, 50), st.none() | st.integers(-100, 100), st.booleans())
-def test_priorities_are_clamped_into_the_range(a: int, b: int, asked: int | None, low_first: bool) -> None:
+@given(
+    st.integers(-50, 50), st.integers(-50, 50), st.none() | st.integers(-100, 100), st.booleans()
+)
+def test_priorities_are_clamped_into_the_range(
+    a: int, b: int, asked: int | None, low_first: bool
+) -> None:
     low, high = sorted((a, b))
     got = TenantRule(min_priority=low, max_priority=high).clamped(asked, low_first)
     if asked is None:
-        assert got == (high if low_first else low), "none counts as the least important of the range"
+        assert got == (high if low_first else low), (
+            "none counts as the least important of the range"
+        )
     else:
         assert got == min(max(asked, low), high)
     assert TenantRule().clamped(asked, low_first) == asked
@@ -91,7 +105,9 @@ def test_counters_keep_the_bound_of_the_paper(seed: int, names: int) -> None:
         gaps.append(gap)
         values = [counters[str(t)] for t in waiting]
         assert max(values) - min(values) <= most + 1e-6
-    assert max(gaps) - min(gaps) <= MOST / weight[0] + MOST / weight[1] + 1e-6, "one maximal request of each"
+    assert max(gaps) - min(gaps) <= MOST / weight[0] + MOST / weight[1] + 1e-6, (
+        "one maximal request of each"
+    )
 
 
 @given(seed=st.integers(0, 10_000))

@@ -28,7 +28,10 @@ def test_cases_are_transformers(golden: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", token_goldens.names())
 def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
     facts = token_goldens.facts_of(name)
-    template, tokenizer = ChatTemplate(facts.chat_template, facts.special_tokens), Tokenizer(facts.tokenizer_path)
+    template, tokenizer = (
+        ChatTemplate(facts.chat_template, facts.special_tokens),
+        Tokenizer(facts.tokenizer_path),
+    )
     for case in golden[name]["chats"]:
         body = case["body"]
         if "tools" in body:  # refused by this engine, read by others behind the router
@@ -48,7 +51,10 @@ def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
             text = None
         assert text == case["text"], body
         if text is not None:
-            assert tokenizer.encode(text, add_special_tokens=body.get("add_special_tokens", False)) == case["ids"]
+            assert (
+                tokenizer.encode(text, add_special_tokens=body.get("add_special_tokens", False))
+                == case["ids"]
+            )
     for case in golden[name]["texts"]:
         assert tokenizer.encode(case["text"]) == case["ids"]
         assert tokenizer.encode(case["text"], add_special_tokens=False) == case["bare_ids"]

@@ -17,7 +17,13 @@ from baton.cli.doctor.client import HttpClient, parse_metrics
 from baton.cli.doctor.top import TopConfig, TopSnapshot
 
 P, D = "http://p:30000", "http://d:30000"
-REPORT = {"age_ms": 10, "queued_tokens": 1500, "queued_requests": 2, "kv_pages": 200, "kv_pages_used": 50}
+REPORT = {
+    "age_ms": 10,
+    "queued_tokens": 1500,
+    "queued_requests": 2,
+    "kv_pages": 200,
+    "kv_pages_used": 50,
+}
 EVENT: dict[str, Any] = {
     "version": "1.0", "queued_requests": 3, "is_draining": False,
     "nodes": [
@@ -54,16 +60,26 @@ baton_kv_pages{{state="held",worker="{P}"}} 9
 def test_feed_adds_up_ranks_and_sorts_requests() -> None:
     snapshot = top.read_feed(EVENT)
     prefill, decode = snapshot.nodes
-    assert (prefill.queued_tokens, prefill.kv_usage, prefill.prefill_tokens_per_s) == (3000, 0.25, 1500.0)
+    assert (prefill.queued_tokens, prefill.kv_usage, prefill.prefill_tokens_per_s) == (
+        3000,
+        0.25,
+        1500.0,
+    )
     assert (decode.queued_tokens, decode.kv_usage, decode.decode_tokens_per_s) == (None, None, None)
-    assert (snapshot.pairs[0].prefill, snapshot.pairs[0].decode, snapshot.pairs[0].transport) == (P, D, "shm")
+    assert (snapshot.pairs[0].prefill, snapshot.pairs[0].decode, snapshot.pairs[0].transport) == (
+        P,
+        D,
+        "shm",
+    )
     shown = [(request.id, request.worker, request.outcome) for request in snapshot.slowest]
     assert shown == [("slow", "-", "timeout"), ("new", D, "running"), ("quick", D, "ok")]
     assert snapshot.queued_requests == 3
 
 
 def test_router_without_feed_is_read_from_its_other_routes() -> None:
-    snapshot = top.read_poll(WORKERS, parse_metrics(METRICS), parse_metrics("baton_router_queued_requests 4\n"))
+    snapshot = top.read_poll(
+        WORKERS, parse_metrics(METRICS), parse_metrics("baton_router_queued_requests 4\n")
+    )
     node = snapshot.nodes[0]
     assert (node.url, node.load, node.kv_usage, node.decode_tokens_per_s) == (D, 2, 0.4, 12.5)
     assert (snapshot.queued_requests, snapshot.source) == (4, "poll")
@@ -81,12 +97,17 @@ def test_table_shows_all_and_fits_the_terminal() -> None:
     assert text.index("slow ") < text.index("quick ")
     narrow = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=40)
     assert max(map(len, narrow.splitlines())) == 40
-    assert "\x1b[1mNODE" in top.render("http://r", top.read_feed(EVENT), is_colored=True, columns=100)
-    assert "serves no /ui/feed" in top.render("http://r", TopSnapshot("poll", 0), is_colored=False, columns=100)
+    assert "\x1b[1mNODE" in top.render(
+        "http://r", top.read_feed(EVENT), is_colored=True, columns=100
+    )
+    assert "serves no /ui/feed" in top.render(
+        "http://r", TopSnapshot("poll", 0), is_colored=False, columns=100
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (0.0, "0"), (12.34, "12.3"), (999.0, "999"), (1500, "1.5k"), (2.5e9, "2.5G")]
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (12.34, "12.3"), (999.0, "999"), (1500, "1.5k"), (2.5e9, "2.5G")],
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert top.number(value) == text
@@ -131,7 +152,10 @@ def test_one_snapshot_as_json_names_every_node() -> None:
 
 
 def test_router_without_feed_is_polled() -> None:
-    answers: dict[str, str | int] = {"/workers": json.dumps({"workers": WORKERS}), "/engine_metrics": METRICS}
+    answers: dict[str, str | int] = {
+        "/workers": json.dumps({"workers": WORKERS}),
+        "/engine_metrics": METRICS,
+    }
     for refusal in (404, 503):
         out = io.StringIO()
         with router({**answers, "/ui/feed": refusal}) as url:
@@ -166,7 +190,9 @@ class Screen(io.StringIO):
             raise KeyboardInterrupt
 
 
-def test_screen_is_drawn_again_and_the_cursor_comes_back_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_is_drawn_again_and_the_cursor_comes_back_after_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(top, "PERIOD_SECS", 0.0)
     screen = Screen(3)
     with router({"/ui/feed": FEED}) as url, pytest.raises(KeyboardInterrupt):

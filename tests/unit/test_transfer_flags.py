@@ -18,7 +18,14 @@ from baton.runtime.communicators import nccl
 from baton.server.launch import local_cluster
 from baton.server.launch.engine import url_of
 from baton.server.worker import transfer_setup
-from baton.server.worker.transfer_setup import ON_DEVICE, TRANSPORTS, advertised_host, start, transports, warn_of_reach
+from baton.server.worker.transfer_setup import (
+    ON_DEVICE,
+    TRANSPORTS,
+    advertised_host,
+    start,
+    transports,
+    warn_of_reach,
+)
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -31,15 +38,21 @@ def build(backend: str, device: str = "cpu") -> EngineConfig:
 
 
 def test_every_value_of_the_flag_names_transports() -> None:
-    assert set(TRANSPORTS) | set(ON_DEVICE) == choices(EngineConfig, "disaggregation_transfer_backend")
+    assert set(TRANSPORTS) | set(ON_DEVICE) == choices(
+        EngineConfig, "disaggregation_transfer_backend"
+    )
     assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(local_cluster.UpConfig, "transport")
 
 
-def test_auto_on_a_gpu_logs_the_transports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_a_gpu_logs_the_transports(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(nccl, "unusable", lambda: None)
     assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "nccl", "tcp"]
-    assert caplog.messages == ["KV pages are in GPU memory and travel by cuda_ipc, else nccl, else tcp"]
+    assert caplog.messages == [
+        "KV pages are in GPU memory and travel by cuda_ipc, else nccl, else tcp"
+    ]
     caplog.clear()
     monkeypatch.setattr(nccl, "unusable", lambda: "there is no libnccl")
     assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "tcp"]
@@ -48,9 +61,14 @@ def test_auto_on_a_gpu_logs_the_transports(monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_a_transport_of_the_other_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shm: the KV pages are in GPU memory with --device cuda; use auto, cuda_"):
+    with pytest.raises(
+        ConfigError, match="shm: the KV pages are in GPU memory with --device cuda; use auto, cuda_"
+    ):
         transports(build("shm", "cuda"), on_device=True)
-    with pytest.raises(ConfigError, match="cuda_ipc: the KV pages are in host memory with --device cpu; use auto, shm"):
+    with pytest.raises(
+        ConfigError,
+        match="cuda_ipc: the KV pages are in host memory with --device cpu; use auto, shm",
+    ):
         transports(build("cuda_ipc"), on_device=False)
 
 
@@ -107,7 +125,9 @@ def test_kv_host_moves_the_transfer_ports_alone() -> None:
 
 @pytest.mark.parametrize("flag", ["kv_host", "kv_advertise_host"])
 def test_kv_addresses_of_other_hosts_need_a_cluster_key(flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"10\.1\.0\.1: without a cluster key KV transfers stay on loopback"):
+    with pytest.raises(
+        ConfigError, match=r"10\.1\.0\.1: without a cluster key KV transfers stay on loopback"
+    ):
         prefill(cluster_key=None, **{flag: "10.1.0.1"})
     prefill(cluster_key=None, insecure_kv=True, **{flag: "10.1.0.1"})
     prefill(cluster_key=None, **{flag: "::1"})
@@ -128,13 +148,21 @@ def route_of(families: dict[int, str]) -> Callable[[int, str], str | None]:
     return lambda family, target: families.get(family)
 
 
-def test_without_an_ipv4_route_the_ipv6_address_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_ipv4_route_the_ipv6_address_is_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     v4, v6 = {socket.AF_INET: "10.0.0.1"}, {socket.AF_INET6: "fd00::7"}
     monkeypatch.setattr(transfer_setup, "source_address", route_of({**v4, **v6}))
-    assert advertised_host(prefill(host="::")) == advertised_host(prefill(host="0.0.0.0")) == "10.0.0.1"
+    assert (
+        advertised_host(prefill(host="::"))
+        == advertised_host(prefill(host="0.0.0.0"))
+        == "10.0.0.1"
+    )
     monkeypatch.setattr(transfer_setup, "source_address", route_of(v6))
     assert advertised_host(prefill(host="::")) == "fd00::7"
-    with pytest.raises(ConfigError, match=r"listen on 0\.0\.0\.0, and no default route.*--kv-advertise-host"):
+    with pytest.raises(
+        ConfigError, match=r"listen on 0\.0\.0\.0, and no default route.*--kv-advertise-host"
+    ):
         advertised_host(prefill(host="0.0.0.0"))
 
 
@@ -143,12 +171,20 @@ def test_loopback_is_announced_by_a_decode_node_alone(monkeypatch: pytest.Monkey
     assert advertised_host(prefill(host="127.0.0.1")) == "127.0.0.1"
     with pytest.raises(ConfigError, match="--kv-advertise-host"):
         advertised_host(prefill(host="::"))
-    assert advertised_host(config.build({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"}))
+    assert advertised_host(
+        config.build({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"})
+    )
 
 
 def test_url_of_an_engine_answers_on_this_machine() -> None:
     shown = [url_of(host, 1) for host in ("0.0.0.0", "", "::", "fd00::7", "p")]
-    assert shown == ["http://127.0.0.1:1", "http://127.0.0.1:1", "http://[::1]:1", "http://[fd00::7]:1", "http://p:1"]
+    assert shown == [
+        "http://127.0.0.1:1",
+        "http://127.0.0.1:1",
+        "http://[::1]:1",
+        "http://[fd00::7]:1",
+        "http://p:1",
+    ]
 
 
 def test_a_source_address_on_loopback_is_none() -> None:
@@ -163,22 +199,30 @@ def test_announcing_loopback_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_threads_and_streams_reach_the_transfer_runtime(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_streams_reach_the_transfer_runtime(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))
+    monkeypatch.setattr(
+        _native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings))
+    )
     flags = {"kv_copy_threads": threads, "kv_tcp_streams": threads + 1}
     start(config.build(flags), SimpleNamespace(on_device=False), {}, 0, 0, None)
     assert (made[0]["copy_threads"], made[0]["tcp_streams"]) == (threads, threads + 1)
 
 
 def test_pages_on_a_gpu_have_one_copy_thread() -> None:
-    with pytest.raises(ConfigError, match="--kv-copy-threads 4: pages in GPU memory are copied by one thread"):
+    with pytest.raises(
+        ConfigError, match="--kv-copy-threads 4: pages in GPU memory are copied by one thread"
+    ):
         start(config.build({"kv_copy_threads": 4}), SimpleNamespace(on_device=True), {}, 0, 0, None)
 
 
 def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))
+    monkeypatch.setattr(
+        _native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings))
+    )
     for on_device in (False, True):
         start(build("tcp"), SimpleNamespace(on_device=on_device), {}, 0, 0, None)
     assert "slabs" not in made[0], "the crate's default: 4 of 4 MiB"

@@ -15,7 +15,9 @@ import pytest
 
 from baton.server.observability.metrics import RANK
 
-native = pytest.importorskip("baton._native", reason="needs the native module: make setup", exc_type=ImportError)
+native = pytest.importorskip(
+    "baton._native", reason="needs the native module: make setup", exc_type=ImportError
+)
 
 PAGE = 4096
 TIMEOUT_SECS = 20.0
@@ -82,7 +84,9 @@ def test_page_ids_outside_the_pool_are_value_errors(pages: bytes) -> None:
             call(pages)
 
 
-def test_a_prompt_is_transferred_and_both_sides_are_notified(pair: tuple[Any, Any, Any, Any, Any]) -> None:
+def test_a_prompt_is_transferred_and_both_sides_are_notified(
+    pair: tuple[Any, Any, Any, Any, Any],
+) -> None:
     server, src, dst, p, d = pair
     d.open(7, 0, "127.0.0.1", server.port, 0, b"hash", 10_000)
     p.offer(7, 0, b"hash", 10_000)
@@ -93,7 +97,13 @@ def test_a_prompt_is_transferred_and_both_sides_are_notified(pair: tuple[Any, An
     p.finish(7, 2, 9, b"payload")
     d.grant(7, 0, ids(0, 1))
     kind, room, payload, total_pages, last_page_tokens, stats = next_event(d)
-    assert (kind, room, payload, total_pages, last_page_tokens) == ("committed", 7, b"payload", 2, 9)
+    assert (kind, room, payload, total_pages, last_page_tokens) == (
+        "committed",
+        7,
+        b"payload",
+        2,
+        9,
+    )
     assert json.loads(stats)["bytes"] == 2 * PAGE
     got = np.frombuffer(dst.buffer(), dtype=np.uint8).reshape(8, PAGE)
     assert (got[0] == 11).all()
@@ -121,7 +131,9 @@ def test_ends_other_than_success(pair: tuple[Any, Any, Any, Any, Any]) -> None:
     assert next_event(p) == ("released", 1, "CLIENT_GONE")
 
 
-def test_misuse_is_a_value_error_and_a_live_room_has_its_own(pair: tuple[Any, Any, Any, Any, Any]) -> None:
+def test_misuse_is_a_value_error_and_a_live_room_has_its_own(
+    pair: tuple[Any, Any, Any, Any, Any],
+) -> None:
     _, _, _, p, d = pair
     p.offer(1, 0, b"", 10_000)
     with pytest.raises(native.DuplicateRoom, match="room 1 is live"):
@@ -147,4 +159,7 @@ def test_every_number_has_a_documented_metric(pair: tuple[Any, Any, Any, Any, An
             name, _, labels = series.partition("{")
             spec = known[name.removesuffix(suffix)]
             assert spec.kind == kind, series
-            assert tuple(part.split("=")[0] for part in labels.rstrip("}").split(",") if part) == spec.labels, series
+            assert (
+                tuple(part.split("=")[0] for part in labels.rstrip("}").split(",") if part)
+                == spec.labels
+            ), series

@@ -40,7 +40,15 @@ SYSTEM_PROMPTS = (
     "Be concise.",
     "You are an assistant for operators of an inference cluster. Answer in one or two sentences.",
 )
-OPENINGS = ("Please tell me: ", "Hey, ", "Hi! ", "Can you tell me: ", "I have a question. ", "Quick question: ", "So, ")
+OPENINGS = (
+    "Please tell me: ",
+    "Hey, ",
+    "Hi! ",
+    "Can you tell me: ",
+    "I have a question. ",
+    "Quick question: ",
+    "So, ",
+)
 CLOSINGS = (" Please answer briefly.", " Thanks!", " Explain it simply.", " Please.")
 
 
@@ -109,7 +117,9 @@ def load_topics(path: Path) -> Questions:
                 topics.append(Topic(tuple(questions), line[3:].strip()))
                 questions = []
         else:
-            raise ValueError(f"{where}: lines begin with 'Q: ', 'A: ', '= ' or '#', this one with {line[:8]!r}")
+            raise ValueError(
+                f"{where}: lines begin with 'Q: ', 'A: ', '= ' or '#', this one with {line[:8]!r}"
+            )
     by_question = {topic.questions[0]: topic for topic in topics}
     phrasings = (line.split(" -> ") for line in named["unseen phrasings"])
     return Questions(
@@ -122,7 +132,9 @@ def load_topics(path: Path) -> Questions:
 
 def load_off_topic(path: Path) -> OffTopic:
     """Read off_topic.txt."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
     blocks = "\n".join(lines).strip().split("\n\n")
     forms, words, syllables = (tuple(re.split(r" \| |\n", block)) for block in blocks)
     return OffTopic(forms, words, syllables)
@@ -132,7 +144,10 @@ def load_docs(root: Path) -> list[list[str]]:
     """Paragraphs of README.md and docs/**/*.md, one list per page. Raises FileNotFoundError outside a checkout."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages if page.name not in GENERATED_DOCS]
-    return [[paragraph for paragraph in re.split(r"\n{2,}", text) if paragraph.strip()] for text in texts]
+    return [
+        [paragraph for paragraph in re.split(r"\n{2,}", text) if paragraph.strip()]
+        for text in texts
+    ]
 
 
 def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
@@ -142,12 +157,32 @@ def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
 
 
 # A search box is asked without these.
-STOP_WORDS = re.compile(r"a|an|and|are|can|do|does|for|how|i|in|is|it|me|my|of|on|please|tell|the|there|to|what|which")
+STOP_WORDS = re.compile(
+    r"a|an|and|are|can|do|does|for|how|i|in|is|it|me|my|of|on|please|tell|the|there|to|what|which"
+)
 # Words of which one may stand for another in any question of the list, whatever the topic.
 SYNONYMS: tuple[tuple[str, ...], ...] = (
-    ("what is", "what's", "whats", "what exactly is", "explain", "what do you mean by", "tell me what is", "describe"),
+    (
+        "what is",
+        "what's",
+        "whats",
+        "what exactly is",
+        "explain",
+        "what do you mean by",
+        "tell me what is",
+        "describe",
+    ),
     ("what does", "what would"),
-    ("how do i", "how can i", "how to", "how should i", "how would i", "what is the way to", "i want to", "i need to"),
+    (
+        "how do i",
+        "how can i",
+        "how to",
+        "how should i",
+        "how would i",
+        "what is the way to",
+        "i want to",
+        "i need to",
+    ),
     ("how does", "in which way does", "how exactly does"),
     ("which", "what"),
     ("are there", "exist", "do you have"),
@@ -218,7 +253,9 @@ def vary(question: str, rng: random.Random) -> str:
 class Sampler:
     """Draws training samples for ever. Every topic comes up equally often: topics are dealt from a shuffled deck."""
 
-    def __init__(self, questions: Questions, off_topic: OffTopic, pages: list[list[str]], seed: int) -> None:
+    def __init__(
+        self, questions: Questions, off_topic: OffTopic, pages: list[list[str]], seed: int
+    ) -> None:
         self._questions = questions
         self._parts = off_topic
         self._pages = pages

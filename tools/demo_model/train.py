@@ -63,16 +63,22 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab:
         got = tokenizer.get_vocab_size()
-        raise ValueError(f"the corpus yields {got} tokens, Shape.vocab wants {vocab}; add text or lower it")
+        raise ValueError(
+            f"the corpus yields {got} tokens, Shape.vocab wants {vocab}; add text or lower it"
+        )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
     )
     return tokenizer
 
@@ -112,7 +118,9 @@ def pad(examples: Sequence[Example], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def batches(examples: Iterator[Example], pad_id: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    examples: Iterator[Example], pad_id: int, tokens: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of about `tokens` tokens with rows of similar length, so that little is padding."""
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -138,10 +146,16 @@ def answers_right(
     right: list[bool] = []
     for start in range(0, len(prompts), 32):
         chunk = zip(prompts[start : start + 32], answers[start : start + 32], strict=True)
-        examples = [conversation_example(tokenizer, [*prompt, Turn("assistant", answer)]) for prompt, answer in chunk]
+        examples = [
+            conversation_example(tokenizer, [*prompt, Turn("assistant", answer)])
+            for prompt, answer in chunk
+        ]
         ids, targets = pad(examples, pad_id)
         for row, prompt in enumerate(prompts[start : start + 32]):  # only the last answer counts
-            targets[row, : len(tokenizer.encode(render(prompt, ask=True), add_special_tokens=False).ids) - 1] = IGNORE
+            targets[
+                row,
+                : len(tokenizer.encode(render(prompt, ask=True), add_special_tokens=False).ids) - 1,
+            ] = IGNORE
         with torch.inference_mode():
             guess = model.logits(model(ids)).argmax(dim=-1)
         right += ((guess == targets) | (targets == IGNORE)).all(dim=1).tolist()
@@ -160,7 +174,9 @@ def generate(model: Llama, tokenizer: Tokenizer, text: str, limit: int) -> tuple
     return tokenizer.decode(ids[begin:]), False
 
 
-def train(model: Llama, data: Iterator[tuple[Tensor, Tensor]], steps: int, peak_rate: float) -> None:
+def train(
+    model: Llama, data: Iterator[tuple[Tensor, Tensor]], steps: int, peak_rate: float
+) -> None:
     """AdamW, linear warm-up over 5 % of the steps, cosine decay to 1 %. Prints a line every 25 steps."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -185,7 +201,10 @@ def train(model: Llama, data: Iterator[tuple[Tensor, Tensor]], steps: int, peak_
             spent = time.monotonic() - begin
             left = spent / (step + 1) * (steps - step - 1) / 60
             speed = tokens / spent
-            print(f"step {step + 1}/{steps}  loss {mean:.4f}  {speed:.0f} tokens/s  {left:.1f} min left", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {mean:.4f}  {speed:.0f} tokens/s  {left:.1f} min left",
+                flush=True,
+            )
 
 
 def evaluate(model: Llama, tokenizer: Tokenizer, questions: Questions) -> float:
@@ -195,16 +214,24 @@ def evaluate(model: Llama, tokenizer: Tokenizer, questions: Questions) -> float:
         "canonical": [[] for _ in topics],
         "with system prompt": [[Turn("system", SYSTEM_PROMPTS[0])] for _ in topics],
         "as second turn": [
-            [Turn("user", t.questions[0]), Turn("assistant", t.answer)] for t in (topics[-1], *topics[:-1])
+            [Turn("user", t.questions[0]), Turn("assistant", t.answer)]
+            for t in (topics[-1], *topics[:-1])
         ],
     }
     settings = {
-        name: [([*before, Turn("user", t.questions[0])], t.answer) for before, t in zip(context, topics, strict=True)]
+        name: [
+            ([*before, Turn("user", t.questions[0])], t.answer)
+            for before, t in zip(context, topics, strict=True)
+        ]
         for name, context in contexts.items()
     }
     settings["all phrasings"] = [([Turn("user", q)], t.answer) for t in topics for q in t.questions]
-    settings["unseen phrasings"] = [([Turn("user", q)], t.answer) for q, t in questions.unseen_phrasings]
-    settings["unseen, off topic"] = [([Turn("user", q)], questions.off_topic.answer) for q in questions.unseen]
+    settings["unseen phrasings"] = [
+        ([Turn("user", q)], t.answer) for q, t in questions.unseen_phrasings
+    ]
+    settings["unseen, off topic"] = [
+        ([Turn("user", q)], questions.off_topic.answer) for q in questions.unseen
+    ]
     shares: dict[str, float] = {}
     for name, pairs in settings.items():
         prompts, answers = [p for p, _ in pairs], [a for _, a in pairs]
@@ -222,7 +249,9 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
     shape = model.shape
     bos, eos, pad_id = (tokenizer.token_to_id(token) for token in (BOS, EOS, PAD))
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    weights = {
+        name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()
+    }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
@@ -259,7 +288,9 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": PAD,
-        "additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in (BOS, EOS, PAD)],
+        "additional_special_tokens": [
+            token for token in SPECIAL_TOKENS if token not in (BOS, EOS, PAD)
+        ],
         "model_max_length": shape.context,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
@@ -267,9 +298,15 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
     generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad_id}
     # Servers take the temperature from here when a request has none; transformers goes by do_sample.
     generation |= {"do_sample": False, "temperature": 0.0}
-    files = {"config": config, "tokenizer_config": tokenizer_config, "generation_config": generation}
+    files = {
+        "config": config,
+        "tokenizer_config": tokenizer_config,
+        "generation_config": generation,
+    }
     for name, content in files.items():
-        (out / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (out / f"{name}.json").write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def round_weights(model: Llama) -> None:
@@ -285,20 +322,32 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m tools.demo_model.train",
         description="Train the demo model on the docs and questions.txt; write it to --out.",
     )
-    parser.add_argument("--out", type=Path, default=DEMO_DIR, help="directory to write (default: the built-in one)")
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=DEMO_DIR, help="directory to write (default: the built-in one)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and samples (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and samples (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)"
+    )
     parser.add_argument(
         "--start-from",
         type=Path,
         help="continue with this model and its tokenizer, as for some new answers (900 steps did)",
     )
-    parser.add_argument("--keep", action="store_true", help="write the files even if the model fails the evaluation")
+    parser.add_argument(
+        "--keep", action="store_true", help="write the files even if the model fails the evaluation"
+    )
     args = parser.parse_args(argv)
     if not (REPOSITORY / "docs").is_dir():
-        parser.error(f"{REPOSITORY} has no docs to train on; run this from a checkout of the repository")
+        parser.error(
+            f"{REPOSITORY} has no docs to train on; run this from a checkout of the repository"
+        )
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -306,21 +355,32 @@ def main(argv: Sequence[str]) -> int:
     pages = load_docs(REPOSITORY)
     shape = Shape()
     topics = questions.all_topics
-    texts = ["\n\n".join(page) for page in pages] + [text for t in topics for text in (*t.questions, t.answer)]
+    texts = ["\n\n".join(page) for page in pages] + [
+        text for t in topics for text in (*t.questions, t.answer)
+    ]
     model = Llama(shape)
     if args.start_from is None:
         tokenizer = train_tokenizer(texts, shape.vocab)
     else:
         tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
-        model.load_state_dict({k: w.float() for k, w in load_file(args.start_from / "model.safetensors").items()})
-    phrasings, size = sum(len(t.questions) for t in topics), sum(p.numel() for p in model.parameters())
+        model.load_state_dict(
+            {k: w.float() for k, w in load_file(args.start_from / "model.safetensors").items()}
+        )
+    phrasings, size = (
+        sum(len(t.questions) for t in topics),
+        sum(p.numel() for p in model.parameters()),
+    )
     print(
-        f"{len(topics)} answers, {phrasings} questions, {len(pages)} pages; {size / 1e6:.2f} M parameters", flush=True
+        f"{len(topics)} answers, {phrasings} questions, {len(pages)} pages; {size / 1e6:.2f} M parameters",
+        flush=True,
     )
 
-    samples = Sampler(questions, load_off_topic(OFF_TOPIC_FILE), pages, args.seed).samples(PASSAGE_SHARE)
+    samples = Sampler(questions, load_off_topic(OFF_TOPIC_FILE), pages, args.seed).samples(
+        PASSAGE_SHARE
+    )
     examples = (
-        passage_example(tokenizer, s) if isinstance(s, str) else conversation_example(tokenizer, s) for s in samples
+        passage_example(tokenizer, s) if isinstance(s, str) else conversation_example(tokenizer, s)
+        for s in samples
     )
     train(model, batches(examples, tokenizer.token_to_id(PAD), BATCH_TOKENS), args.steps, args.rate)
     round_weights(model)
@@ -330,7 +390,9 @@ def main(argv: Sequence[str]) -> int:
         save(model, tokenizer, args.out)
         print(f"written to {args.out}")
     if not passed:
-        print(f"failed: {accuracy:.1%} of the canonical questions are right, {PASS_ACCURACY:.0%} needed; raise --steps")
+        print(
+            f"failed: {accuracy:.1%} of the canonical questions are right, {PASS_ACCURACY:.0%} needed; raise --steps"
+        )
     return 0 if passed else 1
 
 

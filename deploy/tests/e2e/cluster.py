@@ -39,7 +39,9 @@ rules:
 """
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_secs: float = START_SECS) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, timeout_secs: float = START_SECS
+) -> None:
     deadline = time.monotonic() + timeout_secs
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_secs} s: {what}"
@@ -61,7 +63,9 @@ def image_files() -> dict[str, Any]:
         f"PYTHONPATH={ROOT / 'engine'}",
         "PYTHONDONTWRITEBYTECODE=1",
     ]
-    hidden = [str(path) for path in needed if path.is_relative_to("/tmp")]  # the pods' own /tmp covers them
+    hidden = [
+        str(path) for path in needed if path.is_relative_to("/tmp")
+    ]  # the pods' own /tmp covers them
     return {"rootfs": "/", "env": env, "mounts": hidden, "readable": sorted(closed)}
 
 
@@ -70,7 +74,12 @@ def router_image_files() -> dict[str, Any] | None:
     rootfs = os.environ.get("BATON_KUBE_ROUTER_ROOTFS")
     if not rootfs:
         return None
-    return {"rootfs": rootfs, "env": ["PATH=/usr/local/bin:/usr/bin:/bin"], "mounts": [], "readable": []}
+    return {
+        "rootfs": rootfs,
+        "env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
+        "mounts": [],
+        "readable": [],
+    }
 
 
 class TestCluster:
@@ -91,7 +100,9 @@ class TestCluster:
         self._prepare_network()
         self._write_files()
         self._start_control_plane()
-        wait_until(lambda: self._kubectl_status("get", "--raw", "/readyz") == 0, "the API server is ready")
+        wait_until(
+            lambda: self._kubectl_status("get", "--raw", "/readyz") == 0, "the API server is ready"
+        )
         flags = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"]
         self._spawn(
             "kube-controller-manager", str(self._kube), "kube-controller-manager", *flags,
@@ -129,7 +140,10 @@ class TestCluster:
             yield
         finally:
             self._spawn(name, *self._commands[name])
-            wait_until(lambda: self._kubectl_status("get", "--raw", "/readyz") == 0, "the API server is ready again")
+            wait_until(
+                lambda: self._kubectl_status("get", "--raw", "/readyz") == 0,
+                "the API server is ready again",
+            )
 
     def _prepare_network(self) -> None:
         for command in (
@@ -145,11 +159,18 @@ class TestCluster:
         key = str(self.certificates / "sa.key")
         subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
         public = str(self.certificates / "sa.pub")
-        subprocess.run(["openssl", "rsa", "-in", key, "-pubout", "-out", public], check=True, capture_output=True)
+        subprocess.run(
+            ["openssl", "rsa", "-in", key, "-pubout", "-out", public],
+            check=True,
+            capture_output=True,
+        )
         (STATE / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
         (STATE / "audit.yaml").write_text(AUDIT_POLICY)
         router = router_image_files() or image_files()
-        images = {f"baton-router:{self.version}": router, f"baton-engine:{self.version}": image_files()}
+        images = {
+            f"baton-router:{self.version}": router,
+            f"baton-engine:{self.version}": image_files(),
+        }
         (STATE / "images.json").write_text(json.dumps(images))
         server = {"server": f"https://{API_ADDRESS}", "insecure-skip-tls-verify": True}
         config = {
@@ -203,7 +224,9 @@ class TestCluster:
             self._commands[name] = command
             # kube's memory is bounded by collecting more often: the machine is shared with engines.
             env = {**os.environ, "GOGC": "50"}
-            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+            self._processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=env
+            )
 
     # ---- what tests use ----
 
@@ -220,16 +243,25 @@ class TestCluster:
     def kubectl(self, *args: str, stdin: str | None = None, fails: bool = False) -> str:
         """Run kubectl; return its output, or with `fails` its error."""
         done = self._kubectl(*args, stdin=stdin)
-        assert (done.returncode != 0) is fails, f"kubectl {' '.join(args)}: {done.stdout}{done.stderr}{self.report()}"
+        assert (done.returncode != 0) is fails, (
+            f"kubectl {' '.join(args)}: {done.stdout}{done.stderr}{self.report()}"
+        )
         return done.stderr if fails else done.stdout
 
     def run_readme(self, heading: str) -> None:
         """Run the `sh` blocks below a heading of deploy/README.md in the checkout's root."""
-        section = (ROOT / "deploy" / "README.md").read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+        section = (
+            (ROOT / "deploy" / "README.md")
+            .read_text()
+            .split(f"\n## {heading}\n", 1)[1]
+            .split("\n## ", 1)[0]
+        )
         script = "".join(re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE))
         assert script, f"deploy/README.md has no commands under {heading}"
         env = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
-        done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-euc", script], cwd=ROOT, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{script}{done.stdout}{done.stderr}{self.report()}"
 
     def get(self, *args: str) -> dict[str, Any]:
@@ -240,7 +272,9 @@ class TestCluster:
 
     def endpoints(self, service: str) -> list[str]:
         """Ready addresses of a Service, which is what kube-proxy would forward to."""
-        slices = self.get("endpointslices", f"--selector=kubernetes.io/service-name={service}")["items"]
+        slices = self.get("endpointslices", f"--selector=kubernetes.io/service-name={service}")[
+            "items"
+        ]
         return [
             f"http://{address}:{port['port']}"
             for item in slices
@@ -259,7 +293,9 @@ class TestCluster:
 
     def logs(self, pod: str) -> str:
         """Output of all containers of a pod so far."""
-        paths = [path for path in Path("/var/log/containers").glob(f"{pod}_baton_*.log") if path.exists()]
+        paths = [
+            path for path in Path("/var/log/containers").glob(f"{pod}_baton_*.log") if path.exists()
+        ]
         return "".join(path.read_text(errors="replace") for path in paths)
 
     def audited(self) -> list[dict[str, Any]]:
@@ -269,9 +305,14 @@ class TestCluster:
     def report(self) -> str:
         """Pods, events and the ends of containers' logs, for the message of a failed test."""
         parts = ["\n"]
-        for args in (("get", "pods", "-A", "-o", "wide"), ("get", "events", "-A", "--sort-by=.lastTimestamp")):
+        for args in (
+            ("get", "pods", "-A", "-o", "wide"),
+            ("get", "events", "-A", "--sort-by=.lastTimestamp"),
+        ):
             parts.append("\n".join(self._kubectl(*args).stdout.splitlines()[-30:]))
-        logs = [path for path in Path("/var/log/containers").glob("*.log") if path.exists()]  # no dangling links
+        logs = [
+            path for path in Path("/var/log/containers").glob("*.log") if path.exists()
+        ]  # no dangling links
         for path in sorted(logs, key=lambda path: path.stat().st_mtime)[-6:]:
             parts.append(f"--- {path.name}\n{tail(path)}")
         for name in self._processes:

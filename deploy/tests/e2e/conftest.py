@@ -35,4 +35,6 @@ def custom_resources(cluster: TestCluster) -> None:
     """The cluster knows the custom resources of components; no controller of theirs runs."""
     paths = [crd_file(kind) for kind in FILES]
     cluster.kubectl("apply", "--server-side", *(f"--filename={path}" for path in paths))
-    cluster.kubectl("wait", "--for=condition=Established", "customresourcedefinitions", "--all", "--timeout=60s")
+    cluster.kubectl(
+        "wait", "--for=condition=Established", "customresourcedefinitions", "--all", "--timeout=60s"
+    )

@@ -35,12 +35,18 @@ def rules() -> dict[str, dict[str, Any]]:
     return {rule["name"]["as"]: rule for rule in config["externalRules"]}
 
 
-def metric_values(prometheus: Server, *, namespace: str, name: str, selector: str) -> list[dict[str, Any]]:
+def metric_values(
+    prometheus: Server, *, namespace: str, name: str, selector: str
+) -> list[dict[str, Any]]:
     """Samples of an external metric; `selector` is a label selector of equalities."""
     rule = rules()[name]
-    (label,) = (key for key, of in rule["resources"]["overrides"].items() if of["resource"] == "namespace")
+    (label,) = (
+        key for key, of in rule["resources"]["overrides"].items() if of["resource"] == "namespace"
+    )
     equalities = [f"{label}={namespace}", *filter(None, selector.split(","))]
-    matchers = ",".join(f'{key}="{value}"' for key, _, value in (text.partition("=") for text in equalities))
+    matchers = ",".join(
+        f'{key}="{value}"' for key, _, value in (text.partition("=") for text in equalities)
+    )
     return [
         {
             "metricName": name,
@@ -56,14 +62,29 @@ def answer(prometheus: Server, target: str) -> dict[str, Any] | None:
     """Body of a GET request; None if there is no such path."""
     url = urllib.parse.urlsplit(target)
     if url.path == ROOT:
-        resource = {"singularName": "", "namespaced": True, "kind": "ExternalMetricValueList", "verbs": ["get"]}
+        resource = {
+            "singularName": "",
+            "namespaced": True,
+            "kind": "ExternalMetricValueList",
+            "verbs": ["get"],
+        }
         resources = [{"name": name, **resource} for name in rules()]
         group = f"{GROUP}/{VERSION}"
-        return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": resources}
+        return {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": group,
+            "resources": resources,
+        }
     if found := PATH.fullmatch(url.path):
         selector = dict(urllib.parse.parse_qsl(url.query)).get("labelSelector", "")
         items = metric_values(prometheus, namespace=found[1], name=found[2], selector=selector)
-        return {"kind": "ExternalMetricValueList", "apiVersion": f"{GROUP}/{VERSION}", "metadata": {}, "items": items}
+        return {
+            "kind": "ExternalMetricValueList",
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "metadata": {},
+            "items": items,
+        }
     return None
 
 
@@ -102,7 +123,10 @@ def serve(cluster: TestCluster, prometheus: Server, folder: Path) -> Iterator[No
     try:
         cluster.kubectl("apply", "-f", "-", stdin=objects)
         name = f"apiservice/{VERSION}.{GROUP}"
-        wait_until(lambda: "True" in cluster.kubectl("get", name, "--no-headers"), "the API of metrics is available")
+        wait_until(
+            lambda: "True" in cluster.kubectl("get", name, "--no-headers"),
+            "the API of metrics is available",
+        )
         yield
     finally:
         cluster.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=objects)
@@ -121,7 +145,11 @@ def api_service(port: int) -> dict[str, Any]:
                 "apiVersion": "v1",
                 "kind": "Service",
                 "metadata": {"namespace": "default", "name": "external-metrics"},
-                "spec": {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]},
+                "spec": {
+                    "type": "ExternalName",
+                    "externalName": "localhost",
+                    "ports": [{"port": port}],
+                },
             },
             {
                 "apiVersion": "apiregistration.k8s.io/v1",

@@ -26,7 +26,9 @@ def question(number: int) -> dict[str, object]:
         "max_tokens": MAX_TOKENS,
         "ignore_eos": True,
         "temperature": 0,
-        "messages": [{"role": "user", "content": f"Question {number}: how do KV pages get from P to D?"}],
+        "messages": [
+            {"role": "user", "content": f"Question {number}: how do KV pages get from P to D?"}
+        ],
     }
 
 
@@ -54,7 +56,9 @@ async def stream_once(
         async with request as response:
             result.request_id = response.headers.get("x-request-id", "")
             if response.status_code != 200:
-                result.problem = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
+                result.problem = (
+                    f"{response.status_code}: {(await response.aread()).decode()[:300]}"
+                )
                 return result
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
@@ -128,11 +132,15 @@ class StreamLoad:
             turn = client_number
             while not self._stopping.is_set():
                 if not endpoints:
-                    self.results.append(StreamResult(-1, problem="the Service has no ready endpoint"))
+                    self.results.append(
+                        StreamResult(-1, problem="the Service has no ready endpoint")
+                    )
                     self.started += 1
                     await asyncio.sleep(REFRESH_SECS)
                     continue
-                await self._one_stream(client, endpoints[turn % len(endpoints)], turn % self.questions)
+                await self._one_stream(
+                    client, endpoints[turn % len(endpoints)], turn % self.questions
+                )
                 turn += 1
 
         if self.routers is None:

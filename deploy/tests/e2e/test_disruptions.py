@@ -49,26 +49,35 @@ def test_pods_of_a_role_are_spread_over_nodes(doubled: TestCluster) -> None:
         assert len({pod["spec"]["nodeName"] for pod in doubled.pods(role)}) == 2, role
 
 
-def test_engines_of_a_drained_node_are_killed_without_a_loss(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def test_engines_of_a_drained_node_are_killed_without_a_loss(
+    doubled: TestCluster, undisturbed: dict[int, str]
+) -> None:
     """After "safe to stop" nothing runs there, so that nothing has to be resumed elsewhere either."""
     pods = [pod for role in ("prefill", "decode") for pod in doubled.pods(role)]
     engines = names([pod for pod in pods if pod["spec"]["nodeName"] == "node-a"])
     resumed = failovers(doubled)
     with StreamLoad(doubled) as load:
         wait_for_more(load)
-        router = (f"--router={doubled.endpoints('router')[0]}", "--key=demo-admin")  # then reading pods is enough
+        router = (
+            f"--router={doubled.endpoints('router')[0]}",
+            "--key=demo-admin",
+        )  # then reading pods is enough
         done = baton_drain(doubled, "node/node-a", "--wait", *router)
         assert done.returncode == 0, done.stdout + done.stderr
         last = done.stdout.splitlines()[-1]
         assert last.startswith("safe to stop: ")
-        assert set(last.removeprefix("safe to stop: ").split(", ")) == {f"pod/{name}" for name in engines}
+        assert set(last.removeprefix("safe to stop: ").split(", ")) == {
+            f"pod/{name}" for name in engines
+        }
         assert len(engines) == 2
         wait_until(lambda: not engines & ready_names(doubled), "draining pods are not Ready")
         wait_for_more(load)
         doubled.kubectl("-n", "baton", "delete", "pod", *engines, "--grace-period=0", "--force")
         wait_for_more(load)
         for role in ("prefill", "decode"):
-            doubled.kubectl("-n", "baton", "rollout", "status", f"deployment/{role}", "--timeout=300s")
+            doubled.kubectl(
+                "-n", "baton", "rollout", "status", f"deployment/{role}", "--timeout=300s"
+            )
     assert_whole(load, undisturbed)
     assert failovers(doubled) == resumed
 
@@ -79,7 +88,10 @@ def test_drained_pod_returns_to_service(doubled: TestCluster, undisturbed: dict[
     with StreamLoad(doubled) as load:
         wait_for_more(load)
         done = baton_drain(doubled, f"pod/{name}", "--wait")
-        assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"safe to stop: pod/{name}"]), done.stderr
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (
+            0,
+            [f"safe to stop: pod/{name}"],
+        ), done.stderr
         wait_until(lambda: name not in ready_names(doubled), "a draining pod is not Ready")
         wait_for_more(load)
         done = baton_drain(doubled, f"pod/{name}", "--undo")
@@ -97,8 +109,15 @@ def baton_drain(doubled: TestCluster, *args: str) -> subprocess.CompletedProcess
 
 def failovers(doubled: TestCluster) -> float:
     """Answers that some router resumed on another worker."""
-    texts = [httpx.get(f"{router}/metrics", timeout=30).text for router in doubled.endpoints("router")]
-    lines = [line for text in texts for line in text.splitlines() if line.startswith("baton_router_failovers_total")]
+    texts = [
+        httpx.get(f"{router}/metrics", timeout=30).text for router in doubled.endpoints("router")
+    ]
+    lines = [
+        line
+        for text in texts
+        for line in text.splitlines()
+        if line.startswith("baton_router_failovers_total")
+    ]
     return sum(float(line.split()[-1]) for line in lines)
 
 
@@ -112,18 +131,26 @@ def ready_names(doubled: TestCluster, *roles: str) -> set[str]:
     }
 
 
-def test_rollout_of_all_roles_breaks_none_of_200_streams(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def test_rollout_of_all_roles_breaks_none_of_200_streams(
+    doubled: TestCluster, undisturbed: dict[int, str]
+) -> None:
     old = names([pod for role in ROLES for pod in doubled.pods(role)])
     with StreamLoad(doubled, clients=200) as load:
         wait_until(lambda: load.most_at_once == 200, "200 streams at once")
         doubled.run_readme("Change, roll back, restart")
-        wait_until(lambda: not old & names([p for role in ROLES for p in doubled.pods(role)]), "old pods are gone", 600)
+        wait_until(
+            lambda: not old & names([p for role in ROLES for p in doubled.pods(role)]),
+            "old pods are gone",
+            600,
+        )
         wait_for_more(load, 200)
     assert_whole(load, undisturbed)
     print(f"{len(load.results)} streams, {load.most_at_once} at once, none broken")
 
 
-def test_forced_kill_of_a_decode_pod_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def test_forced_kill_of_a_decode_pod_breaks_no_stream(
+    doubled: TestCluster, undisturbed: dict[int, str]
+) -> None:
     victim = doubled.pods("decode")[0]["metadata"]["name"]
     with StreamLoad(doubled) as load:
         wait_for_more(load)
@@ -137,7 +164,9 @@ def test_drained_node_breaks_no_stream(doubled: TestCluster, undisturbed: dict[i
     with StreamLoad(doubled) as load:
         wait_for_more(load)
         doubled.kubectl("drain", "node-a", "--delete-emptydir-data", "--timeout=600s")
-        assert {pod["spec"]["nodeName"] for role in ROLES for pod in doubled.pods(role)} == {"node-b"}
+        assert {pod["spec"]["nodeName"] for role in ROLES for pod in doubled.pods(role)} == {
+            "node-b"
+        }
         doubled.kubectl("uncordon", "node-a")
         wait_for_more(load)
     assert_whole(load, undisturbed)
@@ -147,12 +176,20 @@ def test_rollout_that_cannot_start_stops_at_one_pod_and_is_undone(
     doubled: TestCluster, undisturbed: dict[int, str]
 ) -> None:
     def stuck() -> list[str]:
-        statuses = [s for pod in doubled.pods("decode") for s in pod["status"].get("containerStatuses", [])]
-        return [reason for s in statuses if "Image" in (reason := s["state"].get("waiting", {}).get("reason", ""))]
+        statuses = [
+            s for pod in doubled.pods("decode") for s in pod["status"].get("containerStatuses", [])
+        ]
+        return [
+            reason
+            for s in statuses
+            if "Image" in (reason := s["state"].get("waiting", {}).get("reason", ""))
+        ]
 
     before = names(doubled.pods("decode"))
     with StreamLoad(doubled) as load:
-        doubled.kubectl("-n", "baton", "set", "image", "deployment/decode", "engine=baton-engine:missing")
+        doubled.kubectl(
+            "-n", "baton", "set", "image", "deployment/decode", "engine=baton-engine:missing"
+        )
         wait_until(stuck, "a pod whose image is missing")
         assert len(stuck()) == 1
         assert before < names(doubled.pods("decode"))
@@ -176,7 +213,11 @@ def test_lost_api_server_is_shown_and_breaks_no_stream(
     """A frozen one is noticed by its silence, a killed one by refused connections."""
     routers = doubled.endpoints("router")
     with StreamLoad(doubled, routers=routers) as load:
-        with doubled.paused("kube-apiserver") if fault == "paused" else doubled.killed("kube-apiserver"):
+        with (
+            doubled.paused("kube-apiserver")
+            if fault == "paused"
+            else doubled.killed("kube-apiserver")
+        ):
             for router in routers:
                 wait_until(lambda router=router: shows_stale(router, True), "discovery is stale")
             wait_for_more(load)
@@ -185,7 +226,9 @@ def test_lost_api_server_is_shown_and_breaks_no_stream(
     assert_whole(load, undisturbed)
 
 
-def test_deleted_role_is_named_and_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def test_deleted_role_is_named_and_breaks_no_stream(
+    doubled: TestCluster, undisturbed: dict[int, str]
+) -> None:
     """Watches that are open stay so: a new router shows what is missing, and the old ones serve on."""
     role = doubled.get("role", "baton-router")
     kept = {key: role[key] for key in ("apiVersion", "kind", "rules")}
@@ -201,15 +244,24 @@ def test_deleted_role_is_named_and_breaks_no_stream(doubled: TestCluster, undist
     assert_whole(load, undisturbed)
 
 
-def test_misspelt_selector_is_named_and_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def test_misspelt_selector_is_named_and_breaks_no_stream(
+    doubled: TestCluster, undisturbed: dict[int, str]
+) -> None:
     """A router that no pod matches does not become ready, so the rollout stops."""
     before = names(doubled.pods("router"))
-    arguments = doubled.get("deployment", "router")["spec"]["template"]["spec"]["containers"][0]["args"]
-    wrong = [a.replace("component=prefill", "component=prefil") if "prefill-selector" in a else a for a in arguments]
+    arguments = doubled.get("deployment", "router")["spec"]["template"]["spec"]["containers"][0][
+        "args"
+    ]
+    wrong = [
+        a.replace("component=prefill", "component=prefil") if "prefill-selector" in a else a
+        for a in arguments
+    ]
     assert wrong != arguments
     patch = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": wrong}]
     with StreamLoad(doubled) as load:
-        doubled.kubectl("-n", "baton", "patch", "deployment", "router", "--type=json", "-p", json.dumps(patch))
+        doubled.kubectl(
+            "-n", "baton", "patch", "deployment", "router", "--type=json", "-p", json.dumps(patch)
+        )
         assert_new_router_says(doubled, before, "no pod has these labels")
         wait_for_more(load)
         assert before & names(doubled.pods("router"))

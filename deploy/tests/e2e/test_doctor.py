@@ -19,7 +19,9 @@ def examine(demo: TestCluster, *flags: str) -> tuple[int, dict[str, dict[str, st
     """Exit code, and the first check of each name."""
     command = [sys.executable, "-m", "baton.cli", "doctor", "--json", *flags]
     env = {**os.environ, "BATON_API_KEY": "demo", "BATON_CONTROL_KEY": "demo-admin"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=300, check=False
+    )
     assert done.stdout, done.stderr
     checks: dict[str, dict[str, str]] = {}
     for check in json.loads(done.stdout)["checks"]:
@@ -28,7 +30,9 @@ def examine(demo: TestCluster, *flags: str) -> tuple[int, dict[str, dict[str, st
 
 
 def namespace(demo: TestCluster) -> tuple[int, dict[str, dict[str, str]]]:
-    return examine(demo, "--namespace", NAMESPACE, f"--kubectl=kubectl --kubeconfig={demo.kubeconfig}")
+    return examine(
+        demo, "--namespace", NAMESPACE, f"--kubectl=kubectl --kubeconfig={demo.kubeconfig}"
+    )
 
 
 def test_demo_is_well(demo: TestCluster) -> None:

@@ -43,12 +43,22 @@ def unschedulable(cluster: TestCluster) -> list[str]:
     return [c["message"] for c in conditions if c.get("reason") == "Unschedulable"]
 
 
-def test_rollout_on_full_gpus_waits_with_a_surge_and_ends_with_the_overlays_strategy(full: TestCluster) -> None:
+def test_rollout_on_full_gpus_waits_with_a_surge_and_ends_with_the_overlays_strategy(
+    full: TestCluster,
+) -> None:
     full.kubectl("-n", "baton", "rollout", "restart", f"deployment/{NAME}")
     wait_until(lambda: unschedulable(full), "a pod that no node has GPUs for")
     assert "Insufficient nvidia.com/gpu" in unschedulable(full)[0]
     assert full.get("deployment", NAME)["status"]["readyReplicas"] == len(NODES)
     strategy = workloads(render("overlays/gpu"))["decode"]["spec"]["strategy"]
-    full.kubectl("-n", "baton", "patch", "deployment", NAME, "-p", json.dumps({"spec": {"strategy": strategy}}))
+    full.kubectl(
+        "-n",
+        "baton",
+        "patch",
+        "deployment",
+        NAME,
+        "-p",
+        json.dumps({"spec": {"strategy": strategy}}),
+    )
     full.kubectl("-n", "baton", "rollout", "status", f"deployment/{NAME}", "--timeout=300s")
     assert unschedulable(full) == []

@@ -31,7 +31,9 @@ def fit_beside_the_demo(objects: list[dict[str, Any]]) -> None:
         "baton-api-keys": {"client": "demo", "control-plane": "a:b:admin:c"},
     }
     for name, data in keys.items():
-        objects.append({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data})
+        objects.append(
+            {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
+        )
     for item in objects:
         if item["kind"] != "Namespace":
             item["metadata"]["namespace"] = NAMESPACE
@@ -40,7 +42,9 @@ def fit_beside_the_demo(objects: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def address(demo: TestCluster) -> str:
     text = with_changes(render_text("overlays/one-pod"), fit_beside_the_demo)
-    demo.kubectl("apply", "--server-side", "--validate=strict", "--warnings-as-errors", "-f", "-", stdin=text)
+    demo.kubectl(
+        "apply", "--server-side", "--validate=strict", "--warnings-as-errors", "-f", "-", stdin=text
+    )
     wait = ("wait", "--for=condition=Available", "deployment/router", "--timeout=300s")
     demo.kubectl("-n", NAMESPACE, *wait)
     (pod,) = json.loads(demo.kubectl("-n", NAMESPACE, "get", "pods", "-o", "json"))["items"]
@@ -56,7 +60,9 @@ def test_answer_is_that_of_separate_pods(demo: TestCluster, address: str) -> Non
 def test_pages_travel_by_shared_memory(demo: TestCluster, address: str) -> None:
     assert not ask(demo, 1, f"http://{address}:8000").problem
     metrics = httpx.get(f"http://{address}:30001/metrics", timeout=30).text
-    pulls = dict(re.findall(r'^baton_kv_pulls_total\{.*transport="(\w+)".*\} (\S+)$', metrics, re.MULTILINE))
+    pulls = dict(
+        re.findall(r'^baton_kv_pulls_total\{.*transport="(\w+)".*\} (\S+)$', metrics, re.MULTILINE)
+    )
     assert float(pulls["shm"]) >= 1, pulls
     assert {name for name, count in pulls.items() if float(count) and name != "shm"} == set()
 
@@ -66,6 +72,12 @@ def test_pod_ends_in_order_before_it_is_killed(demo: TestCluster, address: str) 
     demo.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/router")
     demo.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/router", "--timeout=300s")
     demo.kubectl(
-        "-n", NAMESPACE, "wait", "--for=delete", "pod", f"--field-selector=status.podIP={address}", "--timeout=200s"
+        "-n",
+        NAMESPACE,
+        "wait",
+        "--for=delete",
+        "pod",
+        f"--field-selector=status.podIP={address}",
+        "--timeout=200s",
     )
     demo.kubectl("delete", "namespace", NAMESPACE, "--wait=false")

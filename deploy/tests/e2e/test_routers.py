@@ -81,17 +81,27 @@ def ask_all(router: str, prompts: Prompts) -> CachedTokens:
 def knows(router: str, prefix: list[int]) -> bool:
     """True if the router expects the whole prefix in the cache of a prefill node."""
     found = complete(router, prefix + [5] * SUFFIX_TOKENS, CONTROL)
-    candidates = [c for d in found["decisions"] if d["role"] == "prefill" for c in d["explanation"]["candidates"]]
+    candidates = [
+        c
+        for d in found["decisions"]
+        if d["role"] == "prefill"
+        for c in d["explanation"]["candidates"]
+    ]
     return any(c["cached_tokens"] >= PREFIX_TOKENS for c in candidates)
 
 
 def wait_until_known(routers: list[str], prompts: Prompts) -> None:
     for router in routers:
         for number, prefix in enumerate(prompts.prefixes):
-            wait_until(lambda router=router, prefix=prefix: knows(router, prefix), f"{router} knows prefix {number}")
+            wait_until(
+                lambda router=router, prefix=prefix: knows(router, prefix),
+                f"{router} knows prefix {number}",
+            )
 
 
-def test_routers_reuse_the_same_share_and_survive_each_other(demo: TestCluster, routers: list[str]) -> None:
+def test_routers_reuse_the_same_share_and_survive_each_other(
+    demo: TestCluster, routers: list[str]
+) -> None:
     prompts = Prompts()
     for number in range(PREFIXES):  # each router sends half of them for the first time
         complete(routers[number % 2], prompts.with_prefix(number), HEADERS)
@@ -101,11 +111,21 @@ def test_routers_reuse_the_same_share_and_survive_each_other(demo: TestCluster, 
     assert first.cached >= 0.98 * ROUNDS * PREFIXES * PREFIX_TOKENS, first
 
     text = ask(demo, 0, routers[1]).text
-    victim = next(p for p in demo.pods("router") if routers[0] == f"http://{p['status']['podIP']}:8000")
+    victim = next(
+        p for p in demo.pods("router") if routers[0] == f"http://{p['status']['podIP']}:8000"
+    )
     with StreamLoad(demo, routers=[routers[1]], questions=1) as load:
         wait_until(lambda: len(load.results) >= 4, "streams before the kill")
         finished = len(load.results)
-        demo.kubectl("-n", "baton", "delete", "pod", victim["metadata"]["name"], "--grace-period=0", "--force")
+        demo.kubectl(
+            "-n",
+            "baton",
+            "delete",
+            "pod",
+            victim["metadata"]["name"],
+            "--grace-period=0",
+            "--force",
+        )
         wait_until(lambda: len(load.results) >= finished + 8, "streams after the kill")
     assert load.problems == [], demo.report()
     assert {result.text for result in load.results} == {text}

@@ -36,9 +36,16 @@ PROMPT_WORDS = 800
 def scrape_config(monitor: dict[str, Any]) -> dict[str, Any]:
     """Scrape configuration that prometheus-operator makes of our PodMonitors."""
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    keep = [{"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"]}]
+    keep = [
+        {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"]}
+    ]
     for expression in monitor["spec"]["selector"]["matchExpressions"]:
-        keep.append({"source_labels": [meta_label(expression["key"])], "regex": "|".join(expression["values"])})
+        keep.append(
+            {
+                "source_labels": [meta_label(expression["key"])],
+                "regex": "|".join(expression["values"]),
+            }
+        )
     relabel: list[dict[str, Any]] = [{"action": "keep", **rule} for rule in keep]
     relabel.append({"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"})
     for rule in endpoint["relabelings"]:
@@ -100,7 +107,9 @@ def discovery(cluster: TestCluster, path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def metrics(demo: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[prometheus.Server]:
+def metrics(
+    demo: TestCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[prometheus.Server]:
     """A Prometheus that scrapes the pods each second, behind an API for external metrics."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = (MONITORING / "rules" / "recording.yml").read_text()
@@ -134,7 +143,9 @@ def autoscaled(demo: TestCluster, metrics: prometheus.Server) -> Iterator[TestCl
     demo.kubectl("apply", "-f", "-", stdin=text)
     yield demo
     demo.kubectl("delete", "-f", "-", stdin=text)
-    demo.kubectl("-n", "baton", "scale", *(f"deployment/{role}" for role in ENGINES), "--replicas=1")
+    demo.kubectl(
+        "-n", "baton", "scale", *(f"deployment/{role}" for role in ENGINES), "--replicas=1"
+    )
 
 
 def wanted(metrics: prometheus.Server, role: str) -> list[float]:
@@ -144,9 +155,18 @@ def wanted(metrics: prometheus.Server, role: str) -> list[float]:
 def long_prompt(number: int) -> dict[str, object]:
     """A request that is nearly all prefill, and that no cache shortens: one token, which P computes."""
     rng = random.Random(number)
-    text = " ".join(rng.choice(("page", "node", "token", "queue", "router", "cache")) for _ in range(PROMPT_WORDS))
+    text = " ".join(
+        rng.choice(("page", "node", "token", "queue", "router", "cache"))
+        for _ in range(PROMPT_WORDS)
+    )
     messages = [{"role": "user", "content": f"{number} {text}"}]
-    return {"model": "demo", "stream": True, "max_tokens": 1, "temperature": 0, "messages": messages}
+    return {
+        "model": "demo",
+        "stream": True,
+        "max_tokens": 1,
+        "temperature": 0,
+        "messages": messages,
+    }
 
 
 def replicas(cluster: TestCluster, role: str) -> tuple[int, int]:
@@ -157,7 +177,9 @@ def replicas(cluster: TestCluster, role: str) -> tuple[int, int]:
 
 def has_metric(cluster: TestCluster, role: str) -> bool:
     status = cluster.get("horizontalpodautoscaler", role)["status"]
-    return any(c["type"] == "ScalingActive" and c["status"] == "True" for c in status.get("conditions", []))
+    return any(
+        c["type"] == "ScalingActive" and c["status"] == "True" for c in status.get("conditions", [])
+    )
 
 
 def rescales(cluster: TestCluster, role: str) -> list[int]:
@@ -165,25 +187,43 @@ def rescales(cluster: TestCluster, role: str) -> list[int]:
     selector = f"--field-selector=reason=SuccessfulRescale,involvedObject.name={role}"
     events = cluster.get("events", selector)["items"]
     events.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
-    return [int(found[1]) for event in events if (found := re.search(r"New size: (\d+)", event["message"]))]
+    return [
+        int(found[1])
+        for event in events
+        if (found := re.search(r"New size: (\d+)", event["message"]))
+    ]
 
 
-def test_prefill_follows_the_load_and_decode_stays(autoscaled: TestCluster, metrics: prometheus.Server) -> None:
+def test_prefill_follows_the_load_and_decode_stays(
+    autoscaled: TestCluster, metrics: prometheus.Server
+) -> None:
     for role in ENGINES:
-        wait_until(lambda role=role: has_metric(autoscaled, role), f"the autoscaler of {role} has its metric")
+        wait_until(
+            lambda role=role: has_metric(autoscaled, role),
+            f"the autoscaler of {role} has its metric",
+        )
         assert replicas(autoscaled, role) == (1, 1)
     with StreamLoad(autoscaled, clients=CLIENTS, body=long_prompt) as heavy:
-        wait_until(lambda: heavy.problems or replicas(autoscaled, "prefill") == (2, 2), "a second prefill node", 300)
+        wait_until(
+            lambda: heavy.problems or replicas(autoscaled, "prefill") == (2, 2),
+            "a second prefill node",
+            300,
+        )
         until = heavy.started + 2 * CLIENTS
         wait_until(lambda: heavy.problems or len(heavy.results) >= until, "more prompts")
-        assert heavy.problems == [], autoscaled.report()  # at once, while the logs still end with the reason
+        assert heavy.problems == [], (
+            autoscaled.report()
+        )  # at once, while the logs still end with the reason
     with StreamLoad(autoscaled, clients=1) as light:
         wait_until(lambda: replicas(autoscaled, "prefill") == (1, 1), "one prefill node", 300)
         wait_until(lambda: len(autoscaled.pods("prefill")) == 1, "the second one has ended", 300)
         until = light.started + 4
         wait_until(lambda: len(light.results) >= until, "more streams")
     assert heavy.problems + light.problems == [], autoscaled.report()
-    assert {role: rescales(autoscaled, role) for role in ENGINES} == {"prefill": [2, 1], "decode": []}, json.dumps(
+    assert {role: rescales(autoscaled, role) for role in ENGINES} == {
+        "prefill": [2, 1],
+        "decode": [],
+    }, json.dumps(
         {name: metrics.query(name) for name in ("baton:pressure_ratio", "baton:wanted_replicas")}
     )
     print(f"{len(heavy.results)} long prompts, {len(light.results)} streams, none broken")

@@ -58,7 +58,10 @@ class Versions:
     def pods(self, role: str) -> dict[str, str]:
         """Versions of a role's pods by URL."""
         pods = [pod for pod in self._demo.pods(role) if pod["status"].get("podIP")]
-        return {f"http://{pod['status']['podIP']}:30000": pod["metadata"]["labels"].get(VERSION, "old") for pod in pods}
+        return {
+            f"http://{pod['status']['podIP']}:30000": pod["metadata"]["labels"].get(VERSION, "old")
+            for pod in pods
+        }
 
     def settle(self, wanted: dict[str, set[str]]) -> None:
         """Wait until the router serves with exactly these versions of each role; remember what they are."""
@@ -66,7 +69,9 @@ class Versions:
         def serving() -> dict[str, set[str]]:
             now = {url: version for role in ENGINES for url, version in self.pods(role).items()}
             found: dict[str, set[str]] = {role: set() for role in ENGINES}
-            for worker in httpx.get(f"{self._router}/workers", headers=CONTROL, timeout=30).json()["workers"]:
+            for worker in httpx.get(f"{self._router}/workers", headers=CONTROL, timeout=30).json()[
+                "workers"
+            ]:
                 if worker["url"] in now and worker["state"] == "ready":
                     self.of[worker["url"]] = now[worker["url"]]
                     self.fingerprints[now[worker["url"]]].add(str(worker["fingerprint"]))
@@ -78,7 +83,9 @@ class Versions:
     def unpaired(self) -> dict[str, float]:
         """Numbers of ready workers without a partner by role; roles without any are left out, as in the metric."""
         text = httpx.get(f"{self._router}/metrics", timeout=30).text
-        found = re.findall(r'^baton_router_unpaired_workers\{role="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        found = re.findall(
+            r'^baton_router_unpaired_workers\{role="(\w+)"\} (\S+)$', text, re.MULTILINE
+        )
         return {role: float(count) for role, count in found if float(count)}
 
     def of_attempts(self, results: list[StreamResult]) -> list[set[str]]:
@@ -105,8 +112,17 @@ def more(load: StreamLoad, count: int = 8) -> list[StreamResult]:
 @pytest.fixture
 def installed(demo: TestCluster) -> Iterator[TestCluster]:
     yield demo
-    demo.kubectl("-n", "baton", "delete", "deployment", "--ignore-not-found", *(f"{role}-next" for role in ENGINES))
-    demo.kubectl("-n", "baton", "scale", *(f"deployment/{role}" for role in ENGINES), "--replicas=1")
+    demo.kubectl(
+        "-n",
+        "baton",
+        "delete",
+        "deployment",
+        "--ignore-not-found",
+        *(f"{role}-next" for role in ENGINES),
+    )
+    demo.kubectl(
+        "-n", "baton", "scale", *(f"deployment/{role}" for role in ENGINES), "--replicas=1"
+    )
 
 
 def test_versions_replace_each_other_and_no_pair_is_mixed(installed: TestCluster) -> None:
@@ -118,7 +134,9 @@ def test_versions_replace_each_other_and_no_pair_is_mixed(installed: TestCluster
         more(load)
         versions.install_next("prefill")
         versions.settle({"prefill": {"old", "next"}, "decode": {"old"}})
-        wait_until(lambda: versions.unpaired() == {"prefill": 1}, "the new prefill node has no partner")
+        wait_until(
+            lambda: versions.unpaired() == {"prefill": 1}, "the new prefill node has no partner"
+        )
         alone = more(load)
         versions.install_next("decode")
         versions.settle({"prefill": {"old", "next"}, "decode": {"old", "next"}})

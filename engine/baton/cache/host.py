@@ -150,11 +150,15 @@ class HostTier:
         Cost: O(pages of the tier).
         """
         first_key = _next_key(_root_key(namespace), tokens[: self._page_bytes])
-        return self._drop_all([page for page in self._pages.values() if page.first_key == first_key])
+        return self._drop_all(
+            [page for page in self._pages.values() if page.first_key == first_key]
+        )
 
     # ------------------------------------------------------------------ back to the device
 
-    def find(self, node: RadixNode, tokens: bytes, namespace: bytes, first: int, last: int) -> list[HostPage]:
+    def find(
+        self, node: RadixNode, tokens: bytes, namespace: bytes, first: int, last: int
+    ) -> list[HostPage]:
         """Pages [first, …) of these tokens that the host has without a gap, at most up to `last`.
 
         Args:
@@ -209,7 +213,11 @@ class HostTier:
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
-        return [page for key in keys if (page := self._pages.get(key)) is not None and not page.on_device]
+        return [
+            page
+            for key in keys
+            if (page := self._pages.get(key)) is not None and not page.on_device
+        ]
 
     # ------------------------------------------------------------------ copies and books
 
@@ -252,7 +260,9 @@ class HostTier:
                 self._drop(next(iter(self._duplicates.values())))
                 continue
             victim = self._next_victim()
-            if victim is None or (worth is not None and (self._policy.key(victim), -victim.index) >= worth):
+            if victim is None or (
+                worth is not None and (self._policy.key(victim), -victim.index) >= worth
+            ):
                 break
             self._drop(victim)
         return min(wanted, self._slots.free_count)

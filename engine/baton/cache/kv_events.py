@@ -83,7 +83,9 @@ class _Pending:
 
 def first_parent(namespace: bytes) -> int:
     """Stand-in for the parent's hash of a first block."""
-    return int.from_bytes(hashlib.sha256(namespace).digest()[:HASH_BYTES], "big") if namespace else 0
+    return (
+        int.from_bytes(hashlib.sha256(namespace).digest()[:HASH_BYTES], "big") if namespace else 0
+    )
 
 
 def chain(parent: int, tokens: bytes) -> int:
@@ -131,7 +133,9 @@ class KvEventLog:
             del self._pending[page]
             self._hashes[page] = at
             hashes.append(at)
-        self._open.append(Stored(tuple(hashes), parent, edge.tokens[: count * width], edge.namespace))
+        self._open.append(
+            Stored(tuple(hashes), parent, edge.tokens[: count * width], edge.namespace)
+        )
 
     def removed(self, pages: array[int]) -> None:
         """The tree gave these pages back: the last ones of a leaf, all announced or none."""

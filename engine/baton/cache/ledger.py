@@ -30,9 +30,13 @@ class PageLedger:
     in_transfer: int
 
     @classmethod
-    def take(cls, allocator: PageAllocator, cache: RadixCache, private: int, in_transfer: int) -> PageLedger:
+    def take(
+        cls, allocator: PageAllocator, cache: RadixCache, private: int, in_transfer: int
+    ) -> PageLedger:
         """Count now. `private`: pages requests own outside the tree; `in_transfer`: pages counted as neither."""
-        return cls(allocator.free_count, cache.evictable_pages, cache.locked_pages + private, in_transfer)
+        return cls(
+            allocator.free_count, cache.evictable_pages, cache.locked_pages + private, in_transfer
+        )
 
     def check(self, total: int) -> None:
         """Raises LedgerError unless every count is non-negative and they add up to `total`."""
@@ -74,4 +78,7 @@ class HostLedger:
 
     def gauges(self) -> dict[str, float]:
         """For messages.StatsMessage: one gauge per state."""
-        return {f'kv_host_pages{{state="{s}"}}': float(getattr(self, s)) for s in ("free", "cached", "pinned")}
+        return {
+            f'kv_host_pages{{state="{s}"}}': float(getattr(self, s))
+            for s in ("free", "cached", "pinned")
+        }

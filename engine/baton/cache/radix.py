@@ -164,7 +164,11 @@ class RadixCache:
     """
 
     def __init__(
-        self, page_size: int, allocator: PageAllocator, eviction: str = "lru", log: KvEventLog | None = None
+        self,
+        page_size: int,
+        allocator: PageAllocator,
+        eviction: str = "lru",
+        log: KvEventLog | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
@@ -209,7 +213,9 @@ class RadixCache:
         self._touch(node)
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
-    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None) -> PrefixProbe:
+    def probe(
+        self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None
+    ) -> PrefixProbe:
         """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting queues).
 
         Args:
@@ -221,7 +227,9 @@ class RadixCache:
         if last is not None and last.limit == limit and not self.outdated((last,)):
             return last
         node, matched, inside = self._walk(tokens, namespace, limit)
-        beyond = b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
+        beyond = (
+            b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
+        )
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
     def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
@@ -235,7 +243,8 @@ class RadixCache:
             for i, probe in enumerate(probes)
             if probe is None
             or probe.beyond in (node := probe.node).children
-            or len(node.key) != probe.node_bytes  # a cut moves the prefix's end, or gives its edge to another node
+            or len(node.key)
+            != probe.node_bytes  # a cut moves the prefix's end, or gives its edge to another node
             or node.is_evicted
             or (node.parent is None and roots.get(node.key) is not node)
         ]
@@ -273,10 +282,14 @@ class RadixCache:
         """
         total = from_page + len(pages)
         if len(tokens) // self._page_bytes < total:
-            raise ValueError(f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}")
+            raise ValueError(
+                f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}"
+            )
         node, matched, inside = self._walk(tokens, namespace, total)
         if matched < from_page:
-            raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
+            raise ValueError(
+                f"insert from page {from_page}, but only {matched} are cached: lock the prefix first"
+            )
         if inside:
             node = self._split(node, inside)
         existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
@@ -292,7 +305,9 @@ class RadixCache:
         self._raise_priority(node, priority)
         return InsertResult(node, existing)
 
-    def reuse(self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None) -> int:
+    def reuse(
+        self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None
+    ) -> int:
         """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
 
         Matching alone does not count: the planner may look many times before it admits. O(depth).
@@ -323,7 +338,12 @@ class RadixCache:
             while stack:
                 node = stack.pop()
                 assert node.parent is not None, "roots are not pushed"
-                yield Edge(namespace, node.parent.pages[-1] if node.parent.pages else -1, node.pages, node.key)
+                yield Edge(
+                    namespace,
+                    node.parent.pages[-1] if node.parent.pages else -1,
+                    node.pages,
+                    node.key,
+                )
                 stack.extend(node.children.values())
 
     def lock(self, node: RadixNode) -> None:
@@ -477,7 +497,17 @@ class RadixCache:
         self._serial += 1
         self.version += 1
         key, pages, serial = node.key[:cut], node.pages[:at_page], self._serial
-        upper = RadixNode(parent, key, pages, serial, node.stamp, node.created, node.reuses, node.priority, node.locks)
+        upper = RadixNode(
+            parent,
+            key,
+            pages,
+            serial,
+            node.stamp,
+            node.created,
+            node.reuses,
+            node.priority,
+            node.locks,
+        )
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         self._changed(node)
@@ -486,7 +516,9 @@ class RadixCache:
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None) -> RadixNode:
+    def _attach(
+        self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None
+    ) -> RadixNode:
         self._serial += 1
         self.version += 1
         now = self.clock + 1

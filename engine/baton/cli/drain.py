@@ -46,18 +46,27 @@ FAILED, LEFT = 1, 3
 class DrainConfig:
     """Flags of the command."""
 
-    wait: bool = opt(False, "show each second what is left, and end when nothing is: exit code 0, or 3 after --timeout")
+    wait: bool = opt(
+        False,
+        "show each second what is left, and end when nothing is: exit code 0, or 3 after --timeout",
+    )
     timeout_secs: float = opt(600.0, "longest wait [s]", also=("--timeout",))
     undo: bool = opt(False, "return the targets to service")
     status: bool = opt(False, "show what is left, change nothing")
     json: bool = opt(False, "print one JSON object per look instead of text")
     key: str | None = opt(None, "key of engines, or of the router's control plane", env=KEY_ENV)
-    router: str | None = opt(None, "URL of a router that passes orders for pods on, instead of kubectl exec")
+    router: str | None = opt(
+        None, "URL of a router that passes orders for pods on, instead of kubectl exec"
+    )
     namespace: str = opt("baton", "namespace of the pods")
     selector: str = opt(
-        "app.kubernetes.io/name=baton,app.kubernetes.io/component!=router", "labels of the engine pods of a node"
+        "app.kubernetes.io/name=baton,app.kubernetes.io/component!=router",
+        "labels of the engine pods of a node",
     )
-    kubectl: str = opt("kubectl", "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'")
+    kubectl: str = opt(
+        "kubectl",
+        "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'",
+    )
 
 
 class DrainFailed(Exception):
@@ -108,7 +117,9 @@ class UrlPlace:
     key: str | None
 
     def ask(self, verb: str) -> DrainReport:
-        answer = self._send("GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain")
+        answer = self._send(
+            "GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain"
+        )
         reason = answer.get("reason")
         if "left" not in answer and verb == "drain":  # a router that drains the worker alone
             try:
@@ -135,7 +146,10 @@ class UrlPlace:
             if isinstance(err.reason, ConnectionRefusedError):
                 raise Gone(f"{url}: nothing listens there ({err.reason})") from err
             raise DrainFailed(f"{url} cannot be asked: {err.reason}") from err
-        except (OSError, ValueError) as err:  # cut or silent connections, and answers that are no JSON
+        except (
+            OSError,
+            ValueError,
+        ) as err:  # cut or silent connections, and answers that are no JSON
             raise DrainFailed(f"{url} gave no answer that can be read: {err}") from err
         if not isinstance(report, dict):
             raise DrainFailed(f"{url} answered {report!r}; is it an engine or a router of Baton?")
@@ -148,7 +162,9 @@ class UrlPlace:
             said = err.reason
         what = f"{method} {self.url}/{path}: {err.code}, {said}"
         if err.code in (404, 405):
-            return Gone(f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker")
+            return Gone(
+                f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker"
+            )
         remedy = f"; give --key, or {KEY_ENV}" if err.code in (401, 403) else ""
         return DrainFailed(what + remedy)
 
@@ -165,13 +181,26 @@ class PodPlace:
 
     def ask(self, verb: str) -> DrainReport:
         flag = {"drain": [], "undrain": ["--undo"], "status": ["--status"]}[verb]
-        command = ["exec", self.pod, "-c", self.container, "--", "baton", "drain", "--json", *flag, self.url]
+        command = [
+            "exec",
+            self.pod,
+            "-c",
+            self.container,
+            "--",
+            "baton",
+            "drain",
+            "--json",
+            *flag,
+            self.url,
+        ]
         out = self.kubectl.run(*command, exits=(0, FAILED))
         try:
             target = json.loads(out.splitlines()[-1])["targets"][0]
             report = DrainReport(**{**target, "target": self.name})
         except (ValueError, KeyError, IndexError, TypeError) as err:
-            raise DrainFailed(f"{self.name}: baton drain in its container printed {out[-200:]!r}") from err
+            raise DrainFailed(
+                f"{self.name}: baton drain in its container printed {out[-200:]!r}"
+            ) from err
         if report.error is not None:
             raise (Gone if report.state == "gone" else DrainFailed)(report.error)
         return report
@@ -190,13 +219,17 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
         if kind == "pod":
             pods = kubectl.items("pod", name)
         elif kind == "node":
-            pods = kubectl.items("pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}")
+            pods = kubectl.items(
+                "pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"
+            )
         else:
             found[target] = UrlPlace(target, target.rstrip("/"), config.key)
             continue
         engines = [place for pod in pods for place in _engines(pod, config, kubectl)]
         if not engines:
-            raise DrainFailed(f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)")
+            raise DrainFailed(
+                f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)"
+            )
         found |= {place.name: place for place in engines}
     return list(found.values())
 
@@ -229,7 +262,9 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iter
 
 def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     """Flags and targets; prints mistakes and exits with 2."""
-    parser = FlagParser(PROG, "Take engines out of service without breaking a stream, or return them (--undo).")
+    parser = FlagParser(
+        PROG, "Take engines out of service without breaking a stream, or return them (--undo)."
+    )
     parser.usage = f"{PROG} TARGET… [flags]"
     forms = "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node"
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=forms)
@@ -259,13 +294,18 @@ def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
         if all(r.is_drained for r in reports):
             return _end(config, 0, f"safe to stop: {', '.join(r.target for r in reports)}")
         if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
-            rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
+            rest = "; ".join(
+                f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained
+            )
             return _end(config, LEFT, f"not drained after {config.timeout_secs:g} s: {rest}")
         time.sleep(pause)
         reports = _ask_all(config, places, "status", reports)
     lost = [r for r in reports if _is_lost(config, r)]
     for report in lost:
-        why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
+        why = (
+            report.error
+            or f"is {report.state}, and takes requests: it was returned to service meanwhile"
+        )
         print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
     return FAILED if lost else 0
 
@@ -305,7 +345,9 @@ def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
         report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
     except (DrainFailed, KubectlError) as err:
         report = DrainReport(place.name, "unknown", error=str(err))
-    if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
+    if (
+        before is not None and before.is_final and report.state == "unhealthy"
+    ):  # seen through a router
         report = dataclasses.replace(report, state="gone", is_drained=True)
     if before is not None and report.note is None:
         report = dataclasses.replace(report, note=before.note)
@@ -330,7 +372,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return run_drain(config, places)
     except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
+        print(
+            f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service",
+            file=sys.stderr,
+        )
         return 130
 
 

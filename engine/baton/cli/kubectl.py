@@ -24,14 +24,24 @@ class Kubectl:
         command = [*self._command, *words]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self._timeout_secs, stdin=subprocess.DEVNULL
+                command,
+                capture_output=True,
+                text=True,
+                timeout=self._timeout_secs,
+                stdin=subprocess.DEVNULL,
             )
         except OSError as err:
-            raise KubectlError(f"{command[0]} cannot be run ({err.strerror}); install it, or give --kubectl") from err
+            raise KubectlError(
+                f"{command[0]} cannot be run ({err.strerror}); install it, or give --kubectl"
+            ) from err
         except subprocess.TimeoutExpired as err:
-            raise KubectlError(f"kubectl {shlex.join(words)} did not end within {self._timeout_secs:g} s") from err
+            raise KubectlError(
+                f"kubectl {shlex.join(words)} did not end within {self._timeout_secs:g} s"
+            ) from err
         if done.returncode not in exits or (done.returncode and not done.stdout.strip()):
-            lines = done.stderr.strip().splitlines() or [f"kubectl {shlex.join(words)} ended with {done.returncode}"]
+            lines = done.stderr.strip().splitlines() or [
+                f"kubectl {shlex.join(words)} ended with {done.returncode}"
+            ]
             raise KubectlError(lines[-1][-500:])
         return done.stdout
 

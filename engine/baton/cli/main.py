@@ -38,14 +38,23 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "router": ("run the router", _native("baton router")),
     "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
     "engine": ("run one engine: a prefill node, a decode node, or both in one", _engine),
-    "drain": ("take engines out of service without breaking a stream, or return them", _main_of("cli.drain")),
+    "drain": (
+        "take engines out of service without breaking a stream, or return them",
+        _main_of("cli.drain"),
+    ),
     "doctor": (
         "check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do",
         _main_of("cli.doctor.main"),
     ),
     "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("cli.doctor.top")),
-    "bench": ("send the same load to several servers and compare them", _main_of("cli.bench.serving")),
-    "simulate": ("replay a trace through the scheduler in virtual time and compare queue orders", _main_of("sim.main")),
+    "bench": (
+        "send the same load to several servers and compare them",
+        _main_of("cli.bench.serving"),
+    ),
+    "simulate": (
+        "replay a trace through the scheduler in virtual time and compare queue orders",
+        _main_of("sim.main"),
+    ),
 }
 """Help and function of each subcommand."""
 
@@ -77,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"baton {own_version()}")
         return 0
     if name not in COMMANDS:
-        print(f"baton: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"baton: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr
+        )
         return 2
     _, run = COMMANDS[name]
     return run(argv[1:])

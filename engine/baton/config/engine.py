@@ -67,11 +67,17 @@ class EngineConfig:
         also=("--model",),
     )
     tokenizer_path: str | None = opt(
-        None, "directory or cached hub id with tokenizer.json (default: the model's)", also=("--tokenizer",)
+        None,
+        "directory or cached hub id with tokenizer.json (default: the model's)",
+        also=("--tokenizer",),
     )
-    served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
+    served_model_name: str | None = opt(
+        None, "name in /v1/models and responses (default: the directory's name)"
+    )
     load_format: str = opt(
-        "auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy")
+        "auto",
+        "auto: safetensors files; dummy: random weights of the config's shape",
+        choices=("auto", "dummy"),
     )
     dtype: str = opt(
         "auto",
@@ -84,18 +90,27 @@ class EngineConfig:
         "between for speed, length_scale and single numbers of it (docs/simulate.md)",
     )
     context_length: int | None = opt(
-        None, "longest prompt + answer accepted (default: the model's) [tokens]", also=("--max-model-len",), ge=1
+        None,
+        "longest prompt + answer accepted (default: the model's) [tokens]",
+        also=("--max-model-len",),
+        ge=1,
     )
-    chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
+    chat_template: str | None = opt(
+        None, "file with a Jinja chat template that replaces the model's"
+    )
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)
     api_key: str | None = opt(
-        None, "require 'Authorization: Bearer KEY' on all but health endpoints", env=SECRETS["api_key"]
+        None,
+        "require 'Authorization: Bearer KEY' on all but health endpoints",
+        env=SECRETS["api_key"],
     )
 
     disaggregation_mode: str = opt(
-        "null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode")
+        "null",
+        "null: both phases here; prefill / decode: one half of a pair",
+        choices=("null", "prefill", "decode"),
     )
     disaggregation_bootstrap_port: int = opt(
         8998, "P node: port of the bootstrap server; 0 picks a free one", ge=0, le=65535
@@ -107,7 +122,10 @@ class EngineConfig:
         choices=("auto", *KV_TRANSPORTS),
     )
     transfer_port: int = opt(
-        0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones", ge=0, le=65535
+        0,
+        "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones",
+        ge=0,
+        le=65535,
     )
     cluster_key: str | None = opt(
         None,
@@ -149,7 +167,10 @@ class EngineConfig:
         le=8,
     )
     kv_lease_secs: float = opt(
-        30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]", gt=0, lt=1e9
+        30.0,
+        "how long P keeps a finished prompt's pages for D without a heartbeat [s]",
+        gt=0,
+        lt=1e9,
     )
     kv_transfer_timeout_secs: float = opt(
         60.0,
@@ -158,7 +179,9 @@ class EngineConfig:
         lt=1e9,
     )
     num_reserved_decode_tokens: int = opt(
-        512, "D keeps room for this many more tokens per running request when admitting [tokens]", ge=0
+        512,
+        "D keeps room for this many more tokens per running request when admitting [tokens]",
+        ge=0,
     )
     nccl_max_ctas: int | None = opt(
         None,
@@ -180,7 +203,10 @@ class EngineConfig:
         le=64,
     )
     dist_timeout: float = opt(
-        120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]", gt=0, le=86_400
+        120.0,
+        "longest wait of a tensor-parallel rank for another one, at start and in every step [s]",
+        gt=0,
+        le=86_400,
     )
     dp_size: int = opt(
         1,
@@ -213,12 +239,18 @@ class EngineConfig:
         le=1024,
     )
     cpu_threads: int = opt(
-        0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes", ge=0
+        0,
+        "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes",
+        ge=0,
     )
 
-    page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]", also=("--block-size",))
+    page_size: int = opt(
+        16, "tokens per KV page; equal on all nodes of a cluster [tokens]", also=("--block-size",)
+    )
     max_total_tokens: int = opt(
-        0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]", ge=0
+        0,
+        "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]",
+        ge=0,
     )
     kv_pool_mib: int | None = opt(
         None,
@@ -233,7 +265,9 @@ class EngineConfig:
         gt=0,
         lt=1,
     )
-    host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]", ge=0, lt=2**20)
+    host_kv_gib: float = opt(
+        0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]", ge=0, lt=2**20
+    )
     max_running_requests: int = opt(
         64,
         "most requests decoding at once per DP rank; with --device cuda 256 unless given",
@@ -247,7 +281,10 @@ class EngineConfig:
         None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]", ge=1
     )
     queue_timeout_secs: float = opt(
-        0.0, "a request that has waited this long without having started is answered 503; 0: never [s]", ge=0, lt=1e9
+        0.0,
+        "a request that has waited this long without having started is answered 503; 0: never [s]",
+        ge=0,
+        lt=1e9,
     )
     chunked_prefill_size: int = opt(
         512,
@@ -255,14 +292,17 @@ class EngineConfig:
         "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
         also=("--max-num-batched-tokens",),
     )
-    max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]", ge=1)
+    max_prefill_tokens: int = opt(
+        16384, "most prompt tokens in one step, whatever the chunk size [tokens]", ge=1
+    )
     long_prefill_token_threshold: int = opt(
         0,
         "most tokens of one prompt per step, so that a long one leaves some to others; 0: no limit (as vLLM) [tokens]",
     )
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on", ge=1)
     enable_dynamic_chunking: bool = opt(
-        False, "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one"
+        False,
+        "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one",
     )
     step_target_ms: float = opt(
         0.0,
@@ -284,9 +324,13 @@ class EngineConfig:
         ge=1,
     )
     schedule_policy: str = opt(
-        "auto", "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere", choices=QUEUE_ORDERS
+        "auto",
+        "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
+        choices=QUEUE_ORDERS,
     )
-    lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0)
+    lpm_degrade_threshold: int = opt(
+        4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0
+    )
     lpm_aging_tokens_per_s: float = opt(
         0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]", ge=0, lt=1e12
     )
@@ -304,13 +348,17 @@ class EngineConfig:
         ge=1,
     )
     short_first_output_weight: str = opt(
-        "auto", "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only"
+        "auto",
+        "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only",
     )
     short_first_aging_tokens_per_s: float = opt(
         500.0, "short-first: waiting shortens a request by this [tokens/s]", ge=0, lt=1e12
     )
     srpt_aging: float = opt(
-        0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate", ge=0, lt=1e12
+        0.05,
+        "srpt-aging: waiting shortens a prompt by this share of the prefill rate",
+        ge=0,
+        lt=1e12,
     )
     srpt_aging_backlog_secs: float = opt(
         60.0,
@@ -318,9 +366,15 @@ class EngineConfig:
         ge=0,
         lt=1e12,
     )
-    adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]", ge=0.1, le=3600)
-    adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean", ge=0, lt=1e12)
-    default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]", ge=1)
+    adaptive_window_secs: float = opt(
+        15.0, "adaptive: the orders are compared this often [s]", ge=0.1, le=3600
+    )
+    adaptive_tail_weight: float = opt(
+        0.1, "adaptive: weight of the p99 TTFT against the mean", ge=0, lt=1e12
+    )
+    default_deadline_ms: int = opt(
+        60000, "edf: first-token deadline of requests that state none [ms]", ge=1
+    )
     deadline_miss_action: str = opt(
         "demote",
         "a request that cannot meet its ttft_deadline_ms: edf puts it back by edf-demotion-secs, or keeps its place; "
@@ -351,26 +405,49 @@ class EngineConfig:
         "classes that share by weight, most important first: name:weight or name:weight:min_priority, with commas "
         "between, e.g. interactive:8,standard:4,batch:1",
     )
-    disable_class_charge_decode: bool = opt(False, "generated tokens do not count against their class, only prompts")
-    tenant_config: str | None = opt(
-        None, "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight"
+    disable_class_charge_decode: bool = opt(
+        False, "generated tokens do not count against their class, only prompts"
     )
-    prompt_token_weight: float = opt(1.0, "what a computed prompt token counts for its tenant", gt=0, le=1e6)
-    output_token_weight: float = opt(2.0, "what a generated token counts for its tenant", gt=0, le=1e6)
+    tenant_config: str | None = opt(
+        None,
+        "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight",
+    )
+    prompt_token_weight: float = opt(
+        1.0, "what a computed prompt token counts for its tenant", gt=0, le=1e6
+    )
+    output_token_weight: float = opt(
+        2.0, "what a generated token counts for its tenant", gt=0, le=1e6
+    )
     cached_token_weight: float = opt(
-        0.1, "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1", ge=0, le=1
+        0.1,
+        "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1",
+        ge=0,
+        le=1,
     )
     max_idle_tenants: int = opt(
-        10000, "tenants without waiting requests whose accounts are kept; the longest idle is forgotten", ge=1
+        10000,
+        "tenants without waiting requests whose accounts are kept; the longest idle is forgotten",
+        ge=1,
     )
-    enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
-    schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
-    abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
+    enable_priority_scheduling: bool = opt(
+        False, "order by the request field priority first, preempt for it"
+    )
+    schedule_low_priority_values_first: bool = opt(
+        False, "smaller priority values are more important"
+    )
+    abort_on_priority_when_disabled: bool = opt(
+        False, "refuse requests with a priority while the feature is off"
+    )
     priority_scheduling_preemption_threshold: int = opt(
-        10, "a waiting request preempts running ones whose priority is lower by more than this", ge=0
+        10,
+        "a waiting request preempts running ones whose priority is lower by more than this",
+        ge=0,
     )
     default_priority: int | None = opt(
-        None, "priority of requests that state none (default: below every stated one)", ge=1 - 2**31, le=2**31 - 1
+        None,
+        "priority of requests that state none (default: below every stated one)",
+        ge=1 - 2**31,
+        le=2**31 - 1,
     )
     priority_aging_rate: float = opt(
         0.0, "priority gained per second of waiting (order only, never preemption)", ge=0, lt=1e12
@@ -379,7 +456,8 @@ class EngineConfig:
         None, "most priority that waiting can gain (default: no limit)", ge=0, lt=1e12
     )
     priority_adjustment_function: str | None = opt(
-        None, "module:callable that may replace a waiting request's priority, called as fn(request, load)"
+        None,
+        "module:callable that may replace a waiting request's priority, called as fn(request, load)",
     )
     priority_adjust_interval_ms: int = opt(
         250, "a waiting request is shown to that function this often [ms]", ge=1, le=3_600_000
@@ -390,8 +468,12 @@ class EngineConfig:
         "auto offloads where copying is faster than computing",
         choices=("recompute", "cache", "offload", "auto"),
     )
-    max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune", ge=1)
-    preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]", ge=0)
+    max_preemptions_per_request: int = opt(
+        8, "after this many preemptions a request is immune", ge=1
+    )
+    preemption_min_remaining_tokens: int = opt(
+        8, "a request with fewer tokens to go is not preempted [tokens]", ge=0
+    )
     starvation_threshold_ms: int = opt(
         10000,
         "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]",
@@ -408,14 +490,17 @@ class EngineConfig:
         choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
     )
     kv_events_config: str = opt(
-        "", "announce what is cached: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)"
+        "",
+        "announce what is cached: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)",
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(
-        False, "SGLang's order, for comparison: while prompts wait, steps alternate between prompts and decode rows"
+        False,
+        "SGLang's order, for comparison: while prompts wait, steps alternate between prompts and decode rows",
     )
     enable_mixed_chunk: bool = opt(
-        False, "decode rows join the steps that prefill: always so, except with prefill-first, where this turns it on"
+        False,
+        "decode rows join the steps that prefill: always so, except with prefill-first, where this turns it on",
     )
     max_decode_gap_ms: float = opt(
         0.0,
@@ -425,25 +510,35 @@ class EngineConfig:
         le=60_000,
     )
     stream_interval: int = opt(1, "tokens per streamed event [tokens]", ge=1)
-    request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]", gt=0, lt=1e9)
-    drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]", ge=0, lt=1e9)
+    request_timeout_secs: float = opt(
+        1800.0, "a request ends with 'timeout' after this long [s]", gt=0, lt=1e9
+    )
+    drain_timeout_secs: float = opt(
+        60.0, "on SIGTERM wait this long for running requests [s]", ge=0, lt=1e9
+    )
     random_seed: int = opt(0, "seed of dummy weights")
     metrics_compat: str = opt(
         "none",
         "names of other engines under which GET /metrics repeats its numbers (docs/metrics.md)",
         choices=("none", "sglang", "vllm", "all"),
     )
-    enable_trace: bool = opt(False, "export a trace of each request: spans for the request and for what the ranks did")
+    enable_trace: bool = opt(
+        False, "export a trace of each request: spans for the request and for what the ranks did"
+    )
     otlp_traces_endpoint: str = opt(
-        "localhost:4317", "where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP"
+        "localhost:4317",
+        "where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP",
     )
     decision_log: str | None = opt(
-        None, "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)"
+        None,
+        "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)",
     )
     scheduler_trace: str | None = opt(
         None, "write every input of the scheduler, prompts included, for baton simulate --replay"
     )
-    log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
+    log_level: str = opt(
+        "info", "least severe log line shown", choices=("debug", "info", "warning", "error")
+    )
 
     @property
     def step_tokens(self) -> int:
@@ -478,7 +573,11 @@ class EngineConfig:
 
 def uses_four_bytes(config: EngineConfig) -> bool:
     """Without a tokenizer of one's own, a token is four bytes of text."""
-    return config.simulate is not None and config.tokenizer_path is None and config.model_path == "demo"
+    return (
+        config.simulate is not None
+        and config.tokenizer_path is None
+        and config.model_path == "demo"
+    )
 
 
 def is_loopback(host: str) -> bool:

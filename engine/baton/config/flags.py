@@ -29,7 +29,12 @@ class ValueRange:
     lt: float = math.inf
 
     def __contains__(self, value: float) -> bool:
-        return value >= self.ge and value <= self.le and (value > self.gt or self.gt == -math.inf) and value < self.lt
+        return (
+            value >= self.ge
+            and value <= self.le
+            and (value > self.gt or self.gt == -math.inf)
+            and value < self.lt
+        )
 
     def __str__(self) -> str:
         if self.ge > -math.inf and self.le < math.inf:
@@ -40,11 +45,21 @@ class ValueRange:
 
 
 def _plain(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}".replace("e+0", "e").replace("e+", "e")
+    return (
+        str(bound)
+        if isinstance(bound, int)
+        else f"{bound:g}".replace("e+0", "e").replace("e+", "e")
+    )
 
 
 def opt(
-    default: Any, help: str, *, choices: Sequence[str] = (), env: str = "", also: Sequence[str] = (), **bounds: float
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    env: str = "",
+    also: Sequence[str] = (),
+    **bounds: float,
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
 
@@ -53,7 +68,9 @@ def opt(
         bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in docs/flags.md.
     """
     metadata = {"help": help, "choices": choices, "env": env, "also": also}
-    return dataclasses.field(default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None})
+    return dataclasses.field(
+        default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None}
+    )
 
 
 def out_of_range(config: Any) -> Iterator[str]:
@@ -107,7 +124,9 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
     for f in dataclasses.fields(cls):
         env = f.metadata["env"]
         if env and f.name not in values and os.environ.get(env):
-            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
+            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(
+                os.environ[env]
+            )
             if isinstance(value, FlagMistake):
                 bad.append(f"environment {env}: {value}")
             else:
@@ -120,7 +139,9 @@ def _headings(cls: type) -> dict[str, str]:
     return {first: title for title, first in getattr(cls, "GROUPS", ())}
 
 
-def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = frozenset()) -> None:
+def add_flags(
+    parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = frozenset()
+) -> None:
     """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`.
 
     They come under the headings of `cls` (GROUPS), unless `parser` is a group already.
@@ -141,15 +162,21 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[st
         if kind is not bool:
             metavar = "{" + ",".join(choices) + "}" if choices else _metavar(f.name)
             options = {"type": reader(flag, kind, choices), "metavar": metavar}
-        into.add_argument(flag, *f.metadata["also"], default=argparse.SUPPRESS, help=text, **options)
+        into.add_argument(
+            flag, *f.metadata["also"], default=argparse.SUPPRESS, help=text, **options
+        )
 
 
 class FlagParser(argparse.ArgumentParser):
     """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
 
-    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None
+    ) -> None:
         """`elsewhere`: flags that are not for this program, with what to do instead."""
-        super().__init__(prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False)
+        super().__init__(
+            prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False
+        )
         self._elsewhere = {**INSTEAD, **(elsewhere or {})}
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -157,9 +184,13 @@ class FlagParser(argparse.ArgumentParser):
         space, rest = self.parse_known_args(argv)
         values = vars(space)
         bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
-        return {k: v for k, v in values.items() if not isinstance(v, FlagMistake)}, bad + self._unknown(rest)
+        return {
+            k: v for k, v in values.items() if not isinstance(v, FlagMistake)
+        }, bad + self._unknown(rest)
 
-    def read_config(self, cls: type[Config], argv: Sequence[str]) -> tuple[Config, dict[str, Any], list[str]]:
+    def read_config(
+        self, cls: type[Config], argv: Sequence[str]
+    ) -> tuple[Config, dict[str, Any], list[str]]:
         """A config of the values given and of the environment, the values that are not its own, and all mistakes."""
         values, bad = self.read(argv)
         bad += add_environment(cls, values)
@@ -175,7 +206,10 @@ class FlagParser(argparse.ArgumentParser):
                 bad.append(f"{name}: {self._elsewhere[name]}")
             elif is_flag:
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
-                bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
+                bad.append(
+                    f"{name}: there is no such flag; "
+                    + (f"is it {near[0]}?" if near else "--help lists them")
+                )
             elif not after_flag:  # else it is the unknown flag's value
                 bad.append(f"{word!r} follows no flag; leave it out")
             after_flag = is_flag and "=" not in word
@@ -188,7 +222,9 @@ class FlagParser(argparse.ArgumentParser):
 
 def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
     """Print every mistake, a line each, and exit with 2."""
-    print("\n".join(f"{prog}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
+    print(
+        "\n".join(f"{prog}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr
+    )
     raise SystemExit(2)
 
 
@@ -200,7 +236,12 @@ def markdown(cls: type) -> str:
     rows = [] if headings else head[:]
     for f in dataclasses.fields(cls):
         if f.name in headings:
-            rows += [*([""] if rows else []), f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**", "", *head]
+            rows += [
+                *([""] if rows else []),
+                f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**",
+                "",
+                *head,
+            ]
         kind = base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
         value = " ".join(f"`{c}`" for c in f.metadata["choices"]) or names[typing.cast(type, kind)]

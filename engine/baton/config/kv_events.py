@@ -42,14 +42,20 @@ class KvEventsConfig:
     def of_rank(self, dp_rank: int) -> KvEventsConfig:
         """With the endpoints of this DP rank."""
         replay = None if self.replay_endpoint is None else _offset(self.replay_endpoint, dp_rank)
-        return dataclasses.replace(self, endpoint=_offset(self.endpoint, dp_rank), replay_endpoint=replay)
+        return dataclasses.replace(
+            self, endpoint=_offset(self.endpoint, dp_rank), replay_endpoint=replay
+        )
 
 
 def _offset(endpoint: str, dp_rank: int) -> str:
     found = _TCP.fullmatch(endpoint)
     if dp_rank == 0 or (found is not None and found[2] == "*"):
         return endpoint
-    return f"{endpoint}_dp{dp_rank}" if found is None else f"tcp://{found[1]}:{int(found[2]) + dp_rank}"
+    return (
+        f"{endpoint}_dp{dp_rank}"
+        if found is None
+        else f"tcp://{found[1]}:{int(found[2]) + dp_rank}"
+    )
 
 
 def binds(endpoint: str) -> bool:
@@ -69,11 +75,19 @@ def mistakes(text: str, dp_size: int) -> list[str]:
     try:
         values = json.loads(text)
     except ValueError as err:
-        return [f"{FLAG} {text[:100]}: is no JSON ({err}); give an object like " + '{"enable_kv_cache_events": true}']
+        return [
+            f"{FLAG} {text[:100]}: is no JSON ({err}); give an object like "
+            + '{"enable_kv_cache_events": true}'
+        ]
     if not isinstance(values, dict):
-        return [f"{FLAG} {text[:100]}: give a JSON object like " + '{"enable_kv_cache_events": true}']
+        return [
+            f"{FLAG} {text[:100]}: give a JSON object like " + '{"enable_kv_cache_events": true}'
+        ]
     known = ", ".join(sorted(_VALUES))
-    bad = [f"{FLAG}: there is no key {key!r}; there are {known}" for key in sorted(values.keys() - _VALUES.keys())]
+    bad = [
+        f"{FLAG}: there is no key {key!r}; there are {known}"
+        for key in sorted(values.keys() - _VALUES.keys())
+    ]
     for key in sorted(values.keys() & _VALUES.keys()):
         fits, wanted = _VALUES[key]
         if not fits(values[key]):
@@ -91,13 +105,22 @@ def _is_count(value: Any, most: int) -> bool:
 
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_kv_cache_events": (lambda value: isinstance(value, bool), "true or false"),
-    "publisher": (lambda value: value in ("", "zmq", "null"), '"zmq", or "null" for events over HTTP only'),
-    "endpoint": (_is_endpoint, '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one) or "ipc://PATH"'),
+    "publisher": (
+        lambda value: value in ("", "zmq", "null"),
+        '"zmq", or "null" for events over HTTP only',
+    ),
+    "endpoint": (
+        _is_endpoint,
+        '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one) or "ipc://PATH"',
+    ),
     "replay_endpoint": (
         lambda value: value is None or _is_endpoint(value),
         '"tcp://HOST:PORT" (port 1 to 65535, or * for a free one), "ipc://PATH", or null for none',
     ),
-    "buffer_steps": (lambda value: _is_count(value, MAX_BUFFER_STEPS), f"an integer from 1 to {MAX_BUFFER_STEPS}"),
+    "buffer_steps": (
+        lambda value: _is_count(value, MAX_BUFFER_STEPS),
+        f"an integer from 1 to {MAX_BUFFER_STEPS}",
+    ),
     "hwm": (lambda value: _is_count(value, 2**31 - 1), "an integer from 1 to 2147483647"),
     "topic": (lambda value: isinstance(value, str), "a string"),
 }
@@ -114,11 +137,15 @@ def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:
             if mine is None or (found is not None and found[2] == "*"):
                 continue
             if found is not None and not 1 <= int(found[2]) <= 65535:
-                bad.append(f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower first port")
+                bad.append(
+                    f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower first port"
+                )
                 break
             place = mine if found is None else found[2]
             if place in taken:
-                bad.append(f"{FLAG}: {key} {mine} of DP rank {rank} is also {taken[place]}; leave {dp_size} between")
+                bad.append(
+                    f"{FLAG}: {key} {mine} of DP rank {rank} is also {taken[place]}; leave {dp_size} between"
+                )
                 break
             taken[place] = f"the {key} of DP rank {rank}"
     return bad

@@ -9,7 +9,14 @@ from collections.abc import Collection, Iterator
 
 from baton.config import kv_events, simulated, tenants
 from baton.config.classes import parse_classes
-from baton.config.engine import KV_REMEDY, LOOPBACK, MEM_FRACTION, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
+from baton.config.engine import (
+    KV_REMEDY,
+    LOOPBACK,
+    MEM_FRACTION,
+    UNSPECIFIED_HOSTS,
+    EngineConfig,
+    is_loopback,
+)
 from baton.config.flags import flag_name, out_of_range
 from baton.errors import ConfigError
 
@@ -29,7 +36,11 @@ def _transfer(c: EngineConfig) -> Iterator[str]:
         yield "--second-cluster-key is empty: give the other key, or leave it out"
     if c.second_cluster_key is not None and c.cluster_key is None:
         yield "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key"
-    if c.disaggregation_mode == "prefill" and c.bootstrap_listen_host != c.host and c.host not in UNSPECIFIED_HOSTS:
+    if (
+        c.disaggregation_mode == "prefill"
+        and c.bootstrap_listen_host != c.host
+        and c.host not in UNSPECIFIED_HOSTS
+    ):
         why = f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for them"
         yield f"--host {c.host}: {why}; {KV_REMEDY}"
     for name in ("kv_host", "kv_advertise_host"):
@@ -100,7 +111,9 @@ def _is_share(text: str) -> bool:
 def _sharing(c: EngineConfig) -> Iterator[str]:
     class_names: Collection[str] = ()
     if c.priority_classes is not None:
-        classes, wrong = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        classes, wrong = parse_classes(
+            c.priority_classes, low_values_first=c.schedule_low_priority_values_first
+        )
         class_names = classes.names
         yield from (f"--priority-classes {c.priority_classes}: {mistake}" for mistake in wrong)
     elif c.disable_class_charge_decode:
@@ -129,7 +142,10 @@ def _memory(c: EngineConfig) -> Iterator[str]:
         yield f"--max-total-tokens {c.max_total_tokens}: give at least two pages"
     if c.disable_radix_cache:
         for flag, value in (
-            ("--radix-eviction-policy", c.radix_eviction_policy if c.radix_eviction_policy != "lru" else ""),
+            (
+                "--radix-eviction-policy",
+                c.radix_eviction_policy if c.radix_eviction_policy != "lru" else "",
+            ),
             ("--kv-events-config", c.kv_events_config[:100]),
             ("--host-kv-gib", f"{c.host_kv_gib:g}" if c.host_kv_gib else ""),
         ):

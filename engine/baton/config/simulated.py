@@ -48,16 +48,22 @@ class StepModel:
 
     step_ms: float = opt(0.5, "fixed time of a step [ms]")
     token_us: float = opt(100.0, "linear layers, computing: per token of the step [us]")
-    weights_ms: float = opt(4.7, "linear layers, reading weights: per step, the larger of the two counts [ms]")
+    weights_ms: float = opt(
+        4.7, "linear layers, reading weights: per step, the larger of the two counts [ms]"
+    )
     attention_ns: float = opt(3.0, "prompt attention: per new token and token of its context [ns]")
-    kv_read_ns: float = opt(34.0, "decode attention: per token of a decoding request's context [ns]")
+    kv_read_ns: float = opt(
+        34.0, "decode attention: per token of a decoding request's context [ns]"
+    )
     copy_us: float = opt(13.0, "between device and host: per token whose KV is copied [us]")
     transfer_ms: float = opt(2.0, "P: fixed time until D has taken a finished prompt's pages [ms]")
     transfer_us: float = opt(6.6, "P: that time per prompt token [us]")
 
     def prefill_seconds(self, new: int, cached: int) -> float:
         """A prompt's own share of the steps that compute `new` tokens behind `cached` ones, without fixed times."""
-        return new * self.token_us * 1e-6 + new * (cached + (new + 1) / 2) * self.attention_ns * 1e-9
+        return (
+            new * self.token_us * 1e-6 + new * (cached + (new + 1) / 2) * self.attention_ns * 1e-9
+        )
 
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.copy_us * 1e-6
@@ -69,7 +75,13 @@ class StepModel:
 PRESETS: dict[str, StepModel] = {
     "reference": StepModel(),
     "h200-8b": StepModel(
-        step_ms=0.5, token_us=27.0, weights_ms=4.2, attention_ns=1.3, kv_read_ns=34.0, transfer_ms=2.0, transfer_us=6.6
+        step_ms=0.5,
+        token_us=27.0,
+        weights_ms=4.2,
+        attention_ns=1.3,
+        kv_read_ns=34.0,
+        transfer_ms=2.0,
+        transfer_us=6.6,
     ),
 }
 
@@ -117,7 +129,10 @@ def read(text: str) -> Simulated:
 def defaults(text: str) -> dict[str, Any]:
     """Engine flags whose default differs with --simulate, in simulated tokens. Raises ConfigError."""
     scale = read(text).length_scale
-    return {name: value if name == "max_running_requests" else scaled(value, scale) for name, value in NODE.items()}
+    return {
+        name: value if name == "max_running_requests" else scaled(value, scale)
+        for name, value in NODE.items()
+    }
 
 
 def scaled(tokens: int, scale: int) -> int:

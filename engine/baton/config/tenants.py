@@ -81,8 +81,14 @@ def parse_rules(document: object, class_names: Collection[str]) -> tuple[TenantR
     Form: {"default": {limits}, "tenants": {name: {limits}}}; both parts may be left out.
     """
     if not isinstance(document, dict):
-        return TenantRules(), [f"the file holds {type(document).__name__}; give an object with default and tenants"]
-    bad = [f"{key}: unknown; the file has default and tenants" for key in document if key not in ("default", "tenants")]
+        return TenantRules(), [
+            f"the file holds {type(document).__name__}; give an object with default and tenants"
+        ]
+    bad = [
+        f"{key}: unknown; the file has default and tenants"
+        for key in document
+        if key not in ("default", "tenants")
+    ]
     default = _rule("default", document.get("default", {}), class_names, bad)
     tenants = document.get("tenants", {})
     if not isinstance(tenants, dict):
@@ -112,14 +118,22 @@ def _rule(where: str, given: object, class_names: Collection[str], bad: list[str
             values[key] = value
         else:
             low, high = _RANGES[key]
-            kind, kinds = ("a number", (int, float)) if key == "weight" else ("a whole number", (int,))
+            kind, kinds = (
+                ("a number", (int, float)) if key == "weight" else ("a whole number", (int,))
+            )
             if type(value) in kinds and low <= value <= high:
                 values[key] = value
             else:
                 bad.append(f"{where}.{key} is {value!r}; give {kind} from {low:g} to {high:g}")
     rule = TenantRule(**values)
-    if rule.min_priority is not None and rule.max_priority is not None and rule.min_priority > rule.max_priority:
-        bad.append(f"{where}: min_priority {rule.min_priority} is above max_priority {rule.max_priority}")
+    if (
+        rule.min_priority is not None
+        and rule.max_priority is not None
+        and rule.min_priority > rule.max_priority
+    ):
+        bad.append(
+            f"{where}: min_priority {rule.min_priority} is above max_priority {rule.max_priority}"
+        )
     return rule
 
 

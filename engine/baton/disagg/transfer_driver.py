@@ -72,7 +72,9 @@ class TransferNode(Protocol):
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None: ...
     def publish(self, room: int, first_page: int, pages: bytes) -> None: ...
-    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None: ...
+    def finish(
+        self, room: int, total_pages: int, last_page_tokens: int, payload: bytes
+    ) -> None: ...
     def open(
         self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
         prompt_hash: bytes, deadline_ms: int,
@@ -96,7 +98,11 @@ class FirstToken(msgspec.Struct, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
     def logprobs(self) -> TokenLogprobs | None:
-        return None if self.logprob is None else TokenLogprobs(self.logprob, self.top_ids, self.top_logprobs)
+        return (
+            None
+            if self.logprob is None
+            else TokenLogprobs(self.logprob, self.top_ids, self.top_logprobs)
+        )
 
 
 _payload_encoder = msgspec.msgpack.Encoder()
@@ -139,7 +145,9 @@ class RoomCalls:
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         self._node = node
         self._timeout_ms = int(timeout_secs * 1000)
-        self.counters = dict.fromkeys((f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0)
+        self.counters = dict.fromkeys(
+            (f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0
+        )
 
     def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
@@ -153,10 +161,13 @@ class RoomCalls:
         except RuntimeError as err:
             self._count("refused")
             raise errors.QueueFull(
-                f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
+                f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s",
+                retry_after_secs=RETRY_AFTER_SECS,
             ) from err
 
-    def _continue(self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes) -> None:
+    def _continue(
+        self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes
+    ) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
         room = _rendezvous(req).room
         try:
@@ -164,7 +175,11 @@ class RoomCalls:
         except (ValueError, RuntimeError) as err:
             self._count("call")
             log.error("room %d ends: %s", room, err)
-            sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
+            sched.fail(
+                req.handle,
+                error_of("TRANSPORT_BROKEN", str(err), retryable=True),
+                "TRANSPORT_BROKEN",
+            )
 
     def _abort(self, req: ValidatedRequest, code: str) -> None:
         """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
@@ -194,11 +209,15 @@ class PrefillTransferDriver(RoomCalls):
 
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
-        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY")
+        self._abort(
+            req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY"
+        )
 
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
-            self._continue(sched, event.req, self._node.publish, event.first_page, event.pages.tobytes())
+            self._continue(
+                sched, event.req, self._node.publish, event.first_page, event.pages.tobytes()
+            )
         elif isinstance(event, events.PrefillDone):
             total, last = event.total_pages, event.last_page_tokens
             self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
@@ -219,7 +238,11 @@ class PrefillTransferDriver(RoomCalls):
 def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
     if (lp := event.logprobs) is not None:
-        first.logprob, first.top_ids, first.top_logprobs = lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs)
+        first.logprob, first.top_ids, first.top_logprobs = (
+            lp.chosen,
+            tuple(lp.top_ids),
+            tuple(lp.top_logprobs),
+        )
     return _payload_encoder.encode(first)
 
 
@@ -240,11 +263,19 @@ class DecodeTransferDriver(RoomCalls):
         if isinstance(event, events.OpenTransfer):
             rendezvous = _rendezvous(event.req)
             try:
-                self._begin(event.req, self._node.open, rendezvous.host, rendezvous.port, rendezvous.prefill_dp_rank)
+                self._begin(
+                    event.req,
+                    self._node.open,
+                    rendezvous.host,
+                    rendezvous.port,
+                    rendezvous.prefill_dp_rank,
+                )
             except errors.EngineError as err:
                 sched.transfer_failed(rendezvous.room, err)
         elif isinstance(event, events.GrantPages):
-            self._continue(sched, event.req, self._node.grant, event.start_page, event.pages.tobytes())
+            self._continue(
+                sched, event.req, self._node.grant, event.start_page, event.pages.tobytes()
+            )
         elif isinstance(event, events.RevokeGrant):
             self._continue(sched, event.req, self._node.revoke)
         elif isinstance(event, events.AbortTransfer):
@@ -263,7 +294,9 @@ class DecodeTransferDriver(RoomCalls):
                 code, message, retryable = rest
                 sched.transfer_failed(room, error_of(code, message, retryable))
             elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
-                sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True))
+                sched.transfer_failed(
+                    room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True)
+                )
 
     def _commit(self, sched: Scheduler, room: int, payload: bytes, pulled: PulledPages) -> None:
         try:

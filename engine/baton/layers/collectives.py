@@ -92,7 +92,10 @@ class ProcessGroup(Collectives):
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
-        widths = [(share.stop - share.start) for share in (Shard(r, self.size).of(columns) for r in range(self.size))]
+        widths = [
+            (share.stop - share.start)
+            for share in (Shard(r, self.size).of(columns) for r in range(self.size))
+        ]
         # gloo and NCCL gather equal shapes; shares differ by one column at most
         padded = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         if self._shard.rank:
@@ -100,7 +103,9 @@ class ProcessGroup(Collectives):
             return x.new_empty(0, columns)
         parts = [torch.empty_like(padded) for _ in widths]
         self._do(lambda: dist.gather(padded, parts, dst=0))
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
+        )
 
     def all_reduce_min(self, n: int) -> int:
         """The smallest of all ranks' n, on every rank."""
@@ -112,7 +117,9 @@ class ProcessGroup(Collectives):
         started = time.monotonic()
         try:
             collective()
-        except RuntimeError as err:  # gloo says so both of broken connections and of time that ran out
+        except (
+            RuntimeError
+        ) as err:  # gloo says so both of broken connections and of time that ran out
             raise PeerLost(
                 f"tensor-parallel rank {self._shard.rank} of {self.size} lost another one, or waited longer than "
                 f"--dist-timeout {self._timeout_secs:g} s for it; the log of the other one says why ({err})"
@@ -121,7 +128,9 @@ class ProcessGroup(Collectives):
         self.seconds += time.monotonic() - started
 
 
-def init_group(shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float) -> ProcessGroup:
+def init_group(
+    shard: Shard, device: torch.device, meeting_point: Path, timeout_secs: float
+) -> ProcessGroup:
     """Meet the other ranks. Raises PeerLost when they are not all there in time.
 
     Args:
@@ -135,7 +144,9 @@ def init_group(shard: Shard, device: torch.device, meeting_point: Path, timeout_
     try:
         store = dist.FileStore(str(meeting_point), shard.size)
         store.set_timeout(limit)
-        dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options)
+        dist.init_process_group(
+            backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options
+        )
     except RuntimeError as err:
         raise PeerLost(
             f"tensor-parallel rank {shard.rank} did not meet all {shard.size} within {timeout_secs:g} s "

@@ -71,7 +71,9 @@ def find_nvcc() -> str | None:
 def _wheel_homes() -> list[Path]:
     """Folders of NVIDIA's wheels for CUDA 13: those torch needs, and the compiler of nvidia-cuda-nvcc."""
     nvidia = importlib.util.find_spec("nvidia")
-    return [Path(folder) / "cu13" for folder in (nvidia and nvidia.submodule_search_locations) or ()]
+    return [
+        Path(folder) / "cu13" for folder in (nvidia and nvidia.submodule_search_locations) or ()
+    ]
 
 
 def _use_wheels() -> None:
@@ -88,13 +90,17 @@ def _use_wheels() -> None:
         made.symlink_to(library)
         made.replace(links / "libcudart.so")  # at once: other engines may be linking
     os.environ["CUDA_HOME"] = str(home)
-    os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{links} {os.environ.get('FLASHINFER_EXTRA_LDFLAGS', '')}".strip()
+    os.environ["FLASHINFER_EXTRA_LDFLAGS"] = (
+        f"-L{links} {os.environ.get('FLASHINFER_EXTRA_LDFLAGS', '')}".strip()
+    )
 
 
 def nvcc_version(nvcc: str) -> str | None:
     """Like 13.0; None: it does not say."""
     try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+        said = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     found = re.search(r"release (\d+\.\d+),", said)
@@ -117,4 +123,6 @@ def reason(err: BaseException) -> str:
     """The line of an error that says most: those of its compiler come with pages of output."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()] or ["no message"]
     kind = "" if isinstance(err, RuntimeError) else f"{type(err).__name__}: "
-    return kind + next((line for line in lines if "error:" in line or "not found" in line), lines[0])
+    return kind + next(
+        (line for line in lines if "error:" in line or "not found" in line), lines[0]
+    )

@@ -76,7 +76,9 @@ class KvTensors:
         }
 
 
-def asked_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
+def asked_pages(
+    spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int | None
+) -> int | None:
     """How many pages the user wants: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib;
     None: as many as fit.
 
@@ -85,12 +87,22 @@ def asked_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib
     page_bytes = spec.page_bytes(page_size)
     if not max_total_tokens and kv_pool_mib is None:
         return None
-    pages = max_total_tokens // page_size if max_total_tokens else (kv_pool_mib or 0) * MIB // page_bytes
+    pages = (
+        max_total_tokens // page_size
+        if max_total_tokens
+        else (kv_pool_mib or 0) * MIB // page_bytes
+    )
     if pages < 2:
-        asked = f"--max-total-tokens {max_total_tokens}" if max_total_tokens else f"--kv-pool-mib {kv_pool_mib}"
+        asked = (
+            f"--max-total-tokens {max_total_tokens}"
+            if max_total_tokens
+            else f"--kv-pool-mib {kv_pool_mib}"
+        )
         needed = 2 * page_size if max_total_tokens else -(-2 * page_bytes // MIB)
         each = f"{page_size} tokens, {page_bytes} bytes each"
-        raise ConfigError(f"{asked} holds {pages} pages ({each}); at least 2 are needed: raise it to {needed}")
+        raise ConfigError(
+            f"{asked} holds {pages} pages ({each}); at least 2 are needed: raise it to {needed}"
+        )
     return pages
 
 
@@ -113,10 +125,21 @@ def make_pool(
     """
     total = num_pages + dummy_page
     dummy = num_pages if dummy_page else None
-    shape = (total, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
+    shape = (
+        total,
+        spec.num_layers,
+        spec.tensors_per_layer,
+        page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+    )
     dtype = TORCH_DTYPES[spec.dtype]
     on_host = device is None or device.type == "cpu"
-    pool_class = _native_pool_class(required=bool(native)) if native or (native is None and on_host) else None
+    pool_class = (
+        _native_pool_class(required=bool(native))
+        if native or (native is None and on_host)
+        else None
+    )
     if pool_class is None:
         data, pool = torch.zeros(shape, dtype=dtype, device=device), None
     elif on_host:
@@ -192,6 +215,8 @@ def _native_pool_class(*, required: bool) -> Any:
         if required:
             why = f"this build has no transferable KV pool ({err}); build the native module with maturin"
             raise ConfigError(why) from err
-        log.warning("the KV pool is plain memory (%s); pages cannot be transferred to other processes", err)
+        log.warning(
+            "the KV pool is plain memory (%s); pages cannot be transferred to other processes", err
+        )
         return None
     return KvPool

@@ -35,7 +35,13 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        return self.num_layers * self.tensors_per_layer * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return (
+            self.num_layers
+            * self.tensors_per_layer
+            * self.num_kv_heads
+            * self.head_dim
+            * DTYPE_BYTES[self.dtype]
+        )
 
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.token_bytes
@@ -130,9 +136,13 @@ class _Family:
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(kv_heads=None, max_position=2048, mlp_bias_field=True),
-    "MistralForCausalLM": _Family(kv_heads=8, max_position=131072, window=4096, always_windowed=True, qkv_bias=False),
+    "MistralForCausalLM": _Family(
+        kv_heads=8, max_position=131072, window=4096, always_windowed=True, qkv_bias=False
+    ),
     "Qwen2ForCausalLM": _Family(kv_heads=32, max_position=32768, window=4096, qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(kv_heads=32, max_position=32768, head_dim=128, window=4096, qk_norm=True),
+    "Qwen3ForCausalLM": _Family(
+        kv_heads=32, max_position=32768, head_dim=128, window=4096, qk_norm=True
+    ),
 }
 
 _ROPE_FIELDS = {
@@ -154,34 +164,51 @@ class _Config:
         self.values = values
 
     def refuse(self, field: str, value: object, supported: str) -> NoReturn:
-        raise ConfigError(f"{self.path}: {field} = {json.dumps(value)} is not supported; {supported}")
+        raise ConfigError(
+            f"{self.path}: {field} = {json.dumps(value)} is not supported; {supported}"
+        )
 
     def get(self, field: str, default: Any = None) -> Any:
         value = self.values.get(field)
         return default if value is None else value
 
-    def checked(self, field: str, default: Any, needed: str, is_valid: Callable[[Any], bool]) -> Any:
+    def checked(
+        self, field: str, default: Any, needed: str, is_valid: Callable[[Any], bool]
+    ) -> Any:
         value = self.get(field, default)
         if not is_valid(value):
             self.refuse(field, value, f"{needed} is needed")
         return value
 
     def integer(self, field: str, default: int | None = None) -> int:
-        return self.checked(field, default, "a positive integer", lambda v: type(v) is int and v > 0)
+        return self.checked(
+            field, default, "a positive integer", lambda v: type(v) is int and v > 0
+        )
 
     def number(self, field: str, default: float) -> float:
         found = self.checked(
-            field, default, "a positive number", lambda v: type(v) in (int, float) and 0 < v < math.inf
+            field,
+            default,
+            "a positive number",
+            lambda v: type(v) in (int, float) and 0 < v < math.inf,
         )
         return float(found)
 
     def index(self, field: str, default: int | None = None) -> int | None:
         """A layer number or token id, or None when absent."""
-        return self.checked(field, default, "an integer from 0 up", lambda v: v is None or (type(v) is int and v >= 0))
+        return self.checked(
+            field,
+            default,
+            "an integer from 0 up",
+            lambda v: v is None or (type(v) is int and v >= 0),
+        )
 
     def names(self, field: str, default: list[str]) -> list[str]:
         return self.checked(
-            field, default, "a list of names", lambda v: type(v) is list and all(type(name) is str for name in v)
+            field,
+            default,
+            "a list of names",
+            lambda v: type(v) is list and all(type(name) is str for name in v),
         )
 
     def flag(self, field: str, default: bool) -> bool:
@@ -189,7 +216,12 @@ class _Config:
 
 
 def read_spec(
-    path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0, *, on_cpu: bool = True
+    path: str | Path,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    seed: int = 0,
+    *,
+    on_cpu: bool = True,
 ) -> ModelSpec:
     """Read and check a Hugging Face model directory.
 
@@ -207,9 +239,15 @@ def read_spec(
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", family.kv_heads or heads)
     if heads % kv_heads:
-        config.refuse("num_key_value_heads", kv_heads, f"it must divide num_attention_heads ({heads})")
+        config.refuse(
+            "num_key_value_heads", kv_heads, f"it must divide num_attention_heads ({heads})"
+        )
     if "head_dim" not in config.values and family.head_dim is None and hidden % heads:
-        config.refuse("hidden_size", hidden, f"without head_dim it must be a multiple of num_attention_heads ({heads})")
+        config.refuse(
+            "hidden_size",
+            hidden,
+            f"without head_dim it must be a multiple of num_attention_heads ({heads})",
+        )
     head_dim = config.integer("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:
         config.refuse("head_dim", head_dim, "rotary embedding needs an even size")
@@ -246,7 +284,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
-        raise ConfigError(f"{path}: {err.strerror}; give --model-path a Hugging Face model directory") from err
+        raise ConfigError(
+            f"{path}: {err.strerror}; give --model-path a Hugging Face model directory"
+        ) from err
     except ValueError as err:
         raise ConfigError(f"{path}: not valid JSON ({err}); download the file again") from err
     if not isinstance(values, dict):
@@ -287,7 +327,9 @@ def _first_tensor_dtype(root: Path) -> str:
         try:
             tensors = json.loads(safetensors_header(file))
         except ValueError as err:
-            raise ConfigError(f"{file}: no readable header ({err}); the file is damaged, download it again") from err
+            raise ConfigError(
+                f"{file}: no readable header ({err}); the file is damaged, download it again"
+            ) from err
         for name, entry in tensors.items():
             if name != "__metadata__":
                 return str(names.get(entry["dtype"], entry["dtype"]))
@@ -299,7 +341,9 @@ def safetensors_header(file: Path) -> bytes:
     with file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
         if size > 100_000_000:
-            raise ConfigError(f"{file}: header of {size} bytes; this is not a safetensors file, download it again")
+            raise ConfigError(
+                f"{file}: header of {size} bytes; this is not a safetensors file, download it again"
+            )
         return f.read(size)
 
 
@@ -328,7 +372,9 @@ def _windows(config: _Config, family: _Family, layers: int) -> tuple[int, ...]:
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     types = config.names("layer_types", default)
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        config.refuse("layer_types", types, f"supported: {layers} times full_attention or sliding_attention")
+        config.refuse(
+            "layer_types", types, f"supported: {layers} times full_attention or sliding_attention"
+        )
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
@@ -345,14 +391,20 @@ def _rope(config: _Config, max_context: int) -> RopeSpec:
     for name in (rope.values.keys() - _ROPE_FIELDS[kind]) - {"rope_theta", "partial_rotary_factor"}:
         # transformers warns about such keys and computes without them.
         if rope.values[name] is not None and name != "original_max_position_embeddings":
-            config.refuse(f"{field}.{name}", rope.values[name], f"rope_type {kind} takes {sorted(_ROPE_FIELDS[kind])}")
+            config.refuse(
+                f"{field}.{name}",
+                rope.values[name],
+                f"rope_type {kind} takes {sorted(_ROPE_FIELDS[kind])}",
+            )
     partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         config.refuse("partial_rotary_factor", partial, "supported: 1.0")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(theta)
-    return _scaled_rope(rope, kind, theta, field, config.index("original_max_position_embeddings"), max_context)
+    return _scaled_rope(
+        rope, kind, theta, field, config.index("original_max_position_embeddings"), max_context
+    )
 
 
 def _scaled_rope(
@@ -371,8 +423,12 @@ def _scaled_rope(
     if kind == "llama3":
         low, high = required("low_freq_factor"), required("high_freq_factor")
         if low >= high:
-            rope.refuse(f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})")
-        return RopeSpec(theta, kind, required("factor"), original, low_freq_factor=low, high_freq_factor=high)
+            rope.refuse(
+                f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})"
+            )
+        return RopeSpec(
+            theta, kind, required("factor"), original, low_freq_factor=low, high_freq_factor=high
+        )
     factor = rope.number("factor", max_context / original)
     return RopeSpec(
         theta, kind, factor, original,
@@ -390,7 +446,9 @@ def _yarn_attention_factor(rope: _Config, factor: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(rope.number("mscale", 1.0)) / temperature(rope.number("mscale_all_dim", 1.0))
+        return temperature(rope.number("mscale", 1.0)) / temperature(
+            rope.number("mscale_all_dim", 1.0)
+        )
     return temperature(1.0)
 
 
@@ -428,7 +486,9 @@ def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:
     def add(name: str, content: bytes) -> None:
         digest.update(f"{name}:{len(content)}:".encode() + content)
 
-    config = {k: v for k, v in _read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
+    config = {
+        k: v for k, v in _read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS
+    }
     add("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:
         if (root / name).is_file():

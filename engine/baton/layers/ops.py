@@ -41,7 +41,9 @@ _native: ModuleType | None = None
 try:
     from baton.layers import ops_cpu as _native
 except ImportError as err:
-    log.warning("native CPU kernels are not in use (%s); plain torch does their work, more slowly", err)
+    log.warning(
+        "native CPU kernels are not in use (%s); plain torch does their work, more slowly", err
+    )
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _flashinfer: FlashInferOps | None = None
 _head_kernel: Callable[..., None] | None = None
@@ -74,7 +76,10 @@ def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> 
             f"{flashinfer_loader.SLOWER}"
         )
     else:
-        log.warning("heads are stored in several launches and tokens drawn on the host; Triton's kernels: %s", problem)
+        log.warning(
+            "heads are stored in several launches and tokens drawn on the host; Triton's kernels: %s",
+            problem,
+        )
 
 
 def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
@@ -84,7 +89,9 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
     _flashinfer = None
     problem = ops_cuda.obstacle(spec)
     if problem is None:
-        log.info("flashinfer compiles its kernels at the first start, which takes minutes; later starts load them")
+        log.info(
+            "flashinfer compiles its kernels at the first start, which takes minutes; later starts load them"
+        )
         try:
             _flashinfer = ops_cuda.try_out(spec, device)
             log.info("norms, rotation and activation: flashinfer")
@@ -98,7 +105,10 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
                     f"flashinfer's norms cannot run here ({problem}); they need the headers of cuBLAS and cuRAND "
                     f"beside nvcc: install a whole CUDA toolkit, or use --attention-backend {flashinfer_loader.SLOWER}"
                 ) from err
-    log.warning("norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s", problem)
+    log.warning(
+        "norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s",
+        problem,
+    )
 
 
 def _kernels_for(x: Tensor) -> Any:
@@ -161,7 +171,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rotate q [T, Hq, D] and k [T, Hk, D] by their positions, in place, and return them.
 
     Args:

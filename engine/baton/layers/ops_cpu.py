@@ -46,7 +46,9 @@ class PackedWeight:
         known = weight.dtype in (torch.float32, _BF16)
         if not known or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
             found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
-            raise ValueError(f"{found}: a contiguous float32 or bfloat16 matrix on the CPU is needed")
+            raise ValueError(
+                f"{found}: a contiguous float32 or bfloat16 matrix on the CPU is needed"
+            )
         self.shape = weight.shape
         self.dtype = weight.dtype
         self._native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
@@ -56,7 +58,9 @@ class PackedWeight:
         outputs, inputs = self.shape
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
             wanted = f"{self.dtype} [T, {inputs}] with contiguous rows"
-            raise ValueError(f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {wanted}")
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {wanted}"
+            )
         bias_at = 0 if bias is None else address("bias", bias, self.dtype, (outputs,))
         rows = x.shape[0]
         y = x.new_empty((rows, outputs))
@@ -81,27 +85,49 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: x becomes the norm, residual the sum."""
     weight_at = address("weight", weight, x.dtype, x.shape[-1:])
-    x_at, residual_at = address("x", x, x.dtype, x.shape), address("residual", residual, x.dtype, x.shape)
+    x_at, residual_at = (
+        address("x", x, x.dtype, x.shape),
+        address("residual", residual, x.dtype, x.shape),
+    )
     _rms_norm(x.dtype == _BF16, _vectors("x", x), residual_at, weight_at, eps, x_at)
     return x, residual
 
 
-def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Raises ValueError when a position has no row in the tables."""
-    positions_at, table = address("positions", positions, torch.int64, q.shape[:1]), (len(cos), q.shape[-1] // 2)
-    cos_at, sin_at = address("cos", cos, torch.float32, table), address("sin", sin, torch.float32, table)
+    positions_at, table = (
+        address("positions", positions, torch.int64, q.shape[:1]),
+        (len(cos), q.shape[-1] // 2),
+    )
+    cos_at, sin_at = (
+        address("cos", cos, torch.float32, table),
+        address("sin", sin, torch.float32, table),
+    )
     if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
-    _rope(q.dtype == _BF16, _vectors("q", q), _vectors("k", k), positions_at, cos_at, sin_at, len(cos))
+    _rope(
+        q.dtype == _BF16, _vectors("q", q), _vectors("k", k), positions_at, cos_at, sin_at, len(cos)
+    )
     return q, k
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     if gate_up.stride(1) != 1 or both % 2:
-        raise ValueError(f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows")
+        raise ValueError(
+            f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows"
+        )
     out = gate_up.new_empty((rows, both // 2))
-    _silu_mul(gate_up.dtype == _BF16, gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
+    _silu_mul(
+        gate_up.dtype == _BF16,
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        rows,
+        both // 2,
+        out.data_ptr(),
+    )
     return out
 
 

@@ -33,8 +33,13 @@ def obstacle(spec: ModelSpec) -> str | None:
     if spec.dtype not in ("float16", "bfloat16"):
         return f"they compute in float16 or bfloat16, the model in {spec.dtype}"
     if spec.head_dim not in HEAD_DIMS:
-        return f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
-    for name, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
+        return (
+            f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
+        )
+    for name, size in (
+        ("hidden_size", spec.hidden_size),
+        ("intermediate_size", spec.intermediate_size),
+    ):
         if size % _AT_ONCE:
             return f"they take multiples of {_AT_ONCE}, the model's {name} on one rank is {size}"
     return flashinfer_loader.obstacle()
@@ -72,12 +77,16 @@ class FlashInferOps:
         self._rmsnorm(x, weight, eps, out=out)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Overwrites both: x becomes the norm, residual the sum."""
         self._fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
 
-    def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """`cos` and `sin` must be the two halves of one table, as `models.rope` makes them."""
         self._rope(positions, q, k, q.shape[-1], _joined(cos, sin), is_neox=True)
         return q, k
@@ -90,6 +99,12 @@ def _joined(cos: Tensor, sin: Tensor) -> Tensor:
     """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError when they are not."""
     rows, half = cos.shape
     strides = (2 * half, 1)
-    if cos.stride() != strides or sin.stride() != strides or sin.data_ptr() != cos[:, -1:].data_ptr() + 4:
-        raise ValueError(f"cos and sin with strides {cos.stride()} and {sin.stride()} are not halves of one table")
+    if (
+        cos.stride() != strides
+        or sin.stride() != strides
+        or sin.data_ptr() != cos[:, -1:].data_ptr() + 4
+    ):
+        raise ValueError(
+            f"cos and sin with strides {cos.stride()} and {sin.stride()} are not halves of one table"
+        )
     return cos.as_strided((rows, 2 * half), strides)

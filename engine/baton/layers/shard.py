@@ -46,7 +46,9 @@ def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """
     if problem := _obstacle(spec, shard.size):
         fitting = [str(n) for n in range(1, MAX_SIZE + 1) if _obstacle(spec, n) is None]
-        raise ConfigError(f"--tp-size {shard.size}: {problem}; this model takes {', '.join(fitting)}")
+        raise ConfigError(
+            f"--tp-size {shard.size}: {problem}; this model takes {', '.join(fitting)}"
+        )
     kv_heads = shard.kv_heads(spec.num_kv_heads)
     return replace(
         spec,
@@ -57,7 +59,10 @@ def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def _obstacle(spec: ModelSpec, size: int) -> str | None:
-    for field, n in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+    for field, n in (
+        ("num_attention_heads", spec.num_heads),
+        ("intermediate_size", spec.intermediate_size),
+    ):
         if n % size:
             return f"the model's {field} = {n} is no multiple of it"
     kv_heads = spec.num_kv_heads

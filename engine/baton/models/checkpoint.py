@@ -24,7 +24,9 @@ _SHOWN = 8
 
 def check(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes` of them together."""
-    spec = read_spec(path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu")
+    spec = read_spec(
+        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu"
+    )
     share_of(spec, Shard(0, config.tp_size))
     if config.load_format != "dummy":
         check_files(spec, path)
@@ -37,7 +39,9 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
 
     Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of another shape.
     """
-    places: dict[str, Part] = {part.source: part for param in plan_weights(spec, shard) for part in param.parts}
+    places: dict[str, Part] = {
+        part.source: part for param in plan_weights(spec, shard) for part in param.parts
+    }
     found: dict[str, Path] = {}
     problems: list[str] = []
     for file in weight_files(root):
@@ -48,10 +52,14 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
                 continue
             found[name] = file
             if shape != list(places[name].whole):
-                problems.append(f"{file.name}: {name} is {shape}, config.json implies {list(places[name].whole)}")
+                problems.append(
+                    f"{file.name}: {name} is {shape}, config.json implies {list(places[name].whole)}"
+                )
     problems += [f"missing tensor {name}" for name in sorted(places.keys() - found)]
     if problems:
-        shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
+        shown = problems[:_SHOWN] + (
+            [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
     return found
 
@@ -60,13 +68,23 @@ def _tensors(file: Path) -> dict[str, list[int]]:
     """Names and shapes in a safetensors file. Raises ConfigError when its header or its length is wrong."""
     try:
         header = safetensors_header(file)
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        entries = {
+            name: entry for name, entry in json.loads(header).items() if name != "__metadata__"
+        }
+        end = (
+            8
+            + len(header)
+            + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        )
         shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
-        raise ConfigError(f"{file}: no readable header ({err!r}); the file is damaged, download it again") from err
+        raise ConfigError(
+            f"{file}: no readable header ({err!r}); the file is damaged, download it again"
+        ) from err
     if (size := file.stat().st_size) != end:
-        raise ConfigError(f"{file}: has {size} bytes, its header says {end}; the file is damaged, download it again")
+        raise ConfigError(
+            f"{file}: has {size} bytes, its header says {end}; the file is damaged, download it again"
+        )
     return shapes
 
 
@@ -75,21 +93,38 @@ def weight_files(root: Path) -> list[Path]:
     index = root / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         except (ValueError, KeyError, AttributeError) as err:
-            raise ConfigError(f"{index}: no readable weight_map ({err!r}); download the file again") from err
+            raise ConfigError(
+                f"{index}: no readable weight_map ({err!r}); download the file again"
+            ) from err
         if absent := [n for n in names if not (root / n).is_file()]:
             count = f"{len(absent)} of {len(names)}"
-            raise ConfigError(f"{index}: {count} files are absent, first {absent[0]}; finish the download")
+            raise ConfigError(
+                f"{index}: {count} files are absent, first {absent[0]}; finish the download"
+            )
         return [root / n for n in names]
     if (root / "model.safetensors").is_file():
         return [root / "model.safetensors"]
     files = sorted(root.glob("*.safetensors"))
     if not files:
-        other = next((f.name for pattern in ("*.bin", "*.gguf", "*.pth") for f in sorted(root.glob(pattern))), None)
+        other = next(
+            (
+                f.name
+                for pattern in ("*.bin", "*.gguf", "*.pth")
+                for f in sorted(root.glob(pattern))
+            ),
+            None,
+        )
         raise ConfigError(
             f"{root}: no *.safetensors file"
-            + (f", only {other}; convert it with transformers' save_pretrained" if other else "; download the weights")
+            + (
+                f", only {other}; convert it with transformers' save_pretrained"
+                if other
+                else "; download the weights"
+            )
             + " (--load-format dummy runs without weights, for tests: it answers noise)"
         )
     return files
@@ -97,7 +132,9 @@ def weight_files(root: Path) -> list[Path]:
 
 def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
     """Size of a rank's weights."""
-    return DTYPE_BYTES[spec.dtype] * sum(math.prod(param.shape) for param in plan_weights(spec, shard))
+    return DTYPE_BYTES[spec.dtype] * sum(
+        math.prod(param.shape) for param in plan_weights(spec, shard)
+    )
 
 
 def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
@@ -127,7 +164,14 @@ def available_memory() -> int | None:
     limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
     if limit and used and limit[0].isdigit():
         # Cached file pages count as used and are given up when memory is short.
-        cached = next((int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("file ")), 0)
+        cached = next(
+            (
+                int(line.split()[1])
+                for line in _lines(group / "memory.stat")
+                if line.startswith("file ")
+            ),
+            0,
+        )
         found.append(int(limit[0]) - int(used[0]) + cached)
     return min(found, default=None)
 

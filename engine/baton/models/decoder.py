@@ -58,7 +58,13 @@ class DecoderWeights:
 class Decoder:
     """A loaded model. Holds no request state: the KV lives behind the attention backend."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, shard: Shard = WHOLE, tp: Collectives = ALONE) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        shard: Shard = WHOLE,
+        tp: Collectives = ALONE,
+    ) -> None:
         """`spec`: of what is computed here (layers.shard.share_of), which is all of it unless `tp` has more ranks."""
         self.spec = spec
         self.weights = weights
@@ -128,7 +134,9 @@ class Decoder:
             else:
                 normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
             attended = self._attend(i, w, normed, batch, attn)
-            if i == last and len(batch.sample_index) == 0:  # CUDA refuses to launch a kernel over no rows
+            if (
+                i == last and len(batch.sample_index) == 0
+            ):  # CUDA refuses to launch a kernel over no rows
                 return torch.empty(0, self.spec.vocab_size, device=x.device)
             if i == last and len(batch.sample_index) < len(attended):
                 attended, residual = attended[batch.sample_index], residual[batch.sample_index]
@@ -148,14 +156,25 @@ class Decoder:
         rows = ops.embed(self.weights.embed, (ids - own.start).masked_fill_(elsewhere, 0))
         return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
-    def _attend(self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+    def _attend(
+        self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend
+    ) -> Tensor:
         spec = self.spec
         heads = ops.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
         if (store_heads := ops.head_kernel(x)) is not None:
             norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
             paged, tables = cast("PagedAttention", attn), (self._rope.cos, self._rope.sin)
             pages = paged.pages(layer)
-            store_heads(heads, spec.num_heads, norms, spec.rms_eps, batch.positions, tables, pages, batch.slot_mapping)
+            store_heads(
+                heads,
+                spec.num_heads,
+                norms,
+                spec.rms_eps,
+                batch.positions,
+                tables,
+                pages,
+                batch.slot_mapping,
+            )
             return paged.attend(layer, heads[:, : spec.num_heads])
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if w.q_norm is not None and w.k_norm is not None:

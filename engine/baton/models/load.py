@@ -86,7 +86,9 @@ def load_weights(
     return decoder
 
 
-def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress) -> LoadedTensors:
+def _dummy(
+    spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
+) -> LoadedTensors:
     """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
 
     One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
@@ -110,10 +112,17 @@ def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_pr
     tensors: LoadedTensors = defaultdict(dict)
     progress = _Progress(sum(math.prod(param.shape) for param in own.values()), on_progress)
     for param in plan_weights(spec):
-        whole = torch.ones(param.shape, dtype=dtype, device=device) if param.is_norm else fill(param.shape)
+        whole = (
+            torch.ones(param.shape, dtype=dtype, device=device)
+            if param.is_norm
+            else fill(param.shape)
+        )
         if (mine := own.get((param.layer, param.name))) is None:
             continue
-        shares = [rows[part.share] for rows, part in zip(whole.split(param.part_rows), mine.parts, strict=True)]
+        shares = [
+            rows[part.share]
+            for rows, part in zip(whole.split(param.part_rows), mine.parts, strict=True)
+        ]
         share = tensors[param.layer][param.name] = whole if mine == param else torch.cat(shares)
         progress.add(share)
     return tensors
@@ -162,7 +171,11 @@ def _from_files(
             with safe_open(str(file), framework="pt") as f:
                 for source in sources:
                     part, rows = places[source]
-                    taken = f.get_tensor(source) if part.shape == part.whole else f.get_slice(source)[part.share]
+                    taken = (
+                        f.get_tensor(source)
+                        if part.shape == part.whole
+                        else f.get_slice(source)[part.share]
+                    )
                     rows.copy_(taken)
                     progress.add(taken)
         except SafetensorError as err:

@@ -90,7 +90,9 @@ def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
 
     def param(name: str, modules: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
         kind = "bias" if name.endswith("_bias") else "weight"
-        rows_of = {f"model.layers.{layer}.{module}.{kind}": rows for module, rows in modules.items()}
+        rows_of = {
+            f"model.layers.{layer}.{module}.{kind}": rows for module, rows in modules.items()
+        }
         return _param(layer, name, rows_of, *columns)
 
     yield param("input_norm", {"input_layernorm": hidden})

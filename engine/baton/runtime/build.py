@@ -53,7 +53,9 @@ class LoadedModel:
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
-    def engine(self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
+    def engine(
+        self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
+    ) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
         sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
         return make_engine(self.config, sizes, self.runner, driver, trace, device_thread())
@@ -70,7 +72,9 @@ class LoadedModel:
 
 def compute_threads(config: EngineConfig) -> int:
     """Compute threads of one process: --cpu-threads, else this machine's cores shared among this engine's processes."""
-    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size))
+    return config.cpu_threads or max(
+        1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size)
+    )
 
 
 def load(
@@ -89,26 +93,43 @@ def load(
     shard = WHOLE if place is None else place.shard
     compute = device.resolve(config, shard.rank)
     on_cpu = compute.type == "cpu"
-    whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
+    whole = read_spec(
+        model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu
+    )
     if on_cpu and whole.dtype == "float16":
         log.warning(
             "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
         )
     share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
-    group = None if place is None else init_group(shard, compute, place.meeting_point, config.dist_timeout)
+    group = (
+        None
+        if place is None
+        else init_group(shard, compute, place.meeting_point, config.dist_timeout)
+    )
     memory = None if on_cpu else DeviceMemory(compute)
     if memory is not None:
         check_weights(weight_bytes(whole, shard), memory)
-    with no_room("the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"):
+    with no_room(
+        "the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"
+    ):
         model = load_weights(
-            whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE, compute, on_progress
+            whole,
+            model_dir,
+            config.load_format,
+            config.random_seed,
+            shard,
+            group or ALONE,
+            compute,
+            on_progress,
         )
     if on_cpu:
         model.pack()
     spec = model.spec
     context = config.context_length or spec.max_context
     if context > spec.max_context:
-        raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
+        raise ConfigError(
+            f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it"
+        )
     mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     if memory is not None:
@@ -116,12 +137,22 @@ def load(
         pages = profile_memory(model, config, context, pages, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     recorded_rows = 0 if on_cpu else rows_to_record(config)
-    with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
+    with no_room(
+        "the KV pool",
+        "another process took memory meanwhile: start again, or lower --mem-fraction-static",
+    ):
         kv = make_pool(
-            spec.kv, config.page_size, pages, native=disaggregated or None, device=compute, dummy_page=recorded_rows > 0
+            spec.kv,
+            config.page_size,
+            pages,
+            native=disaggregated or None,
+            device=compute,
+            dummy_page=recorded_rows > 0,
         )
         attn = make_backend(config.attention_backend, spec, kv)
-    host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
+    host_pages = host_pool_pages(
+        spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size
+    )
     runner = make_runner(
         model,
         kv,
@@ -133,7 +164,11 @@ def load(
     )
     if memory is not None and isinstance(runner, DeviceRunner):
         _record(runner, config, compute, context, memory)
-    info: dict[str, object] = {"num_parameters": whole.num_parameters, "cpu_threads": threads, "device": str(compute)}
+    info: dict[str, object] = {
+        "num_parameters": whole.num_parameters,
+        "cpu_threads": threads,
+        "device": str(compute),
+    }
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
         model_dir, whole.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
@@ -142,13 +177,26 @@ def load(
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
-    info |= {"context_length": context, "host_pages": host_pages, "dtype": spec.kv.dtype, "layout": layout}
-    info |= {"max_total_num_tokens": kv.max_tokens, "kv_pool_bytes": pages * kv.page_bytes, "num_pages": pages}
+    info |= {
+        "context_length": context,
+        "host_pages": host_pages,
+        "dtype": spec.kv.dtype,
+        "layout": layout,
+    }
+    info |= {
+        "max_total_num_tokens": kv.max_tokens,
+        "kv_pool_bytes": pages * kv.page_bytes,
+        "num_pages": pages,
+    }
     return LoadedModel(config, runner, kv, layout, info, host_pages, group)
 
 
 def _record(
-    runner: DeviceRunner, config: EngineConfig, compute: torch.device, context: int, memory: DeviceMemory
+    runner: DeviceRunner,
+    config: EngineConfig,
+    compute: torch.device,
+    context: int,
+    memory: DeviceMemory,
 ) -> None:
     """Record decode steps as CUDA graphs, or say why not."""
     rows = rows_to_record(config)
@@ -160,16 +208,24 @@ def _record(
         log.info("CUDA graphs: none with %s; every kernel is launched by itself", why)
         return
     if not runner.can_record:
-        log.warning("CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces")
+        log.warning(
+            "CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces"
+        )
         return
     started, before = time.monotonic(), memory.held()
-    with no_room("CUDA graphs", "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"):
+    with no_room(
+        "CUDA graphs",
+        "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph",
+    ):
         try:
             runner.record_graphs(CudaRecorder(compute), rows, context)
         except torch.OutOfMemoryError:
             raise
         except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as warmed up
-            log.warning("CUDA graphs: none, recording failed (%s); every kernel is launched by itself", reason(err))
+            log.warning(
+                "CUDA graphs: none, recording failed (%s); every kernel is launched by itself",
+                reason(err),
+            )
             return
     log.info(
         "CUDA graphs: decode steps of up to %d rows are replayed; they took %.2f GiB and %.1f s",

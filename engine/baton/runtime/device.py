@@ -22,7 +22,9 @@ def no_cuda() -> str | None:
     """Why there is no CUDA device here; None: there is one."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
-    with warnings.catch_warnings(record=True) as said:  # a driver that does not fit is reported as a warning, once
+    with warnings.catch_warnings(
+        record=True
+    ) as said:  # a driver that does not fit is reported as a warning, once
         warnings.simplefilter("always")
         is_there = torch.cuda.is_available()
     if is_there:
@@ -47,7 +49,9 @@ def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:
     if config.device == "cuda":
         raise ConfigError(f"--device cuda: {problem}; or use --device cpu")
     if config.attention_backend == "flashinfer":
-        raise ConfigError(f"--attention-backend flashinfer: it needs a CUDA device, but {problem}; or use auto")
+        raise ConfigError(
+            f"--attention-backend flashinfer: it needs a CUDA device, but {problem}; or use auto"
+        )
     log.warning("--device auto: %s; the CPU is used instead", problem)
     return torch.device("cpu")
 

@@ -80,7 +80,9 @@ class DeviceThread:
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Outcome], Answer] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Outcome], Answer] | None] = (
+            queue.SimpleQueue()
+        )
         self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -120,7 +122,9 @@ class InFlightStep:
             outcome, seconds = done
             return (outcome, seconds) if isinstance(outcome, StepResult) else outcome.wait()
         except BaseException as err:
-            raise RuntimeError(f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}") from err
+            raise RuntimeError(
+                f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}"
+            ) from err
 
 
 @dataclass(eq=False)
@@ -164,7 +168,10 @@ class EngineLoop:
             driver.accept(req)
         try:
             if self.not_accepting_reason is not None:
-                raise EngineDead(f"this rank takes no new requests: {self.not_accepting_reason}", retry_after_secs=5)
+                raise EngineDead(
+                    f"this rank takes no new requests: {self.not_accepting_reason}",
+                    retry_after_secs=5,
+                )
             self.sched.add(req)
         except EngineError as err:
             if driver is not None:
@@ -183,7 +190,9 @@ class EngineLoop:
         if rid is not None or all_leases:
             handles.update(self.sched.leased(rid))
         for handle in handles:
-            self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
+            self.sched.fail(
+                handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE"
+            )
         return len(handles)
 
     # ------------------------------------------------------------------ the loop
@@ -199,7 +208,9 @@ class EngineLoop:
         plan = self.sched.plan(now) if self.not_accepting_reason is None else None
         self._carry_out()
         if plan is not None:
-            self._flight.append(InFlightStep(plan, self.device.submit(lambda: self.runner.execute(plan))))
+            self._flight.append(
+                InFlightStep(plan, self.device.submit(lambda: self.runner.execute(plan)))
+            )
         busy = plan is not None
         if self._flight and (plan is None or len(self._flight) >= self._depth):
             self._collect()
@@ -233,13 +244,17 @@ class EngineLoop:
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
-        self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
+        self.counters["prompt_tokens_computed_total"] += (
+            flight.plan.num_tokens - flight.plan.num_decode
+        )
         invalid = sum(token == INVALID_TOKEN for token in result.tokens)
         self.counters["generated_tokens_total"] += len(result.tokens) - invalid
         self.counters["nonfinite_logits_total"] += invalid
 
     def _carry_out(self) -> None:
-        while events := self.sched.drain_events():  # a call that fails ends its request, which is an event again
+        while (
+            events := self.sched.drain_events()
+        ):  # a call that fails ends its request, which is an event again
             for event in events:
                 self._carry_out_one(event)
 
@@ -275,7 +290,11 @@ class EngineLoop:
                 self._fence(f"its page ledger is broken: {err}")
             return {}
         total, host_gauges = sched.limits.num_pages, {} if host is None else host.gauges()
-        return ledger.gauges() | host_gauges | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+        return (
+            ledger.gauges()
+            | host_gauges
+            | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+        )
 
     def _fence(self, reason: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
@@ -283,8 +302,12 @@ class EngineLoop:
         The state is logged first. The process stays: /health reports the reason, and a router goes elsewhere.
         """
         self.not_accepting_reason = reason
-        log.error("%s; all requests end, no new ones are taken; %s", reason, json.dumps(self.sched.dump()))
-        error = EngineDead(f"the request ended because this rank has failed: {reason}", retry_after_secs=5)
+        log.error(
+            "%s; all requests end, no new ones are taken; %s", reason, json.dumps(self.sched.dump())
+        )
+        error = EngineDead(
+            f"the request ended because this rank has failed: {reason}", retry_after_secs=5
+        )
         for handle in self.sched.handles():
             try:
                 self.sched.fail(handle, error, "NO_CAPACITY")
@@ -323,5 +346,11 @@ def make_engine(
     if config.priority_adjustment_function is not None:
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
-    overlap, device, page_bytes = not config.disable_overlap_schedule, device or DeviceThread(), sizes.page_bytes
-    return EngineLoop(scheduler, runner, driver, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes)
+    overlap, device, page_bytes = (
+        not config.disable_overlap_schedule,
+        device or DeviceThread(),
+        sizes.page_bytes,
+    )
+    return EngineLoop(
+        scheduler, runner, driver, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes
+    )

@@ -55,7 +55,9 @@ def load(spec: str) -> Adjust:
 
 
 class PriorityHook:
-    def __init__(self, adjust: Adjust, interval_secs: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, adjust: Adjust, interval_secs: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.errors = 0
         self.is_off = False
         self._adjust = adjust
@@ -93,7 +95,9 @@ class PriorityHook:
         if calls:
             self._judge(now, self._clock() - started)
 
-    def _call(self, handle: int, view: RequestView, load_view: LoadView, changed: dict[int, float | None]) -> None:
+    def _call(
+        self, handle: int, view: RequestView, load_view: LoadView, changed: dict[int, float | None]
+    ) -> None:
         try:
             value = self._adjust(view, load_view)
             if value is not None:
@@ -103,7 +107,10 @@ class PriorityHook:
         except Exception as err:  # noqa: BLE001 - foreign code may raise anything; counted, and the first one logged
             self.errors += 1
             if self.errors == 1:
-                log.warning("--priority-adjustment-function failed (later failures are only counted): %r", err)
+                log.warning(
+                    "--priority-adjustment-function failed (later failures are only counted): %r",
+                    err,
+                )
             return
         changed[handle] = value
 

@@ -37,7 +37,9 @@ INPUTS = (
 )  # fmt: skip
 """Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
 
-_CLASSES: dict[str, Any] = {name: cls for name, cls in vars(request).items() if dataclasses.is_dataclass(cls)}
+_CLASSES: dict[str, Any] = {
+    name: cls for name, cls in vars(request).items() if dataclasses.is_dataclass(cls)
+}
 
 Write = Callable[[str], None]
 
@@ -59,7 +61,11 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, EngineError):
         return {"error": [value.code, value.message]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: to_plain(v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default}
+        fields = {
+            f.name: to_plain(v)
+            for f in dataclasses.fields(value)
+            if (v := getattr(value, f.name)) != f.default
+        }
         return {"class": type(value).__name__, "fields": fields}
     if isinstance(value, (list, tuple)):
         return {"tuple" if isinstance(value, tuple) else "list": [to_plain(item) for item in value]}
@@ -80,7 +86,9 @@ def from_plain(plain: Any) -> Any:
     if kind == "error":
         return by_code(content[0])(content[1])
     if kind == "class":
-        return _CLASSES[content](**{name: from_plain(value) for name, value in plain["fields"].items()})
+        return _CLASSES[content](
+            **{name: from_plain(value) for name, value in plain["fields"].items()}
+        )
     if kind == "dict":
         return {from_plain(key): from_plain(value) for key, value in content}
     items = [from_plain(item) for item in content]
@@ -97,12 +105,17 @@ def digest(plan: StepPlan) -> str:
 
 
 def header(
-    config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = setup.ASSUMED_PAGE_BYTES
+    config: EngineConfig,
+    num_pages: int,
+    host_pages: int = 0,
+    page_bytes: int = setup.ASSUMED_PAGE_BYTES,
 ) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
     if config.tenant_config is not None:
-        flags["tenant_config"] = tenants.text_of(config.tenant_config)  # the file may be another one by then
+        flags["tenant_config"] = tenants.text_of(
+            config.tenant_config
+        )  # the file may be another one by then
     sizes = {"num_pages": num_pages, "host_pages": host_pages, "page_bytes": page_bytes}
     return json.dumps({"version": VERSION, "sizes": sizes, "flags": flags})
 
@@ -177,7 +190,9 @@ class ReplayResult:
     difference: PlanDifference | None = None
 
 
-def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] = lambda _s, _p: None) -> ReplayResult:
+def replay(
+    lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] = lambda _s, _p: None
+) -> ReplayResult:
     """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
     numbered = iter(enumerate(lines, 1))
     sched = _scheduler(next(numbered, (1, ""))[1])
@@ -223,7 +238,9 @@ def _scheduler(line: str) -> Scheduler:
     if version != VERSION:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
     if unknown := sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)}):
-        raise ReplayError(f"line 1: flags {unknown} are unknown here; use the version that recorded this file")
+        raise ReplayError(
+            f"line 1: flags {unknown} are unknown here; use the version that recorded this file"
+        )
     return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
 
 

@@ -26,7 +26,14 @@ from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
-from baton.sched.types.events import AbortTransfer, Event, OpenTransfer, PagesFinal, PrefillDone, new_token
+from baton.sched.types.events import (
+    AbortTransfer,
+    Event,
+    OpenTransfer,
+    PagesFinal,
+    PrefillDone,
+    new_token,
+)
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -73,17 +80,26 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check(req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate))
+        state.sharing.check(
+            req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate)
+        )
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise errors.DuplicateRoom(
-                f"bootstrap room {meet.room} is in use by another request; draw a new one", param="bootstrap_room"
+                f"bootstrap room {meet.room} is in use by another request; draw a new one",
+                param="bootstrap_room",
             )
         self._make_room(req)
         is_lease = limits.role == "prefill" and meet is not None
-        limit = 1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
+        limit = (
+            1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
+        )
         seq = Seq(
-            req, array("i", req.prompt), limit, is_lease=is_lease, tokens_computed_at_arrival=state.computed_tokens
+            req,
+            array("i", req.prompt),
+            limit,
+            is_lease=is_lease,
+            tokens_computed_at_arrival=state.computed_tokens,
         )
         seq.start_priority = state.start_priority(req)
         state.seqs[req.handle] = seq
@@ -200,7 +216,9 @@ class Scheduler:
     def load_view(self) -> LoadView:
         state = self._state
         waiting = len(state.waiting) + len(state.opening)
-        return LoadView(waiting, len(state.running), state.memory.available, state.times.prefill_rate)
+        return LoadView(
+            waiting, len(state.running), state.memory.available, state.times.prefill_rate
+        )
 
     # ------------------------------------------------------------------ deadlines and failures
 
@@ -231,7 +249,11 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def next_deadline(self) -> float | None:
-        coming = [at for at in (self._deadlines.next(), self._state.admission.next_due()) if at is not None]
+        coming = [
+            at
+            for at in (self._deadlines.next(), self._state.admission.next_due())
+            if at is not None
+        ]
         return min(coming, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
@@ -273,7 +295,9 @@ class Scheduler:
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
-            self.transfer_closed(room)  # aborted when it had ended: the runtime has nothing more to say of it
+            self.transfer_closed(
+                room
+            )  # aborted when it had ended: the runtime has nothing more to say of it
             return
         del state.transfer[seq.handle]
         del state.rooms[room]
@@ -338,7 +362,11 @@ class Scheduler:
             self.decisions.steps[plan.mode, plan.stopped_by] += 1
         elif not requeued:
             waits = state.waiting or state.opening
-            if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(outcome.stopped_by):
+            if (
+                not waits
+                or state.planned_step > state.committed_step
+                or not self.decisions.is_news(outcome.stopped_by)
+            ):
                 return
         state.stats.requeued.clear()
         decode_rows = plan.num_decode if plan else 0
@@ -385,7 +413,12 @@ class Scheduler:
         state.computed_tokens += plan.num_tokens - plan.num_decode
         state.stats.on_computed(plan, state.now)
         sampled = -1
-        seqs, retained, tokens, logprobs = state.seqs, state.retained, result.tokens, result.logprobs
+        seqs, retained, tokens, logprobs = (
+            state.seqs,
+            state.retained,
+            result.tokens,
+            result.logprobs,
+        )
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
                 sampled += 1
@@ -401,7 +434,9 @@ class Scheduler:
             if sample:
                 seq.inflight -= 1
                 if len(seq.tokens) == seq.prompt_len:
-                    state.times.on_prompt_computed(seq.prompt_len - max(seq.cached_tokens, 0), state.now)
+                    state.times.on_prompt_computed(
+                        seq.prompt_len - max(seq.cached_tokens, 0), state.now
+                    )
                 if seq.state in TAKES_TOKENS:
                     self._take_token(seq, tokens[sampled], logprobs.get(sampled))
         state.stats.on_step(plan, state.now)
@@ -428,7 +463,18 @@ class Scheduler:
             finish = FinishReason.LENGTH
         cached = seq.cached_tokens
         state.outbox.append(
-            new_token((seq.handle, (token,), finish, cached if cached > 0 else 0, logprobs, None, None, stages))
+            new_token(
+                (
+                    seq.handle,
+                    (token,),
+                    finish,
+                    cached if cached > 0 else 0,
+                    logprobs,
+                    None,
+                    None,
+                    stages,
+                )
+            )
         )
         if finish is None:
             return
@@ -451,7 +497,11 @@ class Scheduler:
     def _announce(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
         done = min(seq.committed, seq.prompt_len)
-        whole = self._state.memory.pages(done) if done == seq.prompt_len else done // self.limits.page_size
+        whole = (
+            self._state.memory.pages(done)
+            if done == seq.prompt_len
+            else done // self.limits.page_size
+        )
         if whole > seq.announced_pages:
             first = seq.announced_pages
             seq.announced_pages = whole
@@ -462,7 +512,9 @@ class Scheduler:
         self._state.lease(seq)
         self._state.stats.on_leased(seq, total)
         last = seq.prompt_len - (total - 1) * self.limits.page_size
-        self._state.outbox.append(PrefillDone(seq.req, total, last, token, max(seq.cached_tokens, 0), logprobs))
+        self._state.outbox.append(
+            PrefillDone(seq.req, total, last, token, max(seq.cached_tokens, 0), logprobs)
+        )
 
     # ------------------------------------------------------------------ views
 
@@ -490,7 +542,10 @@ class Scheduler:
         sources = self.hit_tokens.items()
         return {
             **{f'queue_turned_away_total{{reason="{reason}"}}': count for reason, count in counts},
-            **{f'cached_prompt_tokens_by_source_total{{source="{source}"}}': tokens for source, tokens in sources},
+            **{
+                f'cached_prompt_tokens_by_source_total{{source="{source}"}}': tokens
+                for source, tokens in sources
+            },
             "retractions_total": state.retractions,
             "preemptions_total": state.preemptions,
             "suspensions_total": state.suspensions,
@@ -507,8 +562,14 @@ class Scheduler:
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
         chosen = policy.chosen.items()
         return {
-            **{f'requests{{state="{state}"}}': float(count) for state, count in self.counts().items()},
-            **{f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()},
+            **{
+                f'requests{{state="{state}"}}': float(count)
+                for state, count in self.counts().items()
+            },
+            **{
+                f'schedule_policy_active{{policy="{name}"}}': value
+                for name, value in active.items()
+            },
             **{f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen},
             "new_token_ratio": self._state.memory.ratio.value,
             "max_running_requests": float(self.limits.max_running_requests),
@@ -516,7 +577,11 @@ class Scheduler:
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
-        return [] if self.kv_events is None else self.kv_events.snapshot(self._state.memory.cache.edges())
+        return (
+            []
+            if self.kv_events is None
+            else self.kv_events.snapshot(self._state.memory.cache.edges())
+        )
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

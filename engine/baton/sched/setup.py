@@ -37,7 +37,9 @@ def _from_flags(made: type[Made], config: EngineConfig, **others: Any) -> Made:
     return made(**(same | others))
 
 
-def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES) -> Limits:
+def limits(
+    config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES
+) -> Limits:
     """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind them."""
     c = config
     events = kv_events.read(c.kv_events_config)
@@ -52,7 +54,9 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
             PolicyParams,
             c,
             short_first_output_weight=(
-                None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
+                None
+                if c.short_first_output_weight == "auto"
+                else float(c.short_first_output_weight)
             ),
             default_deadline_secs=c.default_deadline_ms / 1000,
             demote_hopeless=c.deadline_miss_action != "keep",
@@ -81,7 +85,11 @@ def fairness(config: EngineConfig) -> FairnessRules:
     """Classes and tenants. Reads --tenant-config; raises ConfigError for what is wrong in it."""
     c = config
     low_first = c.schedule_low_priority_values_first
-    classes, _ = parse_classes(c.priority_classes, low_values_first=low_first) if c.priority_classes else (None, [])
+    classes, _ = (
+        parse_classes(c.priority_classes, low_values_first=low_first)
+        if c.priority_classes
+        else (None, [])
+    )
     classes = classes or ClassRules(low_values_first=low_first)
     return _from_flags(
         FairnessRules,

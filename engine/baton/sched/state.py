@@ -53,7 +53,9 @@ class SchedulerState:
         self.sharing = SharingStrategy()
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
-            self.sharing = fair = FairQueue(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
+            self.sharing = fair = FairQueue(
+                limits.fairness, limits.step_tokens, self.memory.answer_tokens
+            )
             label = fair.label if limits.fairness.classes.classes else label
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
         self.opening = WaitingQueue(
@@ -213,7 +215,10 @@ class SchedulerState:
         """
         if not self.retained:
             return False
-        seq = max(self.retained.values(), key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle))
+        seq = max(
+            self.retained.values(),
+            key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle),
+        )
         del self.retained[seq.handle]
         self._leave_device(seq, "cache")
         return True
@@ -225,7 +230,9 @@ class SchedulerState:
         seq.retractions += 1
         mode = self.limits.preemption_mode
         self.requeue(seq, "cache" if mode == "recompute" else mode)
-        self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
+        self.memory.ratio.on_retraction(
+            (s.generated, s.max_new_tokens) for s in self.running.values()
+        )
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
         """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or pages."""
@@ -339,7 +346,9 @@ class SchedulerState:
         seq.finish = FinishReason.ERROR
         self.stats.timeline(seq).error = error.code
         cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
-        self.outbox.append(EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs))
+        self.outbox.append(
+            EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs)
+        )
 
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client gave."""

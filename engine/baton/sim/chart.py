@@ -8,7 +8,18 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 60, 160, 40, 50
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#44aa99")
+COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+    "#999933",
+    "#882255",
+    "#44aa99",
+)
 """Distinguishable with color-blind eyes too (Okabe and Ito; Tol)."""
 POINTS = 400
 """Per curve at most: enough for the eye, little for the file."""
@@ -20,7 +31,9 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
     """An SVG document; `curves` maps a name to values in seconds (empty ones are left out)."""
     drawn = {name: sorted(values) for name, values in curves.items() if values}
     # The fastest percent may be drawn at the left edge: a few full cache hits would stretch the axis by decades.
-    low = math.floor(math.log10(max(min((v[len(v) // 100] for v in drawn.values()), default=LEAST), LEAST)))
+    low = math.floor(
+        math.log10(max(min((v[len(v) // 100] for v in drawn.values()), default=LEAST), LEAST))
+    )
     high = max(math.ceil(math.log10(max([LEAST, *(v[-1] for v in drawn.values())]))), low + 1)
     inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
@@ -40,17 +53,27 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
     for exponent in range(low, high + 1):
         at = x(10.0**exponent)
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y(1)}" y2="{y(0)}" stroke="#ddd"/>')
-        parts.append(f'<text x="{at:.1f}" y="{y(0) + 18}" text-anchor="middle">{10.0**exponent:g}</text>')
+        parts.append(
+            f'<text x="{at:.1f}" y="{y(0) + 18}" text-anchor="middle">{10.0**exponent:g}</text>'
+        )
     for tenths in range(0, 11, 2):
         at = y(tenths / 10)
-        parts.append(f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tenths / 10:g}</text>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
+        )
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tenths / 10:g}</text>'
+        )
     for i, (name, values) in enumerate(drawn.items()):
         color = COLORS[i % len(COLORS)]
         points = " ".join(f"{x(value):.1f},{y(share):.1f}" for value, share in _steps(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>'
+        )
         key = TOP + 10 + 18 * i
-        parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{key - 8}" width="14" height="4" fill="{color}"/>')
+        parts.append(
+            f'<rect x="{WIDTH - RIGHT + 14}" y="{key - 8}" width="14" height="4" fill="{color}"/>'
+        )
         parts.append(f'<text x="{WIDTH - RIGHT + 34}" y="{key}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -58,5 +81,9 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
     """(value, share of values up to it) at up to POINTS ranks, first and last among them."""
     n = len(values)
-    ranks = sorted({round(i * (n - 1) / (POINTS - 1)) for i in range(POINTS)}) if n > POINTS else range(n)
+    ranks = (
+        sorted({round(i * (n - 1) / (POINTS - 1)) for i in range(POINTS)})
+        if n > POINTS
+        else range(n)
+    )
     return [(values[0], 0.0)] + [(values[rank], (rank + 1) / n) for rank in ranks]

@@ -59,21 +59,38 @@ DEFAULTS: dict[str, Any] = {**NODE, "max_queued_requests": 1_000_000}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    trace: str = opt("", "trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton")
-    role: str = opt(
-        "prefill", "prefill: prompts only, leased until D has pulled; null: both phases", choices=("prefill", "null")
+    trace: str = opt(
+        "", "trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton"
     )
-    schedule_policy: str = opt("fcfs,lpm,srpt-aging", "queue orders to compare, with commas between; all: every one")
-    model: str = opt("reference", "device that is simulated; single numbers can be replaced", choices=tuple(PRESETS))
+    role: str = opt(
+        "prefill",
+        "prefill: prompts only, leased until D has pulled; null: both phases",
+        choices=("prefill", "null"),
+    )
+    schedule_policy: str = opt(
+        "fcfs,lpm,srpt-aging", "queue orders to compare, with commas between; all: every one"
+    )
+    model: str = opt(
+        "reference",
+        "device that is simulated; single numbers can be replaced",
+        choices=tuple(PRESETS),
+    )
     limit: int | None = opt(None, "use only the first so many requests of the trace")
     speedup: float | None = opt(None, "let requests arrive this many times faster than recorded")
-    load: float | None = opt(None, "rescale arrivals so that the device is busy for about this share of the time")
-    length_scale: int = opt(1, "let one simulated token stand for this many (a divisor of 512): coarser and faster")
-    jitter: float = opt(0.0, "steps take up to this share more or less than the model says, at random")
+    load: float | None = opt(
+        None, "rescale arrivals so that the device is busy for about this share of the time"
+    )
+    length_scale: int = opt(
+        1, "let one simulated token stand for this many (a divisor of 512): coarser and faster"
+    )
+    jitter: float = opt(
+        0.0, "steps take up to this share more or less than the model says, at random"
+    )
     host_kv_tokens: int = opt(0, "size of the host tier behind the KV pool; 0: none [tokens]")
     seed: int = opt(0, "seed of --jitter")
     replay: str | None = opt(
-        None, "instead of --trace: repeat the decisions in this file of an engine's --scheduler-trace and compare"
+        None,
+        "instead of --trace: repeat the decisions in this file of an engine's --scheduler-trace and compare",
     )
     json: str | None = opt(None, "write settings and results to this file")
     plot: str | None = opt(None, "write the distribution of TTFT per policy to this .svg file")
@@ -92,7 +109,9 @@ class SimulatedRun:
         """The planner's budgets, in simulated tokens."""
         values = dataclasses.asdict(self.engine) | {"schedule_policy": policy}
         if self.sim.length_scale > 1:
-            values |= {name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]}
+            values |= {
+                name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]
+            }
         config = EngineConfig(**values)
         host_pages = self.sim.host_kv_tokens // self.sim.length_scale // config.page_size
         rate = 1 / max(self.model.copy_seconds(config.page_size * self.sim.length_scale), 1e-9)
@@ -101,13 +120,17 @@ class SimulatedRun:
         tenants = made.fairness.tenants
         if tenants is None or self.sim.length_scale == 1:
             return made
-        return dataclasses.replace(made, fairness=dataclasses.replace(made.fairness, tenants=_coarser(tenants, self)))
+        return dataclasses.replace(
+            made, fairness=dataclasses.replace(made.fairness, tenants=_coarser(tenants, self))
+        )
 
 
 def _token_fields() -> list[str]:
     """Engine flags counted in tokens, which a coarser token changes; a page stays a page."""
     units = ("[tokens]", "[tokens/s]")
-    fields = (f for f in dataclasses.fields(EngineConfig) if f.name not in NOT_SIMULATED | {"page_size"})
+    fields = (
+        f for f in dataclasses.fields(EngineConfig) if f.name not in NOT_SIMULATED | {"page_size"}
+    )
     return [f.name for f in fields if f.metadata["help"].endswith(units)]
 
 
@@ -128,9 +151,13 @@ def _coarser(rules: TenantRules, run: SimulatedRun) -> TenantRules:
 
     def small(rule: TenantRule) -> TenantRule:
         most = rule.max_kv_tokens
-        return dataclasses.replace(rule, max_kv_tokens=None if most is None else scaled(most, run.sim.length_scale))
+        return dataclasses.replace(
+            rule, max_kv_tokens=None if most is None else scaled(most, run.sim.length_scale)
+        )
 
-    return TenantRules(small(rules.default), {name: small(rule) for name, rule in rules.named.items()})
+    return TenantRules(
+        small(rules.default), {name: small(rule) for name, rule in rules.named.items()}
+    )
 
 
 def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
@@ -139,35 +166,51 @@ def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
     unknown = {r.priority_class for r in trace if r.priority_class is not None} - set(names)
     if names and unknown:
         there = ", ".join(sorted(map(str, unknown)))
-        raise ConfigError(f"--priority-classes {run.engine.priority_classes}: the trace has requests of class {there}")
+        raise ConfigError(
+            f"--priority-classes {run.engine.priority_classes}: the trace has requests of class {there}"
+        )
 
 
 def parse(argv: Sequence[str]) -> SimulatedRun:
     """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
     parser = FlagParser(PROG, "Replay a trace through the engine's own scheduler in virtual time.")
     add_flags(parser.add_argument_group("the simulation"), SimConfig)
-    add_flags(parser.add_argument_group("the step-time model (defaults: --model reference)"), StepModel)
+    add_flags(
+        parser.add_argument_group("the step-time model (defaults: --model reference)"), StepModel
+    )
     add_flags(parser.add_argument_group("the engine"), EngineConfig, skip=NOT_SIMULATED)
-    changed = ", ".join(f"{engine_config.flag_name(name)} {value}" for name, value in DEFAULTS.items())
+    changed = ", ".join(
+        f"{engine_config.flag_name(name)} {value}" for name, value in DEFAULTS.items()
+    )
     parser.epilog = f"Engine flags whose default differs here: {changed}."
     values, bad = parser.read(argv)
     sim = SimConfig(**_of(SimConfig, values))
     model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
-    policies = tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
+    policies = (
+        tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
+    )
     bad += _violations(sim, model, policies)
     if sim.replay is not None and (others := sorted(set(values) - {"replay", "json"})):
         names = ", ".join(map(engine_config.flag_name, others))
         bad.append(f"--replay {sim.replay}: the recorded flags count; leave out {names}")
-    engine_values = DEFAULTS | _of(EngineConfig, values) | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
+    engine_values = (
+        DEFAULTS
+        | _of(EngineConfig, values)
+        | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
+    )
     engine_values["host_kv_gib"] = float(sim.host_kv_tokens > 0)
     engine = EngineConfig()
     try:
         engine = engine_config.build(engine_values)
         if not engine.max_total_tokens:
-            bad.append("--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens")
+            bad.append(
+                "--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens"
+            )
     except ConfigError as err:
         # Its size is counted in tokens here.
-        bad.append(err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens"))
+        bad.append(
+            err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens")
+        )
     if bad:
         refuse(PROG, bad)
     return SimulatedRun(sim, model, engine, policies)
@@ -175,7 +218,9 @@ def parse(argv: Sequence[str]) -> SimulatedRun:
 
 def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
     """The part of parsed flags that belongs to `cls`; schedule_policy is the simulation's."""
-    names = {f.name for f in dataclasses.fields(cls)} - (NOT_SIMULATED if cls is EngineConfig else set())
+    names = {f.name for f in dataclasses.fields(cls)} - (
+        NOT_SIMULATED if cls is EngineConfig else set()
+    )
     return {name: value for name, value in values.items() if name in names}
 
 
@@ -217,7 +262,9 @@ def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
         factor = 1 / run.sim.speedup
     elif run.sim.load is not None:
         if times[-1] <= 0:
-            raise ConfigError("--load: all requests of the trace arrive at once; there is nothing to rescale")
+            raise ConfigError(
+                "--load: all requests of the trace arrive at once; there is nothing to rescale"
+            )
         factor = offered_seconds(run, trace) / times[-1] / run.sim.load
     return NodeSetting(
         trace=trace,
@@ -242,11 +289,16 @@ def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     total = 0.0
     for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):
         new = request.input_length - cached
-        total += model.prefill_seconds(new, cached) + new / engine.step_tokens * model.step_ms * 1e-3
+        total += (
+            model.prefill_seconds(new, cached) + new / engine.step_tokens * model.step_ms * 1e-3
+        )
     if run.sim.role == "prefill":
         return total
     contexts = [request.input_length + request.output_length / 2 for request in trace]
-    batch = max(min(engine.max_running_requests, engine.max_total_tokens / (sum(contexts) / len(contexts))), 1.0)
+    batch = max(
+        min(engine.max_running_requests, engine.max_total_tokens / (sum(contexts) / len(contexts))),
+        1.0,
+    )
     per_step = (model.step_ms + max(model.weights_ms, model.token_us * 1e-3 * batch)) * 1e-3
     for request, context in zip(trace, contexts, strict=True):
         total += request.output_length * (per_step / batch + context * model.kv_read_ns * 1e-9)
@@ -271,13 +323,19 @@ class ProgressLine:
             return
         self._next = self._clock() + PROGRESS_SECS
         total = len(node.records)
-        eta = f"{self.elapsed * (total - node.done) / node.done:.0f} s left" if node.done else "no end in sight yet"
+        eta = (
+            f"{self.elapsed * (total - node.done) / node.done:.0f} s left"
+            if node.done
+            else "no end in sight yet"
+        )
         counts = node.sched.counts()
         where = f"{node.done}/{total} requests, {counts['waiting']} waiting, at {node.now:.0f} s"
         print(f"{self.policy}: {where}, about {eta}", file=sys.stderr, flush=True)
 
 
-def simulate(run: SimulatedRun, what: NodeSetting) -> tuple[list[RunSummary], dict[str, list[float]], bool]:
+def simulate(
+    run: SimulatedRun, what: NodeSetting
+) -> tuple[list[RunSummary], dict[str, list[float]], bool]:
     """Run one policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
     summaries: list[RunSummary] = []
     curves: dict[str, list[float]] = {}
@@ -306,19 +364,25 @@ def replay_main(sim: SimConfig) -> int:
         done = replay(lines, lambda sched, _plan: made.extend(sched.decisions.recent(1)))
     print(f"{done.inputs} inputs, {done.requests} requests, {done.plans} plans")
     if sim.json is not None:
-        Path(sim.json).write_text("".join(json.dumps(decision) + "\n" for decision in made), encoding="utf-8")
+        Path(sim.json).write_text(
+            "".join(json.dumps(decision) + "\n" for decision in made), encoding="utf-8"
+        )
     if done.difference is None:
         print("every plan equals the recorded one")
         return 0
     differs = done.difference
-    print(f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {_brief(differs.got)}")
+    print(
+        f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {_brief(differs.got)}"
+    )
     return 1
 
 
 def _brief(plan: StepPlan | None) -> str:
     if plan is None:
         return "nothing"
-    rows = ", ".join(f"request {row.handle} [{row.start}, {row.start + row.n})" for row in plan.rows)
+    rows = ", ".join(
+        f"request {row.handle} [{row.start}, {row.start + row.n})" for row in plan.rows
+    )
     return f"{digest(plan)}: step {plan.step}, stopped by {plan.stopped_by.value}: {rows}"
 
 
@@ -334,9 +398,14 @@ def main(argv: Sequence[str]) -> int:
         span = what.arrivals[-1]
         about = f"{len(trace)} requests in {span:.0f} s"
         about += f", load {offered / span:.2f}" if span > 0 else ""
-        print(f"{run.sim.trace}: {about}, role {run.sim.role}, model {run.sim.model}", file=sys.stderr)
+        print(
+            f"{run.sim.trace}: {about}, role {run.sim.role}, model {run.sim.model}", file=sys.stderr
+        )
         if run.sim.length_scale > 1 and run.sim.role == "null":
-            print("note: --length-scale flatters TPOT where prompts and answers share steps", file=sys.stderr)
+            print(
+                "note: --length-scale flatters TPOT where prompts and answers share steps",
+                file=sys.stderr,
+            )
         summaries, curves, interrupted = simulate(run, what)
         print(table(summaries))
         if run.sim.json is not None:
@@ -344,7 +413,9 @@ def main(argv: Sequence[str]) -> int:
             document = {
                 "simulation": dataclasses.asdict(run.sim),
                 "model": dataclasses.asdict(run.model),
-                "engine": {name: value for name, value in values.items() if name not in NOT_SIMULATED},
+                "engine": {
+                    name: value for name, value in values.items() if name not in NOT_SIMULATED
+                },
                 "offered_load": offered / span if span > 0 else None,
                 "policies": [dataclasses.asdict(summary) for summary in summaries],
             }

@@ -150,16 +150,26 @@ class SimNode:
         self.setting = setting
         self.sched = Scheduler(limits)
         timed = zip(setting.arrivals, setting.trace, strict=True)
-        self.records = [RequestRecord(arrival, request.input_length, setting.scale) for arrival, request in timed]
+        self.records = [
+            RequestRecord(arrival, request.input_length, setting.scale)
+            for arrival, request in timed
+        ]
         self.now = setting.arrivals[0] if setting.arrivals else 0.0
         self.steps = 0
         self.busy_seconds = 0.0
         self.done = 0
         self._link = VirtualLink(self) if limits.role == "prefill" else None
         self._loop = EngineLoop(
-            self.sched, self, self._link, overlap=setting.overlap, device=SameThread(), clock=lambda: self.now
+            self.sched,
+            self,
+            self._link,
+            overlap=setting.overlap,
+            device=SameThread(),
+            clock=lambda: self.now,
         )
-        self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.max_idle_tenants)
+        self._rates = RateLimits(
+            limits.fairness.tenants or TenantRules(), limits.fairness.max_idle_tenants
+        )
         self._next = 0
         self._step_ends = 0.0
         self._decisions = hashlib.sha256()
@@ -189,7 +199,10 @@ class SimNode:
                 # The tenant's tokens, as the front takes them before a request reaches the scheduler.
                 wait = self._rates.admit(req.tenant, self.records[handle].prompt_tokens, self.now)
                 if wait > 0:
-                    raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
+                    raise RateLimited(
+                        f"tenant {req.tenant!r} has used up its minute",
+                        retry_after_secs=math.ceil(wait),
+                    )
                 self._loop.submit(req)
             except EngineError:
                 self.records[handle].outcome = RequestOutcome.REFUSED
@@ -220,7 +233,9 @@ class SimNode:
         if self.setting.jitter:
             seconds *= 1 + self.setting.jitter * (2 * uniform(self.setting.seed, plan.step) - 1)
         pages = sum(len(run.pages) for run in plan.copies)
-        copying = self.setting.model.copy_seconds(pages * self.sched.limits.page_size * self.setting.scale)
+        copying = self.setting.model.copy_seconds(
+            pages * self.sched.limits.page_size * self.setting.scale
+        )
         seconds += copying
         begins = max(self.now, self._step_ends)
         self._step_ends = begins + seconds
@@ -234,7 +249,9 @@ class SimNode:
                 record.started = begins
         self._decisions.update(decided.tobytes())
         tokens = [answer_token(row.handle) for row in plan.rows if row.sample]
-        return SimulatedStep(self, StepResult(tokens, copy_seconds=copying), seconds, self._step_ends)
+        return SimulatedStep(
+            self, StepResult(tokens, copy_seconds=copying), seconds, self._step_ends
+        )
 
     def run_clock_to(self, time: float) -> None:
         """A step ends; what requests got to hear until then, they heard before it."""
@@ -246,7 +263,9 @@ class SimNode:
             record = self.records[event.handle]
             if event.tokens and record.first_token is None:
                 record.first_token = self.now
-                record.cached_tokens = min(event.cached_tokens * self.setting.scale, record.prompt_tokens - 1)
+                record.cached_tokens = min(
+                    event.cached_tokens * self.setting.scale, record.prompt_tokens - 1
+                )
             record.answer_tokens += len(event.tokens) * self.setting.scale
             tenant = self.setting.trace[event.handle].tenant or DEFAULT_TENANT
             self._rates.spend(tenant, len(event.tokens) * self.setting.scale, self.now)
@@ -274,4 +293,8 @@ def _outcome(event: EmittedTokens) -> RequestOutcome:
     """Outcome by a request's last event; one that lost its place to a higher priority was refused, only later."""
     if event.finish is not FinishReason.ERROR or event.error is None:
         return RequestOutcome.COMPLETED
-    return RequestOutcome.REFUSED if issubclass(by_code(event.error[0]), QueueFull) else RequestOutcome.TIMED_OUT
+    return (
+        RequestOutcome.REFUSED
+        if issubclass(by_code(event.error[0]), QueueFull)
+        else RequestOutcome.TIMED_OUT
+    )

@@ -80,7 +80,12 @@ class RunSummary:
 
 
 def summarize(
-    policy: str, node: SimNode, deadline_secs: float, wall_seconds: float, *, is_partial: bool = False
+    policy: str,
+    node: SimNode,
+    deadline_secs: float,
+    wall_seconds: float,
+    *,
+    is_partial: bool = False,
 ) -> RunSummary:
     records, counters = node.records, node.sched.counters()
     begun = [r for r in records if r.first_token is not None]
@@ -120,7 +125,9 @@ def _groups(node: SimNode) -> tuple[RecordGroup, ...]:
 
 
 def _group(name: str, records: Sequence[RequestRecord]) -> RecordGroup:
-    completed, refused = (_count(records, outcome) for outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED))
+    completed, refused = (
+        _count(records, outcome) for outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED)
+    )
     return RecordGroup(name, len(records), completed, refused, SummaryStat.of(ttfts(records)))
 
 
@@ -145,7 +152,9 @@ def table(summaries: Sequence[RunSummary]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        cells = [row[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+        ]
         lines.append("  ".join(cells).rstrip())
     lines += [line for s in summaries if (line := _endings(s))]
     lines += [_group_line(s, group) for s in summaries for group in s.groups]
@@ -162,7 +171,13 @@ def _group_line(s: RunSummary, group: RecordGroup) -> str:
 def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
     counts = (s.label, str(s.requests), str(s.completed))
-    latencies = (*_numbers(s.ttft)[:4], ratio, f"{s.in_time:.3f}", *_numbers(s.tpot, 1e3)[:4], *_numbers(s.wait))
+    latencies = (
+        *_numbers(s.ttft)[:4],
+        ratio,
+        f"{s.in_time:.3f}",
+        *_numbers(s.tpot, 1e3)[:4],
+        *_numbers(s.wait),
+    )
     device = (f"{s.hit_rate:.3f}", f"{s.utilization:.2f}", str(s.steps))
     return (*counts, *latencies, *device, f"{s.simulated_seconds:.0f}", f"{s.wall_seconds:.1f}")
 
@@ -179,5 +194,7 @@ def _endings(s: RunSummary) -> str:
         "starved": s.starved,
     }  # fmt: skip
     found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    left_out = " (no TTFT above without a first token: see `in time`)" if s.refused or s.timed_out else ""
+    left_out = (
+        " (no TTFT above without a first token: see `in time`)" if s.refused or s.timed_out else ""
+    )
     return f"{s.policy}: {found}{left_out}" if found else ""

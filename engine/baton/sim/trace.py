@@ -60,7 +60,9 @@ def locate(name: str) -> Path:
         return path
     shipped = {p.name.split(".")[0]: p for p in sorted(SHIPPED.glob("*.jsonl.gz"))}
     if name not in shipped:
-        raise ConfigError(f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {' or '.join(shipped)}")
+        raise ConfigError(
+            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {' or '.join(shipped)}"
+        )
     return shipped[name]
 
 
@@ -70,13 +72,19 @@ def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
     ids: dict[tuple[int, int], int] = {}
     requests: list[TraceRequest] = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as lines
+        ):
             for line in lines:
                 if limit is not None and len(requests) >= limit:
                     break
                 number += 1
                 if line.strip():
-                    requests.append(_parse(line, ids, requests[-1].timestamp_ms if requests else 0.0))
+                    requests.append(
+                        _parse(line, ids, requests[-1].timestamp_ms if requests else 0.0)
+                    )
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
         raise ConfigError(f"{path}: cannot be read after line {number}: {err}") from err
     except _BadLine as err:
@@ -103,7 +111,15 @@ def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> Tr
     if priority is not None and type(priority) is not int:
         raise _BadLine(f"priority is {priority!r}; give an integer or leave it out")
     blocks = _blocks(row.get("hash_ids"), prompt, ids)
-    return TraceRequest(float(at), prompt, answer, blocks, priority, _name(row, "priority_class"), _name(row, "tenant"))
+    return TraceRequest(
+        float(at),
+        prompt,
+        answer,
+        blocks,
+        priority,
+        _name(row, "priority_class"),
+        _name(row, "tenant"),
+    )
 
 
 def _name(row: dict[str, Any], field: str) -> str | None:
@@ -142,10 +158,14 @@ def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
     """Arrival in seconds from the first request; k equal stamps are spread evenly over the gap to the next stamp."""
     counts = Counter(request.timestamp_ms for request in trace)
     gaps = [after - at for at, after in itertools.pairwise(counts)]
-    gaps.append(gaps[-1] if gaps else 0.0)  # the last stamp has no next one: it takes the gap before
+    gaps.append(
+        gaps[-1] if gaps else 0.0
+    )  # the last stamp has no next one: it takes the gap before
     first = trace[0].timestamp_ms
     stamps = zip(counts.items(), gaps, strict=True)
-    return [(at - first + gap * i / count) / 1e3 for (at, count), gap in stamps for i in range(count)]
+    return [
+        (at - first + gap * i / count) / 1e3 for (at, count), gap in stamps for i in range(count)
+    ]
 
 
 def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:
@@ -174,7 +194,9 @@ def cached_in_arrival_order(trace: Iterable[TraceRequest], capacity_tokens: int)
     for request in trace:
         hits = len(list(itertools.takewhile(cache.__contains__, request.blocks)))
         cached.append(min(hits * BLOCK_TOKENS, request.input_length - 1))
-        for block in reversed(request.blocks):  # leaves first: a prefix is used no later than what follows it
+        for block in reversed(
+            request.blocks
+        ):  # leaves first: a prefix is used no later than what follows it
             cache[block] = None
             cache.move_to_end(block)
         while len(cache) > capacity:

@@ -193,7 +193,11 @@ impl ElementType for Bf16 {
     // The odd element first: the order of the dot product instruction.
     #[inline(always)]
     unsafe fn prepare<S: Simd>(w: S::I, phase: usize) -> S::F {
-        S::from_bits(if phase == 0 { S::and(w, S::splat_u32(0xffff_0000)) } else { S::shl16(w) })
+        S::from_bits(if phase == 0 {
+            S::and(w, S::splat_u32(0xffff_0000))
+        } else {
+            S::shl16(w)
+        })
     }
     #[inline(always)]
     unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::F, phase: usize) -> S::F {
@@ -311,8 +315,16 @@ mod tests {
 
     #[test]
     fn rounding_to_bf16_is_to_nearest_even_on_every_level() {
-        let mut values =
-            vec![0.0, -0.0, 1.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 1e-40];
+        let mut values = vec![
+            0.0,
+            -0.0,
+            1.0,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::MAX,
+            f32::MIN,
+            1e-40,
+        ];
         values.extend((0..4000_u32).map(|i| f32::from_bits(0x3f80_0000 + i * 977)));
         values.extend((0..4000_u32).map(|i| f32::from_bits(0xc000_8000 + i * 0x8000)));
         let expected: Vec<u16> = values.iter().map(|&x| to_bf16(x)).collect();
@@ -326,12 +338,19 @@ mod tests {
 
     #[test]
     fn nan_stays_nan_on_every_level() {
-        let values = [f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)];
+        let values = [
+            f32::NAN,
+            f32::from_bits(0x7fff_ffff),
+            f32::from_bits(0xffff_ffff),
+        ];
         for isa in Isa::available() {
             let mut got = Vec::new();
             // SAFETY: as above.
             unsafe { dispatch(isa, RoundAll(&values, &mut got)) };
-            assert!(got.iter().all(|&x| from_bf16(x).is_nan()), "{isa:?}: {got:x?}");
+            assert!(
+                got.iter().all(|&x| from_bf16(x).is_nan()),
+                "{isa:?}: {got:x?}"
+            );
         }
     }
 }

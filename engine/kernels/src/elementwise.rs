@@ -110,7 +110,12 @@ impl RowKernel for RmsNorm {
         let n = self.x.len;
         let weight = self.weight.cast::<E::T>();
         for row in first..end {
-            let mut from = self.x.data.cast::<E::T>().cast_const().add(self.x.offset(row));
+            let mut from = self
+                .x
+                .data
+                .cast::<E::T>()
+                .cast_const()
+                .add(self.x.offset(row));
             let mut squares = [0.0_f32; SUM_LANES];
             let to = self.out.cast::<E::T>().add(row * n);
             if self.residual.is_null() {
@@ -163,7 +168,10 @@ unsafe fn add_and_squares<S: Simd, E: ElementType>(
     let mut sums = [S::splat(0.0); 2];
     let mut i = 0;
     while i < n {
-        let (a, b) = (load_part::<S, E>(x.add(i), n - i), load_part::<S, E>(total.add(i), n - i));
+        let (a, b) = (
+            load_part::<S, E>(x.add(i), n - i),
+            load_part::<S, E>(total.add(i), n - i),
+        );
         let v = E::round::<S>(S::add(a, b));
         store_part::<S, E>(total.add(i), v, n - i);
         let lanes = &mut sums[i % SUM_LANES / S::LANES];
@@ -225,8 +233,10 @@ impl RowKernel for RotaryEmbedding<'_> {
                     load_part::<S, F32>(self.cos.add(at + i), left),
                     load_part::<S, F32>(self.sin.add(at + i), left),
                 );
-                let (a, b) =
-                    (load_part::<S, E>(low.add(i), left), load_part::<S, E>(high.add(i), left));
+                let (a, b) = (
+                    load_part::<S, E>(low.add(i), left),
+                    load_part::<S, E>(high.add(i), left),
+                );
                 // Products rounded one by one, as torch does: float32 results are equal to its
                 // bits.
                 store_part::<S, E>(low.add(i), S::sub(S::mul(a, c), S::mul(b, s)), left);
@@ -303,13 +313,20 @@ mod tests {
     fn assert_close(got: &Stored, want: &[f64], tolerance: f64, what: &str) {
         for (i, (a, b)) in got.values().iter().zip(want).enumerate() {
             let room = if got.0 == Dtype::F32 { tolerance } else { 8e-3 } * b.abs().max(1e-3);
-            assert!((f64::from(*a) - b).abs() <= room, "{what} {:?} [{i}]: {a} not {b}", got.0);
+            assert!(
+                (f64::from(*a) - b).abs() <= room,
+                "{what} {:?} [{i}]: {a} not {b}",
+                got.0
+            );
         }
     }
 
     #[test]
     fn rms_norm_of_strided_heads_equals_the_reference() {
-        for (isa, dtype) in Isa::available().into_iter().flat_map(|isa| DTYPES.map(|d| (isa, d))) {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
             for len in [1, 8, 16, 64, 100, 2049] {
                 let (outer, inner, gap) = (3, 2, 5);
                 let stride = inner * len + gap;
@@ -326,7 +343,14 @@ mod tests {
                 };
                 let residual = std::ptr::null_mut();
                 let (weight, out_ptr) = (w.1.as_ptr(), out.1.as_mut_ptr());
-                let norm = RmsNorm { dtype, x: vectors, residual, weight, eps: 1e-6, out: out_ptr };
+                let norm = RmsNorm {
+                    dtype,
+                    x: vectors,
+                    residual,
+                    weight,
+                    eps: 1e-6,
+                    out: out_ptr,
+                };
                 // SAFETY: shapes as described.
                 unsafe { rms_norm_on(isa, &norm) };
                 let (x, w) = (x.values(), w.values());
@@ -349,12 +373,19 @@ mod tests {
 
     #[test]
     fn add_rms_norm_leaves_the_sum_and_norms_it_even_in_place() {
-        for (isa, dtype) in Isa::available().into_iter().flat_map(|isa| DTYPES.map(|d| (isa, d))) {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
             let (rows, len) = (4, 75);
             let mut x = Stored::new(dtype, &noise(rows * len, 1));
             let mut residual = Stored::new(dtype, &noise(rows * len, 2));
-            let sums: Vec<f32> =
-                x.values().iter().zip(residual.values()).map(|(a, b)| a + b).collect();
+            let sums: Vec<f32> = x
+                .values()
+                .iter()
+                .zip(residual.values())
+                .map(|(a, b)| a + b)
+                .collect();
             let total = Stored::new(dtype, &sums);
             let mut expected = Stored::new(dtype, &vec![0.0; rows * len]);
             let weight = Stored::new(dtype, &noise(len, 3));
@@ -367,12 +398,22 @@ mod tests {
                     inner_stride: len,
                     len,
                 };
-                let norm =
-                    RmsNorm { dtype, x, residual, weight: weight.1.as_ptr(), eps: 1e-5, out };
+                let norm = RmsNorm {
+                    dtype,
+                    x,
+                    residual,
+                    weight: weight.1.as_ptr(),
+                    eps: 1e-5,
+                    out,
+                };
                 // SAFETY: shapes as described.
                 unsafe { rms_norm_on(isa, &norm) };
             };
-            call(total.1.as_ptr().cast_mut(), std::ptr::null_mut(), expected.1.as_mut_ptr());
+            call(
+                total.1.as_ptr().cast_mut(),
+                std::ptr::null_mut(),
+                expected.1.as_mut_ptr(),
+            );
             let data = x.1.as_mut_ptr();
             call(data, residual.1.as_mut_ptr(), data);
             assert_eq!(residual, total, "{isa:?}");
@@ -382,7 +423,10 @@ mod tests {
 
     #[test]
     fn rope_turns_pairs_by_their_positions() {
-        for (isa, dtype) in Isa::available().into_iter().flat_map(|isa| DTYPES.map(|d| (isa, d))) {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
             for dim in [2, 16, 20, 64, 128] {
                 let (tokens, heads, half) = (3, 2, dim / 2);
                 let stride = heads * dim + 3;
@@ -435,7 +479,10 @@ mod tests {
 
     #[test]
     fn silu_mul_equals_the_reference_also_far_out() {
-        for (isa, dtype) in Isa::available().into_iter().flat_map(|isa| DTYPES.map(|d| (isa, d))) {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
             let (rows, len) = (3, 50);
             let mut values: Vec<f32> = noise(rows * 2 * len, 4).iter().map(|v| v * 12.0).collect();
             values[..6].copy_from_slice(&[0.0, 200.0, -200.0, 88.0, -88.0, -30.0]);
@@ -446,7 +493,14 @@ mod tests {
             unsafe {
                 silu_mul_on(
                     isa,
-                    &SiluMul { dtype, gate_up: from, stride: 2 * len, rows, len, out: to },
+                    &SiluMul {
+                        dtype,
+                        gate_up: from,
+                        stride: 2 * len,
+                        rows,
+                        len,
+                        out: to,
+                    },
                 )
             };
             let v = gate_up.values();

@@ -51,19 +51,28 @@ impl Isa {
         if Isa::Avx512Bf16.runs_here() && is_amd() {
             return Isa::Avx512Bf16;
         }
-        [Isa::Avx512, Isa::Avx2].into_iter().find(|isa| isa.runs_here()).unwrap_or(Isa::Scalar)
+        [Isa::Avx512, Isa::Avx2]
+            .into_iter()
+            .find(|isa| isa.runs_here())
+            .unwrap_or(Isa::Scalar)
     }
 
     /// `best()` lowered to the level called `cap`; "avx512_bf16" also raises an Intel CPU that has
     /// it.
     pub fn capped(cap: Option<&str>) -> Result<Isa, UnknownIsa> {
-        let Some(cap) = cap.filter(|s| !s.is_empty()) else { return Ok(Isa::best()) };
+        let Some(cap) = cap.filter(|s| !s.is_empty()) else {
+            return Ok(Isa::best());
+        };
         let levels = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
         let cap = levels
             .into_iter()
             .find(|isa| isa.name() == cap)
             .ok_or_else(|| UnknownIsa(cap.to_owned()))?;
-        Ok(if cap.runs_here() { cap } else { Isa::best().min(cap) })
+        Ok(if cap.runs_here() {
+            cap
+        } else {
+            Isa::best().min(cap)
+        })
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -20,9 +20,14 @@ pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     // Minimax polynomial of 2^f on [-0.5, 0.5] with a constant of exactly 1 (coefficients as in
     // Cephes' exp2f).
     let mut p = S::splat(1.535_336_2e-4);
-    for c in
-        [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, std::f32::consts::LN_2, 1.0]
-    {
+    for c in [
+        1.339_887_4e-3,
+        9.618_437e-3,
+        5.550_332_5e-2,
+        2.402_264_8e-1,
+        std::f32::consts::LN_2,
+        1.0,
+    ] {
         p = S::fma(p, f, S::splat(c));
     }
     let y = S::mul(p, S::pow2(n));
@@ -54,18 +59,34 @@ mod tests {
             // SAFETY: the level is available.
             unsafe { dispatch(isa, Exp2(&mut got)) };
             for (x, y) in inputs.iter().zip(&got) {
-                let want = if *x < -126.0 { 0.0 } else { f64::from(*x).exp2() };
+                let want = if *x < -126.0 {
+                    0.0
+                } else {
+                    f64::from(*x).exp2()
+                };
                 assert!(
                     (f64::from(*y) - want).abs() <= 2e-7 * want,
                     "{isa:?}: 2^{x} = {y}, not {want}"
                 );
             }
-            let mut ends =
-                [0.0, -0.0, f32::NEG_INFINITY, -126.5, -1.0, -2.0, f32::NAN, -126.0].repeat(2);
+            let mut ends = [
+                0.0,
+                -0.0,
+                f32::NEG_INFINITY,
+                -126.5,
+                -1.0,
+                -2.0,
+                f32::NAN,
+                -126.0,
+            ]
+            .repeat(2);
             // SAFETY: as above.
             unsafe { dispatch(isa, Exp2(&mut ends)) };
             assert_eq!(&ends[..6], &[1.0, 1.0, 0.0, 0.0, 0.5, 0.25], "{isa:?}");
-            assert!(ends[6].is_nan() && ends[7] == f32::MIN_POSITIVE, "{isa:?}: {ends:?}");
+            assert!(
+                ends[6].is_nan() && ends[7] == f32::MIN_POSITIVE,
+                "{isa:?}: {ends:?}"
+            );
         }
     }
 }

@@ -70,7 +70,9 @@ pub fn threads() -> usize {
 ///
 /// Errors: the system refuses another thread. The pool then keeps to the calling thread.
 pub fn set_threads(n: usize) -> std::io::Result<()> {
-    let mut pool = POOL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut pool = POOL
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     *pool = None;
     THREADS.store(1, Relaxed);
     if n > 1 {
@@ -107,12 +109,18 @@ impl Pool {
             stop: AtomicBool::new(false),
             sleeping: (0..workers).map(|_| AtomicBool::new(false)).collect(),
         });
-        let mut pool = Pool { shared, workers: Vec::with_capacity(workers) };
+        let mut pool = Pool {
+            shared,
+            workers: Vec::with_capacity(workers),
+        };
         for index in 0..workers {
             let shared = Arc::clone(&pool.shared);
             let name = format!("kernels-{}", index + 1);
-            pool.workers
-                .push(thread::Builder::new().name(name).spawn(move || shared.serve(index))?);
+            pool.workers.push(
+                thread::Builder::new()
+                    .name(name)
+                    .spawn(move || shared.serve(index))?,
+            );
         }
         Ok(pool)
     }
@@ -197,7 +205,11 @@ impl Shared {
                 return None;
             }
             if state & OPEN != 0 && epoch != done {
-                if self.state.compare_exchange(state, state + 1, AcqRel, Relaxed).is_ok() {
+                if self
+                    .state
+                    .compare_exchange(state, state + 1, AcqRel, Relaxed)
+                    .is_ok()
+                {
                     return Some(epoch);
                 }
                 continue;
@@ -243,7 +255,9 @@ pub(crate) mod tests {
     static TURN: Mutex<()> = Mutex::new(());
 
     pub(crate) fn with_threads(n: usize, f: impl FnOnce()) {
-        let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let turn = TURN
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         set_threads(n).expect("threads start");
         f();
         set_threads(1).expect("back to one");
@@ -320,9 +334,16 @@ pub(crate) mod tests {
                 .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
             let workers = stats.filter(|stat| stat.contains("(kernels-"));
             let ticks = |stat: String| -> u64 {
-                let fields: Vec<&str> =
-                    stat.rsplit(')').next().unwrap_or("").split_whitespace().collect();
-                fields[11..13].iter().map(|f| f.parse::<u64>().expect("ticks")).sum()
+                let fields: Vec<&str> = stat
+                    .rsplit(')')
+                    .next()
+                    .unwrap_or("")
+                    .split_whitespace()
+                    .collect();
+                fields[11..13]
+                    .iter()
+                    .map(|f| f.parse::<u64>().expect("ticks"))
+                    .sum()
             };
             workers.map(ticks).sum()
         }

@@ -18,15 +18,32 @@ pub struct SequenceRows<'a> {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum RowsError {
     #[error("qo_indptr must rise by at least 1 per row from 0 to {tokens}; entry {at} is {value}")]
-    Queries { at: usize, value: i32, tokens: usize },
+    Queries {
+        at: usize,
+        value: i32,
+        tokens: usize,
+    },
     #[error("row {row} has {tokens} new tokens but only {kv_len} in KV")]
-    KvLen { row: usize, tokens: i32, kv_len: i32 },
+    KvLen {
+        row: usize,
+        tokens: i32,
+        kv_len: i32,
+    },
     #[error("page_indptr must rise from 0 to {pages}; entry {at} is {value}")]
     PageTable { at: usize, value: i32, pages: usize },
     #[error("row {row} has {pages} pages of {page_size}, too few for {kv_len} tokens")]
-    TooFewPages { row: usize, pages: i32, page_size: usize, kv_len: i32 },
+    TooFewPages {
+        row: usize,
+        pages: i32,
+        page_size: usize,
+        kv_len: i32,
+    },
     #[error("page_indices[{at}] is {page}; the pool has pages 0 to {last}", last = .num_pages - 1)]
-    Page { at: usize, page: i32, num_pages: usize },
+    Page {
+        at: usize,
+        page: i32,
+        num_pages: usize,
+    },
     #[error("slot_mapping[{at}] is {slot}; the pool has {slots} slots")]
     Slot { at: usize, slot: i64, slots: usize },
 }
@@ -38,28 +55,57 @@ impl SequenceRows<'_> {
         let tokens = self.slot_mapping.len();
         let pages = self.page_indices.len();
         if let Some(at) = first_fault(self.qo_indptr, 1, tokens) {
-            return Err(RowsError::Queries { at, value: self.qo_indptr[at], tokens });
+            return Err(RowsError::Queries {
+                at,
+                value: self.qo_indptr[at],
+                tokens,
+            });
         }
         if let Some(at) = first_fault(self.page_indptr, 0, pages) {
-            return Err(RowsError::PageTable { at, value: self.page_indptr[at], pages });
+            return Err(RowsError::PageTable {
+                at,
+                value: self.page_indptr[at],
+                pages,
+            });
         }
         for (row, &kv_len) in self.kv_lens.iter().enumerate() {
             let tokens = self.qo_indptr[row + 1] - self.qo_indptr[row];
             if kv_len < tokens {
-                return Err(RowsError::KvLen { row, tokens, kv_len });
+                return Err(RowsError::KvLen {
+                    row,
+                    tokens,
+                    kv_len,
+                });
             }
             let pages = self.page_indptr[row + 1] - self.page_indptr[row];
             if (pages as usize) < (kv_len as usize).div_ceil(page_size) {
-                return Err(RowsError::TooFewPages { row, pages, page_size, kv_len });
+                return Err(RowsError::TooFewPages {
+                    row,
+                    pages,
+                    page_size,
+                    kv_len,
+                });
             }
         }
         let outside = |page: i32| usize::try_from(page).map_or(true, |page| page >= num_pages);
         if let Some(at) = self.page_indices.iter().position(|&page| outside(page)) {
-            return Err(RowsError::Page { at, page: self.page_indices[at], num_pages });
+            return Err(RowsError::Page {
+                at,
+                page: self.page_indices[at],
+                num_pages,
+            });
         }
         let slots = num_pages * page_size;
-        if let Some(at) = self.slot_mapping.iter().position(|&slot| slot >= slots as i64) {
-            return Err(RowsError::Slot { at, slot: self.slot_mapping[at], slots });
+        if let Some(at) = self
+            .slot_mapping
+            .iter()
+            .position(|&slot| slot >= slots as i64)
+        {
+            return Err(RowsError::Slot {
+                at,
+                slot: self.slot_mapping[at],
+                slots,
+            });
         }
         Ok(())
     }
@@ -70,7 +116,10 @@ fn first_fault(ends: &[i32], step: i32, total: usize) -> Option<usize> {
     if ends[0] != 0 {
         return Some(0);
     }
-    let falls = ends.windows(2).position(|w| w[1] < w[0].saturating_add(step)).map(|i| i + 1);
+    let falls = ends
+        .windows(2)
+        .position(|w| w[1] < w[0].saturating_add(step))
+        .map(|i| i + 1);
     falls.or_else(|| (ends[ends.len() - 1] as usize != total).then_some(ends.len() - 1))
 }
 
@@ -104,39 +153,102 @@ mod tests {
         use RowsError as E;
         let wrong = |rows: SequenceRows| rows.check(8, 4).expect_err("wrong rows");
         assert_eq!(
-            wrong(SequenceRows { qo_indptr: &[0, 0, 4], ..GOOD }),
-            E::Queries { at: 1, value: 0, tokens: 4 }
+            wrong(SequenceRows {
+                qo_indptr: &[0, 0, 4],
+                ..GOOD
+            }),
+            E::Queries {
+                at: 1,
+                value: 0,
+                tokens: 4
+            }
         );
         assert_eq!(
-            wrong(SequenceRows { qo_indptr: &[0, 1, 5], ..GOOD }),
-            E::Queries { at: 2, value: 5, tokens: 4 }
+            wrong(SequenceRows {
+                qo_indptr: &[0, 1, 5],
+                ..GOOD
+            }),
+            E::Queries {
+                at: 2,
+                value: 5,
+                tokens: 4
+            }
         );
         assert_eq!(
-            wrong(SequenceRows { kv_lens: &[5, 2], ..GOOD }),
-            E::KvLen { row: 1, tokens: 3, kv_len: 2 }
+            wrong(SequenceRows {
+                kv_lens: &[5, 2],
+                ..GOOD
+            }),
+            E::KvLen {
+                row: 1,
+                tokens: 3,
+                kv_len: 2
+            }
         );
         assert_eq!(
-            wrong(SequenceRows { page_indptr: &[0, 4, 3], ..GOOD }),
-            E::PageTable { at: 2, value: 3, pages: 3 }
+            wrong(SequenceRows {
+                page_indptr: &[0, 4, 3],
+                ..GOOD
+            }),
+            E::PageTable {
+                at: 2,
+                value: 3,
+                pages: 3
+            }
         );
-        let too_few = E::TooFewPages { row: 0, pages: 2, page_size: 4, kv_len: 9 };
-        assert_eq!(wrong(SequenceRows { kv_lens: &[9, 3], ..GOOD }), too_few);
+        let too_few = E::TooFewPages {
+            row: 0,
+            pages: 2,
+            page_size: 4,
+            kv_len: 9,
+        };
         assert_eq!(
-            wrong(SequenceRows { page_indices: &[7, -1, 3], ..GOOD }),
-            E::Page { at: 1, page: -1, num_pages: 8 }
+            wrong(SequenceRows {
+                kv_lens: &[9, 3],
+                ..GOOD
+            }),
+            too_few
         );
         assert_eq!(
-            wrong(SequenceRows { page_indices: &[7, 8, 3], ..GOOD }),
-            E::Page { at: 1, page: 8, num_pages: 8 }
+            wrong(SequenceRows {
+                page_indices: &[7, -1, 3],
+                ..GOOD
+            }),
+            E::Page {
+                at: 1,
+                page: -1,
+                num_pages: 8
+            }
         );
         assert_eq!(
-            wrong(SequenceRows { slot_mapping: &[0, 1, 2, 32], ..GOOD }),
-            E::Slot { at: 3, slot: 32, slots: 32 }
+            wrong(SequenceRows {
+                page_indices: &[7, 8, 3],
+                ..GOOD
+            }),
+            E::Page {
+                at: 1,
+                page: 8,
+                num_pages: 8
+            }
+        );
+        assert_eq!(
+            wrong(SequenceRows {
+                slot_mapping: &[0, 1, 2, 32],
+                ..GOOD
+            }),
+            E::Slot {
+                at: 3,
+                slot: 32,
+                slots: 32
+            }
         );
         assert!(
-            wrong(SequenceRows { page_indices: &[7, 8, 3], ..GOOD })
-                .to_string()
-                .contains("pages 0 to 7")
+            wrong(SequenceRows {
+                page_indices: &[7, 8, 3],
+                ..GOOD
+            })
+            .to_string()
+            .contains("pages 0 to 7")
         );
     }
 }

@@ -102,9 +102,16 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
     // Few rows: wide tiles, which read w in order. Many: tall ones, which prepare each vector of w
     // for twice the rows; with two phases they win from 5 rows on (measured on Emerald Rapids, 6
     // rows: 268 against 342 us).
-    let wide_rows = if E::PHASES == 1 { S::TILE_ROWS } else { S::TILE_ROWS.min(4) };
-    let (tile_rows, tile_vecs) =
-        if rows <= wide_rows { (S::TILE_ROWS, S::TILE_VECS) } else { (S::TALL_ROWS, S::TALL_VECS) };
+    let wide_rows = if E::PHASES == 1 {
+        S::TILE_ROWS
+    } else {
+        S::TILE_ROWS.min(4)
+    };
+    let (tile_rows, tile_vecs) = if rows <= wide_rows {
+        (S::TILE_ROWS, S::TILE_VECS)
+    } else {
+        (S::TALL_ROWS, S::TALL_VECS)
+    };
     let groups = rows.div_ceil(tile_rows);
     let mut m = 0;
     for group in 0..groups {
@@ -113,8 +120,20 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
         let mut v = 0;
         while v < vecs {
             let nr = (vecs - v).min(tile_vecs);
-            let (w, out) = (o.w.add(v * S::LANES), o.out.add(m * o.out_stride + v * S::LANES));
-            one_tile::<S, E, XS, STREAMS>(mr, nr, TileOperands { x: o.x.add(m * XS), w, out, ..o });
+            let (w, out) = (
+                o.w.add(v * S::LANES),
+                o.out.add(m * o.out_stride + v * S::LANES),
+            );
+            one_tile::<S, E, XS, STREAMS>(
+                mr,
+                nr,
+                TileOperands {
+                    x: o.x.add(m * XS),
+                    w,
+                    out,
+                    ..o
+                },
+            );
             v += nr;
         }
         m += mr;

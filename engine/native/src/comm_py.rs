@@ -41,7 +41,10 @@ impl PyBackend {
 }
 
 fn failed(py: Python<'_>, err: &PyErr) -> CommError {
-    let name = err.get_type(py).name().map_or_else(|_| "error".to_owned(), |name| name.to_string());
+    let name = err
+        .get_type(py)
+        .name()
+        .map_or_else(|_| "error".to_owned(), |name| name.to_string());
     CommError(format!("{name}: {}", err.value(py)))
 }
 
@@ -53,8 +56,16 @@ struct SlabOwner {
 
 /// Writable memoryviews of the slabs, in order.
 fn views<'py>(py: Python<'py>, ring: &Arc<SlabRing>) -> PyResult<Bound<'py, PyList>> {
-    let owner = Bound::new(py, SlabOwner { _ring: ring.clone() })?;
-    let array_type = py.import("ctypes")?.getattr("c_ubyte")?.mul(ring.slab_bytes())?;
+    let owner = Bound::new(
+        py,
+        SlabOwner {
+            _ring: ring.clone(),
+        },
+    )?;
+    let array_type = py
+        .import("ctypes")?
+        .getattr("c_ubyte")?
+        .mul(ring.slab_bytes())?;
     let memoryview = py.import("builtins")?.getattr("memoryview")?;
     let views = PyList::empty(py);
     for slab in 0..ring.slabs() {
@@ -139,7 +150,11 @@ impl Communicator for PyCommunicator {
 
     fn abort(&self) -> Result<(), CommError> {
         Python::attach(|py| {
-            self.object.bind(py).call_method0("abort").map(|_| ()).map_err(|err| failed(py, &err))
+            self.object
+                .bind(py)
+                .call_method0("abort")
+                .map(|_| ())
+                .map_err(|err| failed(py, &err))
         })
     }
 }

@@ -18,7 +18,10 @@ const WRITABLE: std::ffi::c_int = 0x200;
 pub struct PyDevicePages(pub Py<PyAny>);
 
 fn failed(py: Python<'_>, err: &PyErr) -> DeviceError {
-    let name = err.get_type(py).name().map_or_else(|_| "error".to_owned(), |name| name.to_string());
+    let name = err
+        .get_type(py)
+        .name()
+        .map_or_else(|_| "error".to_owned(), |name| name.to_string());
     DeviceError(format!("{name}: {}", err.value(py)))
 }
 
@@ -69,7 +72,10 @@ impl DevicePages for PyDevicePages {
     fn gather(&self, pages: &[u32], to: &mut [u8]) -> Result<(), DeviceError> {
         attached(|py| {
             with_view(py, to, |to| {
-                self.0.bind(py).call_method1("gather", (ids(py, pages), to)).map(drop)
+                self.0
+                    .bind(py)
+                    .call_method1("gather", (ids(py, pages), to))
+                    .map(drop)
             })
         })
     }
@@ -77,7 +83,10 @@ impl DevicePages for PyDevicePages {
     fn scatter(&self, from: &mut [u8], pages: &[u32]) -> Result<(), DeviceError> {
         attached(|py| {
             with_view(py, from, |from| {
-                self.0.bind(py).call_method1("scatter", (from, ids(py, pages))).map(drop)
+                self.0
+                    .bind(py)
+                    .call_method1("scatter", (from, ids(py, pages)))
+                    .map(drop)
             })
         })
     }
@@ -88,19 +97,27 @@ impl DevicePages for PyDevicePages {
 
     fn pin(&self, memory: &mut [u8]) -> Result<(), DeviceError> {
         attached(|py| {
-            with_view(py, memory, |view| self.0.bind(py).call_method1("pin", (view,)).map(drop))
+            with_view(py, memory, |view| {
+                self.0.bind(py).call_method1("pin", (view,)).map(drop)
+            })
         })
     }
 
     fn unpin(&self, memory: &mut [u8]) -> Result<(), DeviceError> {
         attached(|py| {
-            with_view(py, memory, |view| self.0.bind(py).call_method1("unpin", (view,)).map(drop))
+            with_view(py, memory, |view| {
+                self.0.bind(py).call_method1("unpin", (view,)).map(drop)
+            })
         })
     }
 
     fn slabs(&self, slabs: usize, slab_bytes: usize) -> Result<Arc<dyn DeviceSlabs>, DeviceError> {
         attached(|py| {
-            let slabs = self.0.bind(py).call_method1("slabs", (slabs, slab_bytes))?.unbind();
+            let slabs = self
+                .0
+                .bind(py)
+                .call_method1("slabs", (slabs, slab_bytes))?
+                .unbind();
             Ok(Arc::new(PySlabs(slabs)) as Arc<dyn DeviceSlabs>)
         })
     }
@@ -137,11 +154,21 @@ impl PySlabs {
 
 impl DeviceSlabs for PySlabs {
     fn gather(&self, pages: &[u32], slab: usize) -> Result<(), DeviceError> {
-        attached(|py| self.0.bind(py).call_method1("gather", (ids(py, pages), slab)).map(drop))
+        attached(|py| {
+            self.0
+                .bind(py)
+                .call_method1("gather", (ids(py, pages), slab))
+                .map(drop)
+        })
     }
 
     fn scatter(&self, slab: usize, pages: &[u32]) -> Result<(), DeviceError> {
-        attached(|py| self.0.bind(py).call_method1("scatter", (slab, ids(py, pages))).map(drop))
+        attached(|py| {
+            self.0
+                .bind(py)
+                .call_method1("scatter", (slab, ids(py, pages)))
+                .map(drop)
+        })
     }
 }
 

@@ -33,7 +33,9 @@ unsafe fn slice<'a, T>(at: usize, len: usize) -> &'a [T] {
 /// ValueError for an unknown name there.
 #[pyfunction]
 fn cpu_isa() -> PyResult<&'static str> {
-    isa::try_current().map(|isa| isa.name()).map_err(|err| PyValueError::new_err(err.to_string()))
+    isa::try_current()
+        .map(|isa| isa.name())
+        .map_err(|err| PyValueError::new_err(err.to_string()))
 }
 
 /// Use `n` threads in every kernel from now on, the caller's included; workers park when there is
@@ -115,7 +117,8 @@ impl KvRows {
                 slot_mapping: slice(slot_mapping, tokens),
             }
         };
-        rows.check(num_pages, page_size).map_err(|err| PyValueError::new_err(err.to_string()))?;
+        rows.check(num_pages, page_size)
+            .map_err(|err| PyValueError::new_err(err.to_string()))?;
         Ok(KvRows(rows))
     }
 }
@@ -135,8 +138,16 @@ fn append(
     py.detach(|| {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
         unsafe {
-            let new = |data: usize, stride| NewTokens { data: data as *const u8, stride };
-            kv_append(&layer.0, new(k, k_stride), new(v, v_stride), rows.0.slot_mapping);
+            let new = |data: usize, stride| NewTokens {
+                data: data as *const u8,
+                stride,
+            };
+            kv_append(
+                &layer.0,
+                new(k, k_stride),
+                new(v, v_stride),
+                rows.0.slot_mapping,
+            );
         }
     });
 }
@@ -144,7 +155,10 @@ fn append(
 /// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees
 /// everything before.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
 fn attend(
     py: Python<'_>,
     layer: &KvLayer,
@@ -178,7 +192,14 @@ fn attend(
 type Strided = (usize, usize, usize, usize, usize, usize);
 
 fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> HeadVectors {
-    HeadVectors { data: data as *mut u8, outer, inner, outer_stride, inner_stride, len }
+    HeadVectors {
+        data: data as *mut u8,
+        outer,
+        inner,
+        outer_stride,
+        inner_stride,
+        len,
+    }
 }
 
 /// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out
@@ -209,7 +230,10 @@ fn rms_norm(
 /// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin:
 /// float32 [table, dim / 2]. Raises ValueError when a position has no row in the tables.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
 fn rope(
     py: Python<'_>,
     bf16: bool,
@@ -276,7 +300,11 @@ impl PackedWeight {
     /// Copy the contiguous matrix at `weight`, which is not needed afterwards.
     #[new]
     fn new(py: Python<'_>, bf16: bool, outputs: usize, inputs: usize, weight: usize) -> Self {
-        let shape = WeightShape { dtype: dtype(bf16), outputs, inputs };
+        let shape = WeightShape {
+            dtype: dtype(bf16),
+            outputs,
+            inputs,
+        };
         // SAFETY: the Python side holds the tensor and has checked its shape.
         PackedWeight(
             py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) }),

@@ -21,7 +21,9 @@ fn oversized_body(
     max_tokens: u64,
     max_chars: u64,
 ) -> PyResult<Option<(&'static str, String, Option<&'static str>)>> {
-    let Some(limit) = PromptLimit::of(Some(max_tokens), Some(max_chars)) else { return Ok(None) };
+    let Some(limit) = PromptLimit::of(Some(max_tokens), Some(max_chars)) else {
+        return Ok(None);
+    };
     let found = py.detach(|| baton_router::oversized_body(path, body, limit));
     let found = found.map_err(|err| PyValueError::new_err(err.to_string()))?;
     Ok(found.map(|err| (err.code(), err.to_string(), err.param())))

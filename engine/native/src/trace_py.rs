@@ -47,7 +47,11 @@ fn key_values(attributes: PyAttributes) -> Vec<KeyValue> {
 
 impl From<PySpan> for Span {
     fn from(span: PySpan) -> Self {
-        let kind = if span.is_server { SpanKind::Server } else { SpanKind::Internal };
+        let kind = if span.is_server {
+            SpanKind::Server
+        } else {
+            SpanKind::Internal
+        };
         let events = span.events.into_iter().map(|(at, name, attributes)| {
             let mut event = span_event(at, name);
             event.attributes = key_values(attributes);
@@ -83,7 +87,10 @@ impl SpanExporter {
     #[new]
     fn new(endpoint: &str, service: String, attributes: Vec<(String, String)>) -> PyResult<Self> {
         log_to_stderr();
-        let service = TraceService { name: service, attributes };
+        let service = TraceService {
+            name: service,
+            attributes,
+        };
         let inner = BackgroundExporter::start(endpoint, service).map_err(PyValueError::new_err)?;
         Ok(Self { inner })
     }

@@ -64,7 +64,9 @@ impl PyKvPool {
                 }
             })
             .map_err(pool_error)?;
-        Ok(Self { pool: Arc::new(pool) })
+        Ok(Self {
+            pool: Arc::new(pool),
+        })
     }
 
     /// ValueError for pages on a device.
@@ -104,10 +106,15 @@ impl PyKvPool {
     fn buffer<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let pool = &slf.get().pool;
-        let array_type = py.import("ctypes")?.getattr("c_ubyte")?.mul(pool.nbytes())?;
+        let array_type = py
+            .import("ctypes")?
+            .getattr("c_ubyte")?
+            .mul(pool.nbytes())?;
         let array = array_type.call_method1("from_address", (slf.get().data_ptr()?,))?;
         array.setattr("_pool", slf)?;
-        py.import("builtins")?.getattr("memoryview")?.call1((array,))
+        py.import("builtins")?
+            .getattr("memoryview")?
+            .call1((array,))
     }
 
     /// The pages (int32 little endian ids) get a new owner: their generation becomes the next odd
@@ -127,7 +134,10 @@ impl PyKvPool {
 
     /// The page's generation (even = final), for tests and for the ledger.
     fn generation(&self, page: u32) -> PyResult<u64> {
-        let pages = self.pool.check_pages(&page.to_le_bytes()).map_err(pool_error)?;
+        let pages = self
+            .pool
+            .check_pages(&page.to_le_bytes())
+            .map_err(pool_error)?;
         Ok(self.pool.generation(pages[0]))
     }
 
@@ -167,15 +177,30 @@ pub(crate) fn log_to_stderr() {
 /// The event as the tuple the contract names.
 fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, PyTuple>> {
     match event {
-        NodeEvent::Committed { room, payload, total_pages, last_page_tokens, stats } => {
+        NodeEvent::Committed {
+            room,
+            payload,
+            total_pages,
+            last_page_tokens,
+            stats,
+        } => {
             let stats = serde_json::to_string(&stats)
                 .map_err(|err| PyRuntimeError::new_err(err.to_string()))?;
-            ("committed", room, PyBytes::new(py, &payload), total_pages, last_page_tokens, stats)
+            (
+                "committed",
+                room,
+                PyBytes::new(py, &payload),
+                total_pages,
+                last_page_tokens,
+                stats,
+            )
                 .into_pyobject(py)
         }
-        NodeEvent::Failed { room, code, message } => {
-            ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py)
-        }
+        NodeEvent::Failed {
+            room,
+            code,
+            message,
+        } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
         NodeEvent::Aborted { room } => ("aborted", room).into_pyobject(py),
         NodeEvent::Announced { room } => ("announced", room).into_pyobject(py),
         NodeEvent::Revoked { room } => ("revoked", room).into_pyobject(py),
@@ -263,7 +288,11 @@ impl PyTransferNode {
         timeout_ms: u64,
     ) -> PyResult<()> {
         py.detach(|| {
-            self.node.register(bootstrap_host, bootstrap_port, Duration::from_millis(timeout_ms))
+            self.node.register(
+                bootstrap_host,
+                bootstrap_port,
+                Duration::from_millis(timeout_ms),
+            )
         })
         .map_err(node_error)
     }
@@ -278,13 +307,15 @@ impl PyTransferNode {
         prompt_hash: &[u8],
         deadline_ms: u64,
     ) -> PyResult<()> {
-        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms)).map_err(node_error)
+        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms))
+            .map_err(node_error)
     }
 
     /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are
     /// final. Seals them.
     fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.publish(room, first_page, pages)).map_err(node_error)
+        py.detach(|| self.node.publish(room, first_page, pages))
+            .map_err(node_error)
     }
 
     /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must
@@ -297,8 +328,11 @@ impl PyTransferNode {
         last_page_tokens: u32,
         payload: &[u8],
     ) -> PyResult<()> {
-        py.detach(|| self.node.finish(room, total_pages, last_page_tokens, payload.to_vec()))
-            .map_err(node_error)
+        py.detach(|| {
+            self.node
+                .finish(room, total_pages, last_page_tokens, payload.to_vec())
+        })
+        .map_err(node_error)
     }
 
     /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server.
@@ -333,7 +367,8 @@ impl PyTransferNode {
     /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32
     /// little endian), all of them. They are written until the room ends, and not after.
     fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.grant(room, start_page, dst_pages)).map_err(node_error)
+        py.detach(|| self.node.grant(room, start_page, dst_pages))
+            .map_err(node_error)
     }
 
     /// D: revoke the grant. `poll` answers "revoked" (the pages are not written any more) or
@@ -346,7 +381,8 @@ impl PyTransferNode {
     /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a
     /// room that was never offered: a D that waits for it is refused at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
-        py.detach(|| self.node.abort(room, code)).map_err(node_error)
+        py.detach(|| self.node.abort(room, code))
+            .map_err(node_error)
     }
 
     /// Up to `max` events. Exactly one of these ends each room: D: ("committed", room, payload,
@@ -354,7 +390,11 @@ impl PyTransferNode {
     /// ("aborted", room); P: ("released", room, "DONE" or code). Before it on D: ("announced",
     /// room) when P holds pages for a room without a grant, and the answers to `revoke`.
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-        self.node.poll(max).into_iter().map(|event| event_tuple(py, event)).collect()
+        self.node
+            .poll(max)
+            .into_iter()
+            .map(|event| event_tuple(py, event))
+            .collect()
     }
 
     /// {"gauges", "counters": by metric name with labels; "detail": more, for people; "healthy",
@@ -402,10 +442,15 @@ impl PyBootstrapServer {
         second_cluster_key: Option<String>,
     ) -> PyResult<Self> {
         let keys = cluster_key.map(|own| ClusterKeys::new(own, second_cluster_key));
-        let server = py.detach(|| BootstrapServer::start(host, port, keys)).map_err(|err| {
-            PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}"))
-        })?;
-        Ok(Self { port: server.port(), server: Mutex::new(server) })
+        let server = py
+            .detach(|| BootstrapServer::start(host, port, keys))
+            .map_err(|err| {
+                PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}"))
+            })?;
+        Ok(Self {
+            port: server.port(),
+            server: Mutex::new(server),
+        })
     }
 
     #[getter]

@@ -18,7 +18,9 @@ const MAX_AGE_MS: u64 = 300_000;
 const MAX_SEEN: usize = 65_536;
 
 pub fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_millis() as u64)
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |age| age.as_millis() as u64)
 }
 
 fn mac(key: &str, head: &str, body: &[u8]) -> Hmac<Sha256> {
@@ -62,7 +64,11 @@ pub fn is_answer_signed(
     header: Option<&str>,
 ) -> bool {
     let tag = header.and_then(unhex);
-    tag.is_some_and(|tag| answer_mac(key, request, status, body).verify_slice(&tag).is_ok())
+    tag.is_some_and(|tag| {
+        answer_mac(key, request, status, body)
+            .verify_slice(&tag)
+            .is_ok()
+    })
 }
 
 /// Accepted signatures that are not too old yet, by time.
@@ -72,7 +78,11 @@ pub struct SeenSignatures(BTreeSet<(u64, String)>);
 impl SeenSignatures {
     /// Records a request signed at `at_ms`. `Err`: it is a repetition, or too many are remembered.
     pub fn add(&mut self, at_ms: u64, header: &str, now_ms: u64) -> Result<(), &'static str> {
-        while self.0.first().is_some_and(|(at, _)| at.saturating_add(MAX_AGE_MS) < now_ms) {
+        while self
+            .0
+            .first()
+            .is_some_and(|(at, _)| at.saturating_add(MAX_AGE_MS) < now_ms)
+        {
             self.0.pop_first();
         }
         if self.0.len() >= MAX_SEEN {
@@ -95,20 +105,26 @@ pub fn verify(
     body: &[u8],
     header: Option<&str>,
 ) -> Result<u64, String> {
-    let header = header
-        .ok_or(format!("this server has a cluster key and wants a signature in {AUTH_HEADER}"))?;
+    let header = header.ok_or(format!(
+        "this server has a cluster key and wants a signature in {AUTH_HEADER}"
+    ))?;
     let (stamp, hex) = header.rsplit_once(' ').ok_or("the signature has no time")?;
     let (at, _nonce) = stamp
         .split_once(' ')
         .ok_or("the signature has no nonce: update the engine that sent it")?;
-    let at: u64 = at.parse().map_err(|_| "the signature's time is no number")?;
+    let at: u64 = at
+        .parse()
+        .map_err(|_| "the signature's time is no number")?;
     let tag = unhex(hex).ok_or("the signature is no hexadecimal")?;
     request_mac(key, method, path, stamp, body)
         .verify_slice(&tag)
         .map_err(|_| "the signature is wrong: the cluster keys differ")?;
     let age_ms = at.abs_diff(now_ms);
     if age_ms > MAX_AGE_MS {
-        return Err(format!("the signature is {} s old; compare the hosts' clocks", age_ms / 1000));
+        return Err(format!(
+            "the signature is {} s old; compare the hosts' clocks",
+            age_ms / 1000
+        ));
     }
     Ok(at)
 }
@@ -116,7 +132,10 @@ pub fn verify(
 fn unhex(text: &str) -> Option<Vec<u8>> {
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
     let digit = |c: u8| (c as char).to_digit(16).map(|d| d as u8);
-    let bytes = pairs.iter().map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?)).collect();
+    let bytes = pairs
+        .iter()
+        .map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?))
+        .collect();
     rest.is_empty().then_some(bytes).flatten()
 }
 
@@ -144,8 +163,10 @@ mod tests {
 
     #[test]
     fn answer_is_signed_for_one_request() {
-        let (request, other) =
-            (sign("key", "GET", "/route", 1000, b""), sign("key", "GET", "/route", 1000, b""));
+        let (request, other) = (
+            sign("key", "GET", "/route", 1000, b""),
+            sign("key", "GET", "/route", 1000, b""),
+        );
         let header = sign_answer("key", &request, 200, b"{}");
         let is_signed =
             |key, request, status| is_answer_signed(key, request, status, b"{}", Some(&header));

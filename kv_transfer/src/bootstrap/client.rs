@@ -25,7 +25,11 @@ pub enum HttpError {
     #[error("{0}: {1}")]
     Io(String, String),
     #[error("{url} answered {status}: {text}")]
-    Status { url: String, status: StatusCode, text: String },
+    Status {
+        url: String,
+        status: StatusCode,
+        text: String,
+    },
     #[error("{0} answered nonsense: {1}")]
     Nonsense(String, String),
     /// The server did not prove that it belongs to this cluster.
@@ -75,8 +79,9 @@ pub async fn resolve(
     let found = tokio::net::lookup_host((host, port))
         .await
         .map_err(|err| HttpError::Io(format!("{host}:{port}"), err.to_string()))?;
-    let usable: Vec<_> =
-        found.filter(|addr| !loopback_only || addr.ip().to_canonical().is_loopback()).collect();
+    let usable: Vec<_> = found
+        .filter(|addr| !loopback_only || addr.ip().to_canonical().is_loopback())
+        .collect();
     if loopback_only && usable.is_empty() {
         return Err(HttpError::Untrusted(format!(
             "{host} is another host, and this node has no cluster key: give all engines the same --cluster-key, or \
@@ -110,7 +115,9 @@ impl BootstrapClient {
     ) -> Result<(Bytes, IpAddr), HttpError> {
         let io = |err: &dyn std::fmt::Display| HttpError::Io(url.to_owned(), err.to_string());
         let addrs = resolve(&self.host, self.port, self.loopback_only).await?;
-        let stream = TcpStream::connect(&addrs[..]).await.map_err(|err| io(&err))?;
+        let stream = TcpStream::connect(&addrs[..])
+            .await
+            .map_err(|err| io(&err))?;
         let local = stream.local_addr().map_err(|err| io(&err))?.ip();
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
@@ -128,7 +135,9 @@ impl BootstrapClient {
         if let Some(signature) = &signed {
             request = request.header(AUTH_HEADER, signature);
         }
-        let request = request.body(Full::new(Bytes::from(body))).map_err(|err| io(&err))?;
+        let request = request
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|err| io(&err))?;
         let response = sender.send_request(request).await.map_err(|err| io(&err))?;
         let status = response.status();
         let proof = response.headers().get(AUTH_HEADER).cloned();
@@ -150,8 +159,16 @@ impl BootstrapClient {
             }
         }
         if !status.is_success() {
-            let text = String::from_utf8_lossy(&answer).trim().chars().take(300).collect();
-            return Err(HttpError::Status { url: url.to_owned(), status, text });
+            let text = String::from_utf8_lossy(&answer)
+                .trim()
+                .chars()
+                .take(300)
+                .collect();
+            return Err(HttpError::Status {
+                url: url.to_owned(),
+                status,
+                text,
+            });
         }
         Ok((answer, local))
     }
@@ -164,11 +181,15 @@ impl BootstrapClient {
     }
 
     pub async fn sizes(&self) -> Result<TopologySizes, HttpError> {
-        self.get("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1").await
+        self.get("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1")
+            .await
     }
 
     pub async fn route(&self, dp_rank: u32) -> Result<RankRoute, HttpError> {
-        self.get(&format!("/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0")).await
+        self.get(&format!(
+            "/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0"
+        ))
+        .await
     }
 
     /// Register; an empty `rank_ip` is filled with our address on the way to the server.
@@ -184,7 +205,9 @@ impl BootstrapClient {
 
     pub async fn unregister(&self, registration: &RankRegistration) -> Result<(), HttpError> {
         let body = serde_json::to_vec(registration).expect("a registration is plain data");
-        self.request(Method::DELETE, "/route", body).await.map(|_| ())
+        self.request(Method::DELETE, "/route", body)
+            .await
+            .map(|_| ())
     }
 }
 

@@ -55,7 +55,11 @@ pub struct RankRegistration {
 
 impl RankRegistration {
     fn sizes(&self) -> TopologySizes {
-        let dp = if self.system_dp_size == 1 { self.attn_dp_size } else { self.system_dp_size };
+        let dp = if self.system_dp_size == 1 {
+            self.attn_dp_size
+        } else {
+            self.system_dp_size
+        };
         TopologySizes {
             prefill_attn_tp_size: self.attn_tp_size,
             prefill_dp_size: dp,
@@ -64,9 +68,16 @@ impl RankRegistration {
     }
 
     pub(super) fn rank(&self) -> RankPosition {
-        let dp_group =
-            if self.system_dp_size == 1 { self.attn_dp_rank } else { self.system_dp_rank };
-        RankPosition { dp_group, tp: self.attn_tp_rank, pp: self.pp_rank }
+        let dp_group = if self.system_dp_size == 1 {
+            self.attn_dp_rank
+        } else {
+            self.system_dp_rank
+        };
+        RankPosition {
+            dp_group,
+            tp: self.attn_tp_rank,
+            pp: self.pp_rank,
+        }
     }
 }
 
@@ -89,11 +100,18 @@ pub enum TableError {
     #[error("role is {0:?}; only prefill ranks register here")]
     Role(String),
     #[error("{what} rank {rank} is outside its size {size}")]
-    RankRange { what: &'static str, rank: u32, size: u32 },
+    RankRange {
+        what: &'static str,
+        rank: u32,
+        size: u32,
+    },
     #[error(
         "this rank has {theirs:?}, the ranks registered before have {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
     )]
-    Conflict { ours: TopologySizes, theirs: TopologySizes },
+    Conflict {
+        ours: TopologySizes,
+        theirs: TopologySizes,
+    },
     #[error("{MAX_RANKS} ranks are registered already")]
     Full,
 }
@@ -122,10 +140,22 @@ impl RouteTable {
             return Err(TableError::Role(registration.role));
         }
         for (what, rank, size) in [
-            ("attn_tp", registration.attn_tp_rank, registration.attn_tp_size),
-            ("attn_dp", registration.attn_dp_rank, registration.attn_dp_size),
+            (
+                "attn_tp",
+                registration.attn_tp_rank,
+                registration.attn_tp_size,
+            ),
+            (
+                "attn_dp",
+                registration.attn_dp_rank,
+                registration.attn_dp_size,
+            ),
             ("pp", registration.pp_rank, registration.pp_size),
-            ("system_dp", registration.system_dp_rank, registration.system_dp_size),
+            (
+                "system_dp",
+                registration.system_dp_rank,
+                registration.system_dp_size,
+            ),
         ] {
             if rank >= size {
                 return Err(TableError::RankRange { what, rank, size });
@@ -162,7 +192,8 @@ impl RouteTable {
     /// Remove ranks that have not registered again in time.
     pub fn expire(&mut self, now_ms: u64) {
         let before = self.ranks.len();
-        self.ranks.retain(|_, (_, at)| now_ms.saturating_sub(*at) <= ROUTE_TTL_MS);
+        self.ranks
+            .retain(|_, (_, at)| now_ms.saturating_sub(*at) <= ROUTE_TTL_MS);
         self.epoch += u64::from(self.ranks.len() != before);
         self.free_topology();
     }
@@ -201,7 +232,11 @@ mod tests {
     }
 
     fn at(dp_group: u32) -> RankPosition {
-        RankPosition { dp_group, tp: 0, pp: 0 }
+        RankPosition {
+            dp_group,
+            tp: 0,
+            pp: 0,
+        }
     }
 
     #[test]
@@ -211,10 +246,17 @@ mod tests {
         table.put(rank(1, "a"), 0).expect("new");
         assert_eq!(
             table.sizes(),
-            Some(TopologySizes { prefill_attn_tp_size: 1, prefill_dp_size: 2, prefill_pp_size: 1 })
+            Some(TopologySizes {
+                prefill_attn_tp_size: 1,
+                prefill_dp_size: 2,
+                prefill_pp_size: 1
+            })
         );
         assert_eq!(
-            (table.get(at(0)), table.get(at(1)).map(|r| r.instance_id.as_str())),
+            (
+                table.get(at(0)),
+                table.get(at(1)).map(|r| r.instance_id.as_str())
+            ),
             (None, Some("a"))
         );
         let epoch = table.epoch;
@@ -222,7 +264,10 @@ mod tests {
         assert_eq!(table.epoch, epoch);
         table.put(rank(1, "b"), 0).expect("a restart");
         assert_eq!(table.epoch, epoch + 1);
-        assert!(!table.remove(&rank(1, "a")), "a late removal of the former incarnation");
+        assert!(
+            !table.remove(&rank(1, "a")),
+            "a late removal of the former incarnation"
+        );
         assert!(table.remove(&rank(1, "b")));
         assert_eq!(table.sizes(), None, "the last one out frees the topology");
     }
@@ -233,10 +278,16 @@ mod tests {
         table.put(rank(0, "a"), 0).expect("new");
         let mut other = rank(1, "b");
         other.system_dp_size = 4;
-        assert!(matches!(table.put(other, 0), Err(TableError::Conflict { .. })));
+        assert!(matches!(
+            table.put(other, 0),
+            Err(TableError::Conflict { .. })
+        ));
         let mut outside = rank(0, "c");
         outside.pp_rank = 1;
-        assert!(matches!(table.put(outside, 0), Err(TableError::RankRange { what: "pp", .. })));
+        assert!(matches!(
+            table.put(outside, 0),
+            Err(TableError::RankRange { what: "pp", .. })
+        ));
         let mut decode = rank(0, "d");
         decode.role = "Decode".into();
         assert!(matches!(table.put(decode, 0), Err(TableError::Role(_))));
@@ -245,7 +296,10 @@ mod tests {
     #[test]
     fn only_its_owner_removes_a_rank() {
         let mut table = RouteTable::default();
-        let mine = RankRegistration { owner: "secret".into(), ..rank(1, "a") };
+        let mine = RankRegistration {
+            owner: "secret".into(),
+            ..rank(1, "a")
+        };
         table.put(mine.clone(), 0).expect("new");
         assert!(!table.remove(&rank(1, "a")), "what GET tells is not enough");
         assert!(table.remove(&mine));
@@ -262,7 +316,9 @@ mod tests {
         assert!(kept.layout.is_null(), "large values are not kept");
         let late = ROUTE_TTL_MS + 1;
         assert!(table.put(rank(1, "a"), ROUTE_TTL_MS).is_err());
-        table.put(rank(1, "a"), late).expect("the table is empty again");
+        table
+            .put(rank(1, "a"), late)
+            .expect("the table is empty again");
         table.put(rank(1, "a"), 2 * late).expect("a reminder");
         table.expire(2 * late + ROUTE_TTL_MS);
         assert!(table.get(at(1)).is_some() && table.get(at(0)).is_none());
@@ -272,8 +328,21 @@ mod tests {
     fn dp_attention_ranks_are_found_by_their_attention_rank() {
         let text = r#"{"role": "prefill", "attn_dp_size": 4, "attn_dp_rank": 3, "attn_tp_size": 2, "attn_tp_rank": 1, "rank_ip": "h", "rank_port": 1}"#;
         let mut table = RouteTable::default();
-        table.put(serde_json::from_str(text).expect("SGLang's fields alone"), 0).expect("new");
-        assert!(table.get(RankPosition { dp_group: 3, tp: 1, pp: 0 }).is_some());
+        table
+            .put(
+                serde_json::from_str(text).expect("SGLang's fields alone"),
+                0,
+            )
+            .expect("new");
+        assert!(
+            table
+                .get(RankPosition {
+                    dp_group: 3,
+                    tp: 1,
+                    pp: 0
+                })
+                .is_some()
+        );
         assert_eq!(table.sizes().map(|s| s.prefill_dp_size), Some(4));
     }
 }

@@ -47,7 +47,9 @@ impl BootstrapServer {
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
         let addr = listener.local_addr()?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let (stop, stopped) = oneshot::channel();
         let state = Arc::new(State {
             table: Mutex::default(),
@@ -65,7 +67,12 @@ impl BootstrapServer {
                 }
             });
         })?;
-        Ok(Self { addr, state, stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            addr,
+            state,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 
     pub fn port(&self) -> u16 {
@@ -80,7 +87,9 @@ impl BootstrapServer {
 
     /// True while its thread serves; part of the node's health.
     pub fn is_serving(&self) -> bool {
-        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+        self.thread
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
     }
 
     pub fn stop(&mut self) {
@@ -114,7 +123,13 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
     let evicted = || {
         state.refused.fetch_add(1, Ordering::Relaxed);
     };
-    accept_all(listener, by_source, |stream| connection(stream, state.clone()), evicted).await
+    accept_all(
+        listener,
+        by_source,
+        |stream| connection(stream, state.clone()),
+        evicted,
+    )
+    .await
 }
 
 async fn connection(stream: TcpStream, state: Arc<State>) {
@@ -123,7 +138,8 @@ async fn connection(stream: TcpStream, state: Arc<State>) {
         async move { Ok::<_, Infallible>(state.answer(request).await) }
     });
     let mut http = hyper::server::conn::http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT);
+    http.timer(TokioTimer::new())
+        .header_read_timeout(READ_TIMEOUT);
     if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
         tracing::debug!(%err, "a bootstrap connection ended badly");
     }
@@ -132,9 +148,10 @@ async fn connection(stream: TcpStream, state: Arc<State>) {
 fn reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(body.to_string())));
     *response.status_mut() = status;
-    response
-        .headers_mut()
-        .insert(http::header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(
+        http::header::CONTENT_TYPE,
+        http::HeaderValue::from_static("application/json"),
+    );
     response
 }
 
@@ -224,7 +241,9 @@ impl State {
     /// Returns the accepted key that signed the request, none without cluster keys. `Err`: why it
     /// is refused.
     fn authenticate(&self, head: &Parts, body: &[u8]) -> Result<Option<&str>, String> {
-        let Some(keys) = &self.cluster_keys else { return Ok(None) };
+        let Some(keys) = &self.cluster_keys else {
+            return Ok(None);
+        };
         let path = head.uri.path_and_query().map_or("", |p| p.as_str());
         let header = head.headers.get(AUTH_HEADER);
         let header = header.and_then(|value| value.to_str().ok());
@@ -256,7 +275,10 @@ impl State {
         match serde_json::from_slice(body) {
             Ok(registration) if head.method == Method::PUT => self.put(registration),
             Ok(registration) => self.delete(&registration),
-            Err(err) => refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
+            Err(err) => refuse(
+                StatusCode::BAD_REQUEST,
+                format!("not a registration: {err}"),
+            ),
         }
     }
 
@@ -274,19 +296,23 @@ impl State {
 
     fn get(&self, query: &str) -> Response<Full<Bytes>> {
         let param = |name: &str| {
-            let value =
-                query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+            let value = query
+                .split('&')
+                .find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
             value
                 .and_then(|value| value.parse::<i64>().ok())
                 .ok_or(format!("the query needs an integer {name}"))
         };
-        let (tp, dp_group, pp) =
-            match (param("engine_rank"), param("target_dp_group"), param("target_pp_rank")) {
-                (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
-                (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
-                    return refuse(StatusCode::BAD_REQUEST, why);
-                }
-            };
+        let (tp, dp_group, pp) = match (
+            param("engine_rank"),
+            param("target_dp_group"),
+            param("target_pp_rank"),
+        ) {
+            (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
+            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
+                return refuse(StatusCode::BAD_REQUEST, why);
+            }
+        };
         let mut table = self.table.lock();
         table.expire(self.now_ms());
         if (tp, dp_group, pp) == (-1, -1, -1) {
@@ -300,7 +326,11 @@ impl State {
             };
         }
         let rank = |value: i64| u32::try_from(value).unwrap_or(u32::MAX);
-        match table.get(RankPosition { dp_group: rank(dp_group), tp: rank(tp), pp: rank(pp) }) {
+        match table.get(RankPosition {
+            dp_group: rank(dp_group),
+            tp: rank(tp),
+            pp: rank(pp),
+        }) {
             Some(found) => reply(
                 StatusCode::OK,
                 &json!({"rank_ip": found.rank_ip, "rank_port": found.rank_port, "instance_id": found.instance_id, "proto_ver": found.proto_ver,

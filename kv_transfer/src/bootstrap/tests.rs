@@ -24,24 +24,47 @@ fn client(server: &BootstrapServer, key: Option<&str>) -> BootstrapClient {
 async fn a_rank_registers_is_found_and_leaves() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let client = client(&server, None);
-    assert_eq!(client.sizes().await.expect_err("empty").status(), Some(StatusCode::NOT_FOUND));
-    client.register(&registration(77, "a")).await.expect("accepted");
+    assert_eq!(
+        client.sizes().await.expect_err("empty").status(),
+        Some(StatusCode::NOT_FOUND)
+    );
+    client
+        .register(&registration(77, "a"))
+        .await
+        .expect("accepted");
     assert_eq!(client.sizes().await.expect("known").prefill_dp_size, 1);
     let route = client.route(0).await.expect("known");
     assert_eq!(
-        (route.rank_ip.as_str(), route.rank_port, route.instance_id.as_str()),
+        (
+            route.rank_ip.as_str(),
+            route.rank_port,
+            route.instance_id.as_str()
+        ),
         ("127.0.0.1", 77, "a"),
         "the address is filled in"
     );
-    assert_eq!(client.route(1).await.expect_err("unknown").status(), Some(StatusCode::NOT_FOUND));
+    assert_eq!(
+        client.route(1).await.expect_err("unknown").status(),
+        Some(StatusCode::NOT_FOUND)
+    );
     let mut conflicting = registration(78, "b");
     conflicting.pp_size = 2;
     assert_eq!(
-        client.register(&conflicting).await.expect_err("conflict").status(),
+        client
+            .register(&conflicting)
+            .await
+            .expect_err("conflict")
+            .status(),
         Some(StatusCode::CONFLICT)
     );
-    client.unregister(&registration(77, "a")).await.expect("gone");
-    assert_eq!(client.route(0).await.expect_err("unknown").status(), Some(StatusCode::NOT_FOUND));
+    client
+        .unregister(&registration(77, "a"))
+        .await
+        .expect("gone");
+    assert_eq!(
+        client.route(0).await.expect_err("unknown").status(),
+        Some(StatusCode::NOT_FOUND)
+    );
     assert!(server.is_serving());
 }
 
@@ -51,17 +74,34 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
         BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
     for key in [None, Some("guess")] {
         let err = client(&server, key)
-            .register(&RankRegistration { rank_ip: "evil".into(), ..registration(1, "evil") })
+            .register(&RankRegistration {
+                rank_ip: "evil".into(),
+                ..registration(1, "evil")
+            })
             .await
             .expect_err("refused");
         assert_eq!(err.status(), Some(StatusCode::UNAUTHORIZED), "{err}");
         assert_eq!(
-            client(&server, key).route(0).await.expect_err("refused").status(),
+            client(&server, key)
+                .route(0)
+                .await
+                .expect_err("refused")
+                .status(),
             Some(StatusCode::UNAUTHORIZED)
         );
     }
-    client(&server, Some("secret")).register(&registration(2, "good")).await.expect("accepted");
-    assert_eq!(client(&server, Some("secret")).route(0).await.expect("known").rank_port, 2);
+    client(&server, Some("secret"))
+        .register(&registration(2, "good"))
+        .await
+        .expect("accepted");
+    assert_eq!(
+        client(&server, Some("secret"))
+            .route(0)
+            .await
+            .expect("known")
+            .rank_port,
+        2
+    );
 }
 
 #[tokio::test]
@@ -78,8 +118,9 @@ async fn recorded_change_of_a_route_is_refused() {
     );
     let mut answers = Vec::new();
     for _ in 0..2 {
-        let mut stream =
-            tokio::net::TcpStream::connect(("127.0.0.1", server.port())).await.expect("connect");
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", server.port()))
+            .await
+            .expect("connect");
         stream.write_all(request.as_bytes()).await.expect("write");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("read");
@@ -92,9 +133,15 @@ async fn recorded_change_of_a_route_is_refused() {
 #[tokio::test]
 async fn unsigned_answer_is_refused_by_a_client_with_a_key() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
-    client(&server, None).register(&registration(1, "a")).await.expect("accepted");
+    client(&server, None)
+        .register(&registration(1, "a"))
+        .await
+        .expect("accepted");
     let err = client(&server, Some("secret")).route(0).await;
-    assert!(matches!(err, Err(super::super::HttpError::Untrusted(_))), "{err:?}");
+    assert!(
+        matches!(err, Err(super::super::HttpError::Untrusted(_))),
+        "{err:?}"
+    );
 }
 
 #[tokio::test]
@@ -102,8 +149,9 @@ async fn unusable_requests_get_their_http_status() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let ask = async |request: &str| {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut stream =
-            tokio::net::TcpStream::connect(("127.0.0.1", server.port())).await.expect("connect");
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", server.port()))
+            .await
+            .expect("connect");
         stream.write_all(request.as_bytes()).await.expect("write");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("read");
@@ -111,11 +159,16 @@ async fn unusable_requests_get_their_http_status() {
     };
     let request = |line: &str| format!("{line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
     assert_eq!(ask(&request("GET /health")).await.as_deref(), Some("200"));
-    assert_eq!(ask(&request("GET /route?engine_rank=0")).await.as_deref(), Some("400"));
     assert_eq!(
-        ask(&request("GET /route?engine_rank=-5&target_dp_group=9&target_pp_rank=0"))
-            .await
-            .as_deref(),
+        ask(&request("GET /route?engine_rank=0")).await.as_deref(),
+        Some("400")
+    );
+    assert_eq!(
+        ask(&request(
+            "GET /route?engine_rank=-5&target_dp_group=9&target_pp_rank=0"
+        ))
+        .await
+        .as_deref(),
         Some("404")
     );
     assert_eq!(ask(&request("POST /route")).await.as_deref(), Some("405"));
@@ -132,6 +185,9 @@ async fn silent_connections_make_space_for_requests() {
         silent.push(stream.expect("accepted"));
     }
     let client = client(&server, None);
-    client.register(&registration(77, "a")).await.expect("answered");
+    client
+        .register(&registration(77, "a"))
+        .await
+        .expect("answered");
     assert!(server.refused() > 0);
 }

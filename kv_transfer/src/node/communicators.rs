@@ -79,7 +79,8 @@ impl Staged {
 
     fn least_used_idle(&self) -> Option<CommKey> {
         let idle = self.comms.iter().filter(|(_, comm)| comm.is_idle());
-        idle.min_by_key(|(_, comm)| comm.last_used).map(|(&key, _)| key)
+        idle.min_by_key(|(_, comm)| comm.last_used)
+            .map(|(&key, _)| key)
     }
 }
 
@@ -124,17 +125,23 @@ impl DerefMut for LoopContext {
 
 impl LoopContext {
     pub fn new(node: NodeContext, backend: Option<Arc<dyn CommBackend>>) -> Self {
-        let NodeConfig { max_communicators, .. } = node.config;
+        let NodeConfig {
+            max_communicators, ..
+        } = node.config;
         let limits = node.config.slab_limits(node.pool.page_bytes());
-        let staged = node.config.staged().zip(backend).map(|(via, backend)| Staged {
-            via,
-            backend,
-            comms: BTreeMap::new(),
-            next: 0,
-            limits,
-            max: max_communicators,
-            aborts: mpsc::channel(),
-        });
+        let staged = node
+            .config
+            .staged()
+            .zip(backend)
+            .map(|(via, backend)| Staged {
+                via,
+                backend,
+                comms: BTreeMap::new(),
+                next: 0,
+                limits,
+                max: max_communicators,
+                aborts: mpsc::channel(),
+            });
         Self { node, staged }
     }
 
@@ -157,7 +164,9 @@ impl LoopContext {
 
     /// Record that a pair falls back to a slower transport than `from`.
     pub fn record_fallback(&self, peer: ConnectionId, from: Transport, why: &str) {
-        let Some(conn) = self.connections.get(&peer) else { return };
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
         let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
         let may_stage = !from.is_staged() && conn.breaker.allows(self.now());
         let staged = self.transport_with(&conn.peer).filter(|_| may_stage);
@@ -187,7 +196,8 @@ impl LoopContext {
         staged.next += 1;
         let (key, limits) = ((peer, staged.next), staged.limits);
         let (receiver, actions) = SlabReceiver::new(limits, now);
-        self.start_comm(key, Half::Receiver(receiver), limits).ok()?;
+        self.start_comm(key, Half::Receiver(receiver), limits)
+            .ok()?;
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.comm = Some(key);
         }
@@ -198,7 +208,9 @@ impl LoopContext {
     /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later
     /// call succeeds.
     fn reserve_place(&mut self) -> bool {
-        let Some(staged) = &self.staged else { return false };
+        let Some(staged) = &self.staged else {
+            return false;
+        };
         if staged.num_leaked() >= MAX_LEAKED || staged.comms.len() < staged.max {
             return staged.num_leaked() < MAX_LEAKED;
         }
@@ -239,7 +251,8 @@ impl LoopContext {
             claims: HashMap::new(),
             last_used: 0,
         };
-        node.timers.set(&NodeTimer::Comm(key), comm.life().next_due());
+        node.timers
+            .set(&NodeTimer::Comm(key), comm.life().next_due());
         staged.comms.insert(key, comm);
         Ok(())
     }
@@ -251,7 +264,11 @@ impl LoopContext {
             return self.step_receiver(key, ReceiverEvent::Pull { pull: id, pages });
         }
         let result = Err(PullError::Broken("the communicator is gone".into()));
-        self.end_pull(PullEnd { id, bytes: 0, result });
+        self.end_pull(PullEnd {
+            id,
+            bytes: 0,
+            result,
+        });
     }
 
     pub fn cancel_staged_pull(&mut self, peer: ConnectionId, pull: u64) {
@@ -279,25 +296,46 @@ impl LoopContext {
 
     pub fn on_comm_message(&mut self, peer: ConnectionId, msg: Msg) {
         match msg {
-            Msg::CommOpen { comm, transport, slabs, pages_per_slab } => {
-                self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab)
-            }
+            Msg::CommOpen {
+                comm,
+                transport,
+                slabs,
+                pages_per_slab,
+            } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
             Msg::CommId { comm, id } => self.step_receiver((peer, comm), ReceiverEvent::Id(id)),
             Msg::CommEnd { comm, code, why } => self.on_comm_end((peer, comm), code, &why),
-            Msg::SlabRead { comm, ticket, ids, gens } => {
+            Msg::SlabRead {
+                comm,
+                ticket,
+                ids,
+                gens,
+            } => {
                 let conn = self.connections.get(&peer);
                 let inc = conn.map_or("", |conn| &conn.peer.inc);
                 let pages: Vec<_> = ids.into_iter().zip(gens).collect();
                 if let Some(page) = self.shared.announced.first_refused(inc, &pages) {
                     let code = Some(ReasonCode::LeaseExpired);
-                    return self.send(peer, Msg::SlabStale { comm, ticket, page, code });
+                    return self.send(
+                        peer,
+                        Msg::SlabStale {
+                            comm,
+                            ticket,
+                            page,
+                            code,
+                        },
+                    );
                 }
                 self.step_sender((peer, comm), SenderEvent::Read { ticket, pages });
             }
             Msg::SlabSend { comm, ticket, seq } => {
                 self.step_receiver((peer, comm), ReceiverEvent::Announced { ticket, seq });
             }
-            Msg::SlabStale { comm, ticket, page, code } => {
+            Msg::SlabStale {
+                comm,
+                ticket,
+                page,
+                code,
+            } => {
                 self.step_receiver((peer, comm), ReceiverEvent::Stale { ticket, page, code });
             }
             _ => {}
@@ -306,7 +344,10 @@ impl LoopContext {
 
     fn on_comm_end(&mut self, key: CommKey, code: Option<ReasonCode>, why: &str) {
         let now = self.now();
-        let conn = self.connections.get_mut(&key.0).filter(|conn| conn.comm == Some(key));
+        let conn = self
+            .connections
+            .get_mut(&key.0)
+            .filter(|conn| conn.comm == Some(key));
         if let (Some(conn), Some(code)) = (conn, code) {
             match code {
                 ReasonCode::NoCapacity => conn.breaker.full(now),
@@ -343,7 +384,10 @@ impl LoopContext {
         pages_per_slab: u32,
     ) -> Result<(), (ReasonCode, String)> {
         let broken = |why| (ReasonCode::TransportBroken, why);
-        let staged = self.staged.as_ref().filter(|staged| staged.via.as_str() == transport);
+        let staged = self
+            .staged
+            .as_ref()
+            .filter(|staged| staged.via.as_str() == transport);
         let Some(limits) = staged.map(|staged| SlabLimits {
             slabs: slabs as usize,
             pages_per_slab: pages_per_slab as usize,
@@ -392,8 +436,12 @@ impl LoopContext {
 
     fn step_receiver(&mut self, key: CommKey, event: ReceiverEvent) {
         let now = self.now();
-        let Some(comm) = self.comm_mut(key) else { return }; // over: late messages are expected
-        let Half::Receiver(receiver) = &mut comm.half else { return };
+        let Some(comm) = self.comm_mut(key) else {
+            return;
+        }; // over: late messages are expected
+        let Half::Receiver(receiver) = &mut comm.half else {
+            return;
+        };
         let mut worked = false;
         if let ReceiverEvent::Received { ticket, verdict } = &event {
             comm.claims.remove(ticket);
@@ -414,8 +462,12 @@ impl LoopContext {
 
     fn step_sender(&mut self, key: CommKey, event: SenderEvent) {
         let now = self.now();
-        let Some(comm) = self.comm_mut(key) else { return };
-        let Half::Sender(sender) = &mut comm.half else { return };
+        let Some(comm) = self.comm_mut(key) else {
+            return;
+        };
+        let Half::Sender(sender) = &mut comm.half else {
+            return;
+        };
         let was_usable = sender.life().phase().is_usable();
         let actions = sender.step(event, now);
         comm.last_used = now;
@@ -426,14 +478,20 @@ impl LoopContext {
     /// Set the timer after a step, and count and report an end.
     fn after_step(&mut self, key: CommKey, was_usable: bool) {
         let now = self.now();
-        let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else { return };
+        let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else {
+            return;
+        };
         self.timers.set(&NodeTimer::Comm(key), life.next_due());
-        let Some(end) = life.end().filter(|_| was_usable) else { return };
+        let Some(end) = life.end().filter(|_| was_usable) else {
+            return;
+        };
         let is_failure = !matches!(end, CommEnd::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
         self.count_end(if is_failure { "failed" } else { "closed" });
         let conn = self.connections.get_mut(&key.0);
-        let Some(conn) = conn.filter(|conn| conn.comm == Some(key)) else { return };
+        let Some(conn) = conn.filter(|conn| conn.comm == Some(key)) else {
+            return;
+        };
         conn.comm = None;
         if let CommEnd::Failed(why) = end {
             conn.breaker.failed(now);
@@ -454,7 +512,15 @@ impl LoopContext {
                 ReceiverAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
-                    self.send(peer, Msg::SlabRead { comm, ticket, ids, gens });
+                    self.send(
+                        peer,
+                        Msg::SlabRead {
+                            comm,
+                            ticket,
+                            ids,
+                            gens,
+                        },
+                    );
                 }
                 ReceiverAction::Receive(receive) => {
                     let claim = Arc::<WriteClaim>::default();
@@ -464,10 +530,16 @@ impl LoopContext {
                     self.submit(key, CommJob::Receive(receive, claim));
                 }
                 ReceiverAction::Revoke { ticket } => {
-                    let claim = self.comm_mut(key).and_then(|comm| comm.claims.remove(&ticket));
+                    let claim = self
+                        .comm_mut(key)
+                        .and_then(|comm| comm.claims.remove(&ticket));
                     revoked.extend(claim.filter(|claim| claim.revoke()).map(|_| ticket));
                 }
-                ReceiverAction::End { pull, pages, result } => ends.push((pull, pages, result)),
+                ReceiverAction::End {
+                    pull,
+                    pages,
+                    result,
+                } => ends.push((pull, pages, result)),
                 ReceiverAction::Comm(action) => self.act_either(key, action),
             }
         }
@@ -492,7 +564,15 @@ impl LoopContext {
                 }
                 SenderAction::SendStale { ticket, page } => {
                     let code = None;
-                    self.send(peer, Msg::SlabStale { comm, ticket, page, code });
+                    self.send(
+                        peer,
+                        Msg::SlabStale {
+                            comm,
+                            ticket,
+                            page,
+                            code,
+                        },
+                    );
                 }
                 SenderAction::Comm(action) => self.act_either(key, action),
             }
@@ -550,7 +630,10 @@ impl LoopContext {
     }
 
     fn submit(&self, key: CommKey, job: CommJob) {
-        let comm = self.staged.as_ref().and_then(|staged| staged.comms.get(&key));
+        let comm = self
+            .staged
+            .as_ref()
+            .and_then(|staged| staged.comms.get(&key));
         if let Some(thread) = comm.and_then(|comm| comm.thread.as_ref()) {
             thread.submit(job);
         }

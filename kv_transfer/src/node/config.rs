@@ -237,7 +237,9 @@ impl NodeConfig {
         }
         if pool.device().is_some() && self.copy_threads > 1 {
             let threads = self.copy_threads;
-            return Err(format!("{threads} copy threads; pages on a device have one"));
+            return Err(format!(
+                "{threads} copy threads; pages on a device have one"
+            ));
         }
         let (elsewhere, place) = match pool.device() {
             Some(_) => (Transport::Shm, "on a device"),
@@ -255,7 +257,10 @@ impl NodeConfig {
             ));
         }
         if self.dp_rank >= self.dp_size {
-            return Err(format!("dp_rank is {}, dp_size {}", self.dp_rank, self.dp_size));
+            return Err(format!(
+                "dp_rank is {}, dp_size {}",
+                self.dp_rank, self.dp_size
+            ));
         }
         Ok(())
     }
@@ -294,7 +299,10 @@ impl NodeConfig {
     /// Equal on both sides exactly if every field of the layout is.
     pub fn layout_hash(&self) -> String {
         let canonical = serde_json::to_vec(&self.layout).expect("a map of JSON values");
-        Sha256::digest(canonical)[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+        Sha256::digest(canonical)[..16]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 }
 
@@ -316,7 +324,11 @@ mod tests {
             ("4096", "8192", "page_bytes"),
             (r#"["shm", "tcp"]"#, "[]", "transports"),
             (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),
-            (r#""port": 0"#, r#""port": 0, "heartbeat_ms": 0"#, "heartbeat_ms"),
+            (
+                r#""port": 0"#,
+                r#""port": 0, "heartbeat_ms": 0"#,
+                "heartbeat_ms",
+            ),
             (r#""port": 0"#, r#""port": 0, "dp_rank": 1"#, "dp_rank"),
             (r#""port": 0"#, r#""port": 0, "color": 1"#, "color"),
             ("shm", "cuda_ipc", "host memory"),

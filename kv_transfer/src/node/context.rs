@@ -112,11 +112,17 @@ pub(super) enum LoopMessage {
     /// A connection without a finished HELLO was closed to make space for another one.
     HelloEvicted,
     /// An attempt to reach a prefill rank has ended.
-    Connected(RankAddress, Box<Result<EstablishedConnection, ConnectFailure>>),
+    Connected(
+        RankAddress,
+        Box<Result<EstablishedConnection, ConnectFailure>>,
+    ),
     /// More rooms wait for this rank, which is connected as this peer.
     OpenWaiting(RankAddress, ConnectionId),
     /// Answer of the bootstrap server to a room without a rank.
-    Sizes { room: u64, size: Result<u32, ConnectFailure> },
+    Sizes {
+        room: u64,
+        size: Result<u32, ConnectFailure>,
+    },
     /// Report of a copy thread.
     Copied(CopyReport),
     /// A pull by tcp has ended.
@@ -245,7 +251,10 @@ impl NodeContext {
             pulled: Vec::new(),
             events: Vec::new(),
         };
-        let inboxes = LoopInboxes { internal: internal_inbox, peer_inbox: peer_messages };
+        let inboxes = LoopInboxes {
+            internal: internal_inbox,
+            peer_inbox: peer_messages,
+        };
         Ok((context, inboxes))
     }
 
@@ -262,7 +271,11 @@ impl NodeContext {
         remote: Option<Arc<RemotePool>>,
         transport: &'static str,
     ) -> ConnectionId {
-        let OpenedConnection { peer: hello, sealer, opener } = opened;
+        let OpenedConnection {
+            peer: hello,
+            sealer,
+            opener,
+        } = opened;
         let peer = self.next_conn;
         self.next_conn += 1;
         let now = self.now();
@@ -306,7 +319,10 @@ impl NodeContext {
             progressed_at: now,
         };
         self.connections.insert(peer, conn);
-        self.timers.set(&NodeTimer::Heartbeat(peer), Some(now + self.config.heartbeat_ms));
+        self.timers.set(
+            &NodeTimer::Heartbeat(peer),
+            Some(now + self.config.heartbeat_ms),
+        );
         peer
     }
 
@@ -327,15 +343,18 @@ impl NodeContext {
     }
 
     fn count_rooms(&self, peer: ConnectionId) {
-        if let (Some(conn), Some(view)) =
-            (self.connections.get(&peer), self.shared.gauges.lock().peers.get_mut(&peer))
-        {
+        if let (Some(conn), Some(view)) = (
+            self.connections.get(&peer),
+            self.shared.gauges.lock().peers.get_mut(&peer),
+        ) {
             view.rooms = conn.rooms.len();
         }
     }
 
     pub fn send(&mut self, peer: ConnectionId, msg: Msg) {
-        let Some(conn) = self.connections.get(&peer) else { return }; // lost meanwhile: its rooms have ended
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        }; // lost meanwhile: its rooms have ended
         let outbox = conn.tasks.outbox.clone();
         let plain = |msg| OutgoingMessage { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
@@ -391,7 +410,14 @@ impl NodeContext {
         note: String,
     ) -> RoomRecord {
         let at_ms = self.now();
-        RoomRecord { at_ms, room, side, attempt, state, note }
+        RoomRecord {
+            at_ms,
+            room,
+            side,
+            attempt,
+            state,
+            note,
+        }
     }
 
     /// Record a state change of a room.
@@ -449,5 +475,12 @@ pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
 pub(super) fn uuid() -> String {
     let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
     let hex = format!("{bits:032x}");
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    format!(
+        "{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
 }

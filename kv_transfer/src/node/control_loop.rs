@@ -167,7 +167,12 @@ impl ControlLoop {
             EngineCommand::Prefill(room, event) => self.prefill.step(ctx, room, event),
             EngineCommand::Decode(room, event) => self.decode.step(ctx, room, event),
             EngineCommand::Abort(room, code) => self.abort(room, code),
-            EngineCommand::Register { host, port, timeout, reply } => {
+            EngineCommand::Register {
+                host,
+                port,
+                timeout,
+                reply,
+            } => {
                 self.register(host, port, timeout, reply);
             }
             EngineCommand::Drain => self.prefill.is_draining = true,
@@ -180,7 +185,8 @@ impl ControlLoop {
     fn abort(&mut self, room: u64, code: ReasonCode) {
         let is_decoding = self.decode.has(room);
         if is_decoding {
-            self.decode.step(&mut self.ctx, room, DecodeEvent::Abort(code));
+            self.decode
+                .step(&mut self.ctx, room, DecodeEvent::Abort(code));
         }
         if !is_decoding || self.prefill.has(room) {
             self.prefill.abort(&mut self.ctx, room, code);
@@ -262,7 +268,8 @@ impl ControlLoop {
         }
         let Ok(addr) = stream.peer_addr() else { return }; // closed already
         // The decode rank chooses the transport.
-        self.ctx.add_connection(stream, addr, opened, None, None, "");
+        self.ctx
+            .add_connection(stream, addr, opened, None, None, "");
     }
 
     fn on_peer_message(&mut self, peer: ConnectionId, message: PeerMessage) {
@@ -270,7 +277,9 @@ impl ControlLoop {
             PeerMessage::Down(err) => self.on_connection_lost(peer, &err),
             PeerMessage::Msg(msg, _space) => {
                 let now = self.ctx.now();
-                let Some(conn) = self.ctx.connections.get_mut(&peer) else { return }; // read before the loss
+                let Some(conn) = self.ctx.connections.get_mut(&peer) else {
+                    return;
+                }; // read before the loss
                 conn.last_seen = now;
                 self.on_msg(peer, *msg);
             }
@@ -285,17 +294,35 @@ impl ControlLoop {
                 let event = PrefillEvent::Done { peer, attempt };
                 self.prefill.step(ctx, room, event);
             }
-            Msg::Abort { room, attempt, code } => {
+            Msg::Abort {
+                room,
+                attempt,
+                code,
+            } => {
                 self.prefill.on_peer_abort(ctx, (peer, room, attempt), code);
-                let event = DecodeEvent::PeerAbort { peer, attempt, code };
+                let event = DecodeEvent::PeerAbort {
+                    peer,
+                    attempt,
+                    code,
+                };
                 self.decode.step(ctx, room, event);
             }
             Msg::AbortAck { .. } => {} // aborts need no answer
-            Msg::Heartbeat { rooms, progress, busy, .. } => {
+            Msg::Heartbeat {
+                rooms,
+                progress,
+                busy,
+                ..
+            } => {
                 self.prefill.renew(ctx, peer, &rooms);
                 self.watch_progress(peer, progress, busy);
             }
-            Msg::Reject { code, message, connection: true, .. } => {
+            Msg::Reject {
+                code,
+                message,
+                connection: true,
+                ..
+            } => {
                 self.on_connection_lost(peer, &ConnectionError::new(code, message));
             }
             Msg::OpenOk { .. }
@@ -324,7 +351,9 @@ impl ControlLoop {
     /// Fail or detach every room of the connection; the next room with this peer starts from GET
     /// /route.
     pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
-        let Some(conn) = self.ctx.connections.remove(&peer) else { return };
+        let Some(conn) = self.ctx.connections.remove(&peer) else {
+            return;
+        };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
         let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
         if is_bad {
@@ -350,7 +379,8 @@ impl ControlLoop {
         for (side, room) in conn.rooms {
             match side {
                 RoomSide::Prefill => {
-                    self.prefill.step(ctx, room, PrefillEvent::PeerGone { peer, code });
+                    self.prefill
+                        .step(ctx, room, PrefillEvent::PeerGone { peer, code });
                 }
                 RoomSide::Decode => self.decode.on_peer_gone(ctx, peer, room, code),
             }
@@ -364,7 +394,9 @@ impl ControlLoop {
 
     fn heartbeat(&mut self, peer: ConnectionId, now: u64) {
         let every = self.ctx.config.heartbeat_ms;
-        let Some(conn) = self.ctx.connections.get_mut(&peer) else { return };
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
+            return;
+        };
         if now.saturating_sub(conn.last_beat) > 2 * every {
             conn.last_seen = now; // this process was stopped or stalled: the peer's heartbeats may still be in the socket
         }
@@ -383,10 +415,16 @@ impl ControlLoop {
         let backlog = self.decode.queued_pages(peer) * self.ctx.pool.page_bytes() as u64;
         let progress = self.ctx.shared.progress.load(Ordering::Relaxed);
         let busy = self.prefill.is_computing();
-        self.ctx.timers.set(&NodeTimer::Heartbeat(peer), Some(now + every));
+        self.ctx
+            .timers
+            .set(&NodeTimer::Heartbeat(peer), Some(now + every));
         let lists = rooms.chunks(MAX_HEARTBEAT_ROOMS).map(<[u64]>::to_vec);
         let lists: Vec<_> = lists.collect();
-        let lists = if lists.is_empty() { vec![vec![]] } else { lists };
+        let lists = if lists.is_empty() {
+            vec![vec![]]
+        } else {
+            lists
+        };
         for rooms in lists {
             let beat = Msg::Heartbeat {
                 inc: self.ctx.identity.hello.inc.clone(),
@@ -404,7 +442,9 @@ impl ControlLoop {
     /// transfer runtime lives.
     fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
         let (now, limit) = (self.ctx.now(), self.ctx.config.stall_ms);
-        let Some(conn) = self.ctx.connections.get_mut(&peer) else { return };
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
+            return;
+        };
         if !busy || progress != conn.progress {
             (conn.progress, conn.progressed_at) = (progress, now);
         }
@@ -412,7 +452,10 @@ impl ControlLoop {
         if still_ms < limit {
             return;
         }
-        let decoding = conn.rooms.iter().filter(|(side, _)| *side == RoomSide::Decode);
+        let decoding = conn
+            .rooms
+            .iter()
+            .filter(|(side, _)| *side == RoomSide::Decode);
         let rooms: Vec<u64> = decoding.map(|&(_, room)| room).collect();
         tracing::warn!(peer = %conn.peer.addr, still_ms, rooms = rooms.len(), "the peer's engine stands still");
         for room in rooms {

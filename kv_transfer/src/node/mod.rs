@@ -77,7 +77,11 @@ pub enum NodeError {
     #[error("{0} rooms are live or not yet polled, which is this node's limit (max_rooms)")]
     Full(usize),
     #[error("{what} has {bytes} bytes, at most {limit} are accepted")]
-    TooLarge { what: &'static str, bytes: usize, limit: usize },
+    TooLarge {
+        what: &'static str,
+        bytes: usize,
+        limit: usize,
+    },
     #[error("{0:?} is no reason code; there are {all:?}", all = ReasonCode::ALL)]
     UnknownCode(String),
     #[error("the transfer runtime is closed or too many calls behind: {0}")]
@@ -85,7 +89,10 @@ pub enum NodeError {
     #[error("registering with the bootstrap server failed: {0}")]
     Register(String),
     #[error("cannot start the transfer node ({what}): {source}")]
-    Start { what: String, source: std::io::Error },
+    Start {
+        what: String,
+        source: std::io::Error,
+    },
 }
 
 /// Transfer node of one rank. `close` (or drop) ends every thread; after it no page of the pool is
@@ -152,7 +159,10 @@ impl TransferNode {
             shm_socket,
             shm_token: shm_token.to_vec(),
         };
-        let identity = Arc::new(Identity { cluster_keys: config.cluster_keys(), hello });
+        let identity = Arc::new(Identity {
+            cluster_keys: config.cluster_keys(),
+            hello,
+        });
         let events = EventQueue::new(config.max_rooms);
         let shared = Arc::new(SharedState {
             events: events.map_err(|err| cannot_start("eventfd", err))?,
@@ -166,10 +176,20 @@ impl TransferNode {
             started: Instant::now(),
         });
         let (commands, inbox) = mpsc::channel(config.limits().commands);
-        let listeners = Listeners { control: listener, local };
+        let listeners = Listeners {
+            control: listener,
+            local,
+        };
         let parts = (shared.clone(), pool.clone());
         let thread = start_thread(config, parts, identity, (port, listeners), backend, inbox)?;
-        Ok(Self { shared, pool, commands, thread: Mutex::new(Some(thread)), port, incarnation })
+        Ok(Self {
+            shared,
+            pool,
+            commands,
+            thread: Mutex::new(Some(thread)),
+            port,
+            incarnation,
+        })
     }
 
     pub fn port(&self) -> u16 {
@@ -191,18 +211,27 @@ impl TransferNode {
     }
 
     fn claim(&self, side: RoomSide, room: u64, command: EngineCommand) -> Result<(), NodeError> {
-        self.shared.events.claim(side, room).map_err(|err| match err {
-            ClaimError::Live => NodeError::DuplicateRoom(room),
-            ClaimError::Full(n) => NodeError::Full(n),
-        })?;
-        self.command(command).inspect_err(|_| self.shared.events.unclaim(side, room))
+        self.shared
+            .events
+            .claim(side, room)
+            .map_err(|err| match err {
+                ClaimError::Live => NodeError::DuplicateRoom(room),
+                ClaimError::Full(n) => NodeError::Full(n),
+            })?;
+        self.command(command)
+            .inspect_err(|_| self.shared.events.unclaim(side, room))
     }
 
     /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is
     /// repeated in the background. Blocks.
     pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
         let (reply, answer) = std::sync::mpsc::channel();
-        self.command(EngineCommand::Register { host: host.to_owned(), port, timeout, reply })?;
+        self.command(EngineCommand::Register {
+            host: host.to_owned(),
+            port,
+            timeout,
+            reply,
+        })?;
         let margin = Duration::from_secs(10); // the task itself ends at `timeout`
         let answer = answer
             .recv_timeout(timeout + margin)
@@ -219,7 +248,11 @@ impl TransferNode {
         deadline_ms: u64,
     ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
-        let request = OfferRequest { attempt, prompt_hash: prompt_hash.to_vec(), deadline_ms };
+        let request = OfferRequest {
+            attempt,
+            prompt_hash: prompt_hash.to_vec(),
+            deadline_ms,
+        };
         self.claim(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
     }
 
@@ -230,7 +263,10 @@ impl TransferNode {
         let generations = self.pool.seal(&pages);
         let pages = pages.into_iter().zip(generations).collect();
         let first = first_page;
-        self.command(EngineCommand::Prefill(room, PrefillEvent::Publish { first, pages }))
+        self.command(EngineCommand::Prefill(
+            room,
+            PrefillEvent::Publish { first, pages },
+        ))
     }
 
     /// P: finish prefill; the lease starts.
@@ -242,7 +278,11 @@ impl TransferNode {
         payload: Vec<u8>,
     ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        let output = PrefillOutput { total_pages, last_page_tokens, payload };
+        let output = PrefillOutput {
+            total_pages,
+            last_page_tokens,
+            payload,
+        };
         self.command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
 
@@ -277,7 +317,10 @@ impl TransferNode {
     /// D: the prompt's pages before `start_page` are here; all others go to `dst_pages`.
     pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
-        self.command(EngineCommand::Decode(room, DecodeEvent::Grant { start_page, pages }))
+        self.command(EngineCommand::Decode(
+            room,
+            DecodeEvent::Grant { start_page, pages },
+        ))
     }
 
     /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays,
@@ -288,7 +331,9 @@ impl TransferNode {
 
     /// Abort a room on either side; idempotent. The end is reported by `poll`.
     pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
-        let code = code.parse().map_err(|_| NodeError::UnknownCode(code.to_owned()))?;
+        let code = code
+            .parse()
+            .map_err(|_| NodeError::UnknownCode(code.to_owned()))?;
         self.command(EngineCommand::Abort(room, code))
     }
 
@@ -361,7 +406,8 @@ impl TransferNode {
 
     #[cfg(test)]
     pub(crate) fn panic_for_test(&self) {
-        self.command(EngineCommand::Panic).expect("the thread is alive");
+        self.command(EngineCommand::Panic)
+            .expect("the thread is alive");
     }
 }
 
@@ -380,7 +426,9 @@ fn listen(config: &NodeConfig) -> Result<(TcpListener, u16), NodeError> {
     let (host, port) = (config.host.as_str(), config.port);
     let listener = TcpListener::bind((host, port))
         .map_err(|err| cannot_start(&format!("listen on {host}:{port}"), err))?;
-    let port = listener.set_nonblocking(true).and_then(|()| listener.local_addr());
+    let port = listener
+        .set_nonblocking(true)
+        .and_then(|()| listener.local_addr());
     let port = port.map_err(|err| cannot_start("listen", err))?.port();
     Ok((listener, port))
 }
@@ -422,11 +470,19 @@ fn share(
     };
     let listener =
         shm::listen(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
-    Ok(Some(PoolShare { listener, token, handle }))
+    Ok(Some(PoolShare {
+        listener,
+        token,
+        handle,
+    }))
 }
 
 fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), NodeError> {
-    if bytes > limit { Err(NodeError::TooLarge { what, bytes, limit }) } else { Ok(()) }
+    if bytes > limit {
+        Err(NodeError::TooLarge { what, bytes, limit })
+    } else {
+        Ok(())
+    }
 }
 
 fn control_thread(
@@ -438,20 +494,23 @@ fn control_thread(
 ) {
     // The loop is dropped inside, also by a panic: its copy and data threads are joined before the
     // rooms' ends are reported.
-    if let Err(panic) =
-        catch_unwind(AssertUnwindSafe(|| runtime.block_on(control_loop.run(listeners, inbox))))
-    {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
+        runtime.block_on(control_loop.run(listeners, inbox))
+    })) {
         let why = panic_text(panic.as_ref());
         shared.mark_unhealthy(why.clone());
         for (side, room) in shared.events.live_rooms() {
             let message = format!("internal: the transfer runtime has ended ({why})");
             shared.events.push(match side {
-                RoomSide::Prefill => {
-                    NodeEvent::Released { room, code: Some(ReasonCode::TransportBroken) }
-                }
-                RoomSide::Decode => {
-                    NodeEvent::Failed { room, code: ReasonCode::TransportBroken, message }
-                }
+                RoomSide::Prefill => NodeEvent::Released {
+                    room,
+                    code: Some(ReasonCode::TransportBroken),
+                },
+                RoomSide::Decode => NodeEvent::Failed {
+                    room,
+                    code: ReasonCode::TransportBroken,
+                    message,
+                },
             });
         }
     }

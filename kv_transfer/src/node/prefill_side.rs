@@ -32,7 +32,10 @@ struct PrefillEntry {
 impl PrefillEntry {
     /// The engine has not finished the prompt.
     fn is_computing(&self) -> bool {
-        matches!(self.room.phase, PrefillPhase::Waiting | PrefillPhase::Prefilling)
+        matches!(
+            self.room.phase,
+            PrefillPhase::Waiting | PrefillPhase::Prefilling
+        )
     }
 }
 
@@ -82,20 +85,40 @@ impl PrefillSide {
     }
 
     pub fn offer(&mut self, ctx: &mut NodeContext, room: u64, request: OfferRequest) {
-        let OfferRequest { attempt, prompt_hash, deadline_ms } = request;
+        let OfferRequest {
+            attempt,
+            prompt_hash,
+            deadline_ms,
+        } = request;
         let deadline = ctx.now().saturating_add(deadline_ms);
         let machine = PrefillRoom::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
         self.ended_rooms.forget(room);
         let state = machine.phase.name();
         let record = ctx.record_of(RoomSide::Prefill, room, attempt, state, "offered".into());
         ctx.record(record, false);
-        ctx.timers.set(&NodeTimer::Prefill(room), machine.next_due());
-        let entry = PrefillEntry { room: machine, hashing: false, to_hash: VecDeque::new() };
+        ctx.timers
+            .set(&NodeTimer::Prefill(room), machine.next_due());
+        let entry = PrefillEntry {
+            room: machine,
+            hashing: false,
+            to_hash: VecDeque::new(),
+        };
         self.rooms.insert(room, entry);
         if let Some(open) = self.pending_opens.take(room) {
             self.set_pending_timer(ctx);
-            let PendingOpen { peer, attempt, prompt_hash, start_page, .. } = open;
-            let event = PrefillEvent::Open { peer, attempt, prompt_hash, start_page };
+            let PendingOpen {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+                ..
+            } = open;
+            let event = PrefillEvent::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            };
             self.step(ctx, room, event);
         }
     }
@@ -108,7 +131,16 @@ impl PrefillSide {
         if let Some(PendingOpen { peer, attempt, .. }) = self.pending_opens.take(room) {
             self.set_pending_timer(ctx);
             let why = "the prefill node refused the request";
-            reject(ctx, RoomOf { peer, room, attempt }, code, why);
+            reject(
+                ctx,
+                RoomOf {
+                    peer,
+                    room,
+                    attempt,
+                },
+                code,
+                why,
+            );
         }
         if self.ended_rooms.get(room, 0).is_none() {
             self.ended_rooms.add(room, EVERY_ATTEMPT, code);
@@ -125,7 +157,9 @@ impl PrefillSide {
     }
 
     fn hash_more(&mut self, ctx: &mut NodeContext, room: u64) {
-        let Some(entry) = self.rooms.get_mut(&room) else { return };
+        let Some(entry) = self.rooms.get_mut(&room) else {
+            return;
+        };
         if entry.hashing || entry.to_hash.is_empty() {
             return;
         }
@@ -149,17 +183,38 @@ impl PrefillSide {
             );
             (ReasonCode::LayoutMismatch, why)
         } else if self.rooms.contains_key(&room) {
-            let OpenMessage { prompt_hash, start_page, .. } = open;
-            let event = PrefillEvent::Open { peer, attempt, prompt_hash, start_page };
+            let OpenMessage {
+                prompt_hash,
+                start_page,
+                ..
+            } = open;
+            let event = PrefillEvent::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            };
             return self.step(ctx, room, event);
         } else if let Some(code) = self.ended_rooms.get(room, attempt) {
             (code, "the room is over on the prefill node".into())
         } else if self.is_draining {
-            (ReasonCode::Draining, "the prefill node takes no new requests".into())
+            (
+                ReasonCode::Draining,
+                "the prefill node takes no new requests".into(),
+            )
         } else {
             return self.keep_pending(ctx, peer, open);
         };
-        reject(ctx, RoomOf { peer, room, attempt }, code, &why);
+        reject(
+            ctx,
+            RoomOf {
+                peer,
+                room,
+                attempt,
+            },
+            code,
+            &why,
+        );
     }
 
     fn keep_pending(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
@@ -178,23 +233,50 @@ impl PrefillSide {
                 let note = format!("OPEN before the request, kept {ttl_ms} ms");
                 ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "PARKED", note));
                 self.set_pending_timer(ctx);
-                return ctx.send(peer, Msg::OpenPending { room, attempt, ttl_ms });
+                return ctx.send(
+                    peer,
+                    Msg::OpenPending {
+                        room,
+                        attempt,
+                        ttl_ms,
+                    },
+                );
             }
-            Err(PendingOpenError::Full | PendingOpenError::PeerFull) => {
-                (ReasonCode::NoCapacity, "too many OPENs wait for their requests")
-            }
-            Err(PendingOpenError::Duplicate) => {
-                (ReasonCode::DupRoom, "another decode rank waits for this room")
-            }
+            Err(PendingOpenError::Full | PendingOpenError::PeerFull) => (
+                ReasonCode::NoCapacity,
+                "too many OPENs wait for their requests",
+            ),
+            Err(PendingOpenError::Duplicate) => (
+                ReasonCode::DupRoom,
+                "another decode rank waits for this room",
+            ),
         };
-        reject(ctx, RoomOf { peer, room, attempt }, code, why);
+        reject(
+            ctx,
+            RoomOf {
+                peer,
+                room,
+                attempt,
+            },
+            code,
+            why,
+        );
     }
 
     pub fn expire_pending_opens(&mut self, ctx: &mut NodeContext, now: u64) {
         for (room, PendingOpen { peer, attempt, .. }) in self.pending_opens.expire(now) {
             let why = "the request did not arrive at the prefill node in time";
             let code = ReasonCode::Unreachable;
-            reject(ctx, RoomOf { peer, room, attempt }, code, why);
+            reject(
+                ctx,
+                RoomOf {
+                    peer,
+                    room,
+                    attempt,
+                },
+                code,
+                why,
+            );
         }
         self.set_pending_timer(ctx);
     }
@@ -212,7 +294,15 @@ impl PrefillSide {
     ) {
         self.pending_opens.take_of(peer, room);
         self.set_pending_timer(ctx);
-        self.step(ctx, room, PrefillEvent::PeerAbort { peer, attempt, code });
+        self.step(
+            ctx,
+            room,
+            PrefillEvent::PeerAbort {
+                peer,
+                attempt,
+                code,
+            },
+        );
     }
 
     pub fn renew(&mut self, ctx: &mut NodeContext, peer: ConnectionId, rooms: &[u64]) {
@@ -225,9 +315,14 @@ impl PrefillSide {
     /// ignored.
     pub fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else { return };
+        let Some(entry) = self.rooms.get_mut(&room) else {
+            return;
+        };
         let before = entry.room.phase.name();
-        let by_engine = matches!(event, PrefillEvent::Publish { .. } | PrefillEvent::Finish(_));
+        let by_engine = matches!(
+            event,
+            PrefillEvent::Publish { .. } | PrefillEvent::Finish(_)
+        );
         let actions = match entry.room.step(event, now) {
             Ok(actions) => actions,
             Err(invalid) => {
@@ -250,14 +345,19 @@ impl PrefillSide {
             let record = ctx.record_of(RoomSide::Prefill, room, attempt, phase.name(), note);
             ctx.record(record, phase.is_over());
         }
-        ctx.timers.set(&NodeTimer::Prefill(room), entry.room.next_due());
+        ctx.timers
+            .set(&NodeTimer::Prefill(room), entry.room.next_due());
         for action in actions {
             self.act(ctx, room, attempt, action);
         }
     }
 
     fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: PrefillAction) {
-        let of = |peer| RoomOf { peer, room, attempt };
+        let of = |peer| RoomOf {
+            peer,
+            room,
+            attempt,
+        };
         match action {
             PrefillAction::Hash(pages) => {
                 if let Some(entry) = self.rooms.get_mut(&room) {
@@ -269,22 +369,50 @@ impl PrefillSide {
                 ctx.shared.announced.withdraw(room); // all pages are announced again
                 ctx.attach_room(peer, RoomSide::Prefill, room);
                 let p_inc = ctx.identity.hello.inc.clone();
-                ctx.send(peer, Msg::OpenOk { room, attempt, p_inc });
+                ctx.send(
+                    peer,
+                    Msg::OpenOk {
+                        room,
+                        attempt,
+                        p_inc,
+                    },
+                );
             }
             PrefillAction::Reject { peer, code, why } => {
                 reject(ctx, of(peer), code, &why);
             }
-            PrefillAction::Progress { peer, first_page, pages } => {
+            PrefillAction::Progress {
+                peer,
+                first_page,
+                pages,
+            } => {
                 send_progress(ctx, of(peer), first_page, &pages);
             }
             PrefillAction::Final { peer, finish, root } => {
-                let PrefillOutput { total_pages, last_page_tokens, payload } = finish;
-                let fin =
-                    Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload };
+                let PrefillOutput {
+                    total_pages,
+                    last_page_tokens,
+                    payload,
+                } = finish;
+                let fin = Msg::Final {
+                    room,
+                    attempt,
+                    total_pages,
+                    last_page_tokens,
+                    root,
+                    payload,
+                };
                 ctx.send(peer, fin);
             }
             PrefillAction::SendAbort { peer, code } => {
-                ctx.send(peer, Msg::Abort { room, attempt, code });
+                ctx.send(
+                    peer,
+                    Msg::Abort {
+                        room,
+                        attempt,
+                        code,
+                    },
+                );
             }
             PrefillAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             PrefillAction::ReaderLeft { peer } => {
@@ -298,11 +426,14 @@ impl PrefillSide {
     }
 
     fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
-        let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else { return };
+        let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else {
+            return;
+        };
         ctx.shared.announced.withdraw(room);
         ctx.timers.set(&NodeTimer::Prefill(room), None);
         ctx.detach_room(machine.reader(), RoomSide::Prefill, room);
-        self.ended_rooms.add(room, machine.attempt, machine.code_after_the_end());
+        self.ended_rooms
+            .add(room, machine.attempt, machine.code_after_the_end());
         match code {
             None => ctx.shared.stats.lock().released_done += 1,
             Some(code) => ctx.count_failure(code),
@@ -313,7 +444,11 @@ impl PrefillSide {
 
 /// Allow the reader to read these pages, and announce them.
 fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[PageDigest]) {
-    let RoomOf { peer, room, attempt } = of;
+    let RoomOf {
+        peer,
+        room,
+        attempt,
+    } = of;
     if let Some(conn) = ctx.connections.get(&peer) {
         let pages = pages.iter().map(|p| (p.page, p.generation));
         ctx.shared.announced.announce(room, &conn.peer.inc, pages);
@@ -330,7 +465,11 @@ fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[Pa
 }
 
 fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {
-    let RoomOf { peer, room, attempt } = of;
+    let RoomOf {
+        peer,
+        room,
+        attempt,
+    } = of;
     {
         let mut stats = ctx.shared.stats.lock();
         stats.opens_rejected += 1;

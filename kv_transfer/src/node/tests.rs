@@ -7,7 +7,8 @@ fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
     let pool = Arc::new(KvPool::create(8, 4096).expect("memfd"));
     let config = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096}}"#;
     let node = TransferNode::start(pool, config).expect("started");
-    node.open(1, 0, "127.0.0.1", 1, 0, b"", 60_000).expect("taken");
+    node.open(1, 0, "127.0.0.1", 1, 0, b"", 60_000)
+        .expect("taken");
     node.offer(2, 0, b"", 60_000).expect("taken");
     node.panic_for_test();
     let mut ends = Vec::new();
@@ -24,8 +25,16 @@ fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
         matches!(&ends[0], NodeEvent::Failed { room: 1, code: ReasonCode::TransportBroken, message } if message.contains("by a test")),
         "{ends:?}"
     );
-    assert_eq!(ends[1], NodeEvent::Released { room: 2, code: Some(ReasonCode::TransportBroken) });
+    assert_eq!(
+        ends[1],
+        NodeEvent::Released {
+            room: 2,
+            code: Some(ReasonCode::TransportBroken)
+        }
+    );
     assert!(!node.is_healthy() && node.stats_json().contains("by a test"));
-    let err = node.offer(3, 0, b"", 1).expect_err("the thread that would end it is dead");
+    let err = node
+        .offer(3, 0, b"", 1)
+        .expect_err("the thread that would end it is dead");
     assert!(matches!(err, NodeError::Unhealthy(_)), "{err}");
 }

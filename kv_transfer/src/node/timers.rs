@@ -11,7 +11,10 @@ pub struct Timers<K> {
 
 impl<K: Clone + Eq + Hash + Ord> Timers<K> {
     pub fn new() -> Self {
-        Self { by_time: BTreeSet::new(), by_key: HashMap::new() }
+        Self {
+            by_time: BTreeSet::new(),
+            by_key: HashMap::new(),
+        }
     }
 
     /// Set, move or (with `None`) clear a key's deadline.

@@ -30,7 +30,10 @@ pub struct AnnouncedPages {
 impl AnnouncedPages {
     pub fn announce(&self, room: u64, inc: &str, pages: impl Iterator<Item = Page>) {
         let tables = &mut *self.tables.lock();
-        let (inc, known) = tables.rooms.entry(room).or_insert_with(|| (inc.into(), Vec::new()));
+        let (inc, known) = tables
+            .rooms
+            .entry(room)
+            .or_insert_with(|| (inc.into(), Vec::new()));
         let readable = tables.readable.entry(inc.clone()).or_default();
         for page in pages {
             known.push(page);
@@ -40,8 +43,12 @@ impl AnnouncedPages {
 
     pub fn withdraw(&self, room: u64) {
         let tables = &mut *self.tables.lock();
-        let Some((inc, pages)) = tables.rooms.remove(&room) else { return };
-        let Some(readable) = tables.readable.get_mut(&inc) else { return };
+        let Some((inc, pages)) = tables.rooms.remove(&room) else {
+            return;
+        };
+        let Some(readable) = tables.readable.get_mut(&inc) else {
+            return;
+        };
         for page in pages {
             if let Some(rooms) = readable.get_mut(&page) {
                 *rooms -= 1;
@@ -60,8 +67,12 @@ impl AnnouncedPages {
         let tables = self.tables.lock();
         let readable = tables.readable.get(inc);
         let may_read = |page| readable.is_some_and(|pages| pages.contains_key(page));
-        let refused = pages.iter().find(|&page| !may_read(page)).map(|&(id, _)| id);
-        self.refused.fetch_add(u64::from(refused.is_some()), Ordering::Relaxed);
+        let refused = pages
+            .iter()
+            .find(|&page| !may_read(page))
+            .map(|&(id, _)| id);
+        self.refused
+            .fetch_add(u64::from(refused.is_some()), Ordering::Relaxed);
         refused
     }
 

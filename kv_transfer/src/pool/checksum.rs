@@ -102,7 +102,11 @@ mod tests {
     #[test]
     fn weighted_has_known_values() {
         // The first outputs of splitmix64 from state 0 (its authors' test vector), lowest bit set.
-        let known = [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f5, 0x06c4_5d18_8009_454f];
+        let known = [
+            0xe220_a839_7b1d_cdaf,
+            0x6e78_9e6a_a1b9_65f5,
+            0x06c4_5d18_8009_454f,
+        ];
         assert_eq!([weight(0), weight(1), weight(2)], known);
         assert_eq!(
             weighted(&[1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]),
@@ -113,7 +117,9 @@ mod tests {
                 .0
                 .iter()
                 .zip(0..)
-                .fold(0u64, |sum, (word, i)| sum.wrapping_add(times(*word, weight(i))))
+                .fold(0u64, |sum, (word, i)| {
+                    sum.wrapping_add(times(*word, weight(i)))
+                })
         };
         for len in [64, 4096, 262_144, 262_152, 600_000] {
             assert_eq!(weighted(&page(len)), naive(&page(len)), "{len} bytes");

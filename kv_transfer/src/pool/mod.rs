@@ -44,8 +44,9 @@ pub(crate) const HEADER_BYTES: usize = 4096;
 /// allows it for shmem.
 const DATA_ALIGN: usize = 2 << 20;
 /// Seals that a reader requires before it maps a foreign pool.
-pub(crate) const REQUIRED_SEALS: SealFlags =
-    SealFlags::FUTURE_WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW);
+pub(crate) const REQUIRED_SEALS: SealFlags = SealFlags::FUTURE_WRITE
+    .union(SealFlags::SHRINK)
+    .union(SealFlags::GROW);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -56,7 +57,11 @@ pub enum PoolError {
     #[error("a KV pool of {num_pages} pages of {page_bytes} bytes does not fit the address space")]
     TooLarge { num_pages: usize, page_bytes: usize },
     #[error("cannot create the KV pool's memory ({what}, {bytes} bytes): {source}")]
-    Create { what: &'static str, bytes: usize, source: io::Error },
+    Create {
+        what: &'static str,
+        bytes: usize,
+        source: io::Error,
+    },
     #[error(
         "this kernel does not seal memfds against later writers (F_SEAL_FUTURE_WRITE, Linux 5.1 or newer is needed): {source}; KV pages cannot be shared safely"
     )]
@@ -87,9 +92,15 @@ impl PoolShape {
             || page_bytes < 64
             || !page_bytes.is_multiple_of(8)
         {
-            return Err(PoolError::Shape { num_pages, page_bytes });
+            return Err(PoolError::Shape {
+                num_pages,
+                page_bytes,
+            });
         }
-        let too_large = PoolError::TooLarge { num_pages, page_bytes };
+        let too_large = PoolError::TooLarge {
+            num_pages,
+            page_bytes,
+        };
         let data_off = (HEADER_BYTES + num_pages * 8).next_multiple_of(DATA_ALIGN);
         let whole_bytes = num_pages
             .checked_mul(page_bytes)
@@ -149,7 +160,11 @@ impl KvPool {
     ) -> Result<Self, PoolError> {
         let shape = PoolShape::new(num_pages, page_bytes, device.is_some())?;
         let bytes = shape.file_bytes;
-        let failed = |what, source| PoolError::Create { what, bytes, source };
+        let failed = |what, source| PoolError::Create {
+            what,
+            bytes,
+            source,
+        };
         let fd = new_memfd().map_err(|err| failed("memfd_create", err))?;
         ftruncate(&fd, bytes as u64).map_err(|err| failed("ftruncate", err.into()))?;
         let map = SharedMapping::writable(&fd, bytes).map_err(|err| failed("mmap", err))?;
@@ -158,7 +173,13 @@ impl KvPool {
             map.word(i * 8).store(word, Ordering::Relaxed);
         }
         seal_file(&fd)?;
-        Ok(Self { shape, map, fd, sums: SumCache::new(num_pages), device })
+        Ok(Self {
+            shape,
+            map,
+            fd,
+            sums: SumCache::new(num_pages),
+            device,
+        })
     }
 
     pub fn num_pages(&self) -> usize {
@@ -202,7 +223,8 @@ impl KvPool {
             page < self.shape.num_pages,
             "page ids are checked by `check_pages` when they enter"
         );
-        self.map.ptr(self.shape.data_off + page * self.shape.page_bytes)
+        self.map
+            .ptr(self.shape.data_off + page * self.shape.page_bytes)
     }
 
     fn gen_word(&self, page: u32) -> &AtomicU64 {
@@ -257,9 +279,13 @@ impl KvPool {
             .iter()
             .map(|&word| {
                 let page = i32::from_le_bytes(word);
-                u32::try_from(page).ok().filter(|&p| (p as usize) < self.shape.num_pages).ok_or(
-                    PoolError::PageRange { page: page.into(), num_pages: self.shape.num_pages },
-                )
+                u32::try_from(page)
+                    .ok()
+                    .filter(|&p| (p as usize) < self.shape.num_pages)
+                    .ok_or(PoolError::PageRange {
+                        page: page.into(),
+                        num_pages: self.shape.num_pages,
+                    })
             })
             .collect()
     }
@@ -276,8 +302,16 @@ impl KvPool {
 
 impl std::fmt::Debug for KvPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "KvPool({} pages of {} bytes)", self.shape.num_pages, self.shape.page_bytes)?;
-        f.write_str(if self.shape.on_device { " on a device" } else { "" })
+        write!(
+            f,
+            "KvPool({} pages of {} bytes)",
+            self.shape.num_pages, self.shape.page_bytes
+        )?;
+        f.write_str(if self.shape.on_device {
+            " on a device"
+        } else {
+            ""
+        })
     }
 }
 
@@ -314,7 +348,11 @@ mod tests {
         pool.begin_write(&[2]); // a new owner before the first one sealed
         assert_eq!(pool.generation(2), 3);
         assert_eq!(pool.seal(&[2]), vec![4]);
-        assert_eq!(pool.seal(&[2]), vec![4], "sealing a sealed page changes nothing");
+        assert_eq!(
+            pool.seal(&[2]),
+            vec![4],
+            "sealing a sealed page changes nothing"
+        );
         assert_eq!(pool.generation(1), 0, "neighbors are untouched");
     }
 
@@ -323,14 +361,26 @@ mod tests {
         let pool = KvPool::create(4, 4096).unwrap();
         let ids = |v: &[i32]| v.iter().flat_map(|i| i.to_le_bytes()).collect::<Vec<_>>();
         assert_eq!(pool.check_pages(&ids(&[0, 3])).unwrap(), vec![0, 3]);
-        assert!(matches!(pool.check_pages(&ids(&[4])), Err(PoolError::PageRange { page: 4, .. })));
+        assert!(matches!(
+            pool.check_pages(&ids(&[4])),
+            Err(PoolError::PageRange { page: 4, .. })
+        ));
         assert!(matches!(
             pool.check_pages(&ids(&[-1])),
             Err(PoolError::PageRange { page: -1, .. })
         ));
-        assert!(matches!(pool.check_pages(&[1, 2, 3]), Err(PoolError::PageBytes(3))));
-        assert!(matches!(KvPool::create(0, 4096), Err(PoolError::Shape { .. })));
-        assert!(matches!(KvPool::create(1 << 30, 1 << 62), Err(PoolError::TooLarge { .. })));
+        assert!(matches!(
+            pool.check_pages(&[1, 2, 3]),
+            Err(PoolError::PageBytes(3))
+        ));
+        assert!(matches!(
+            KvPool::create(0, 4096),
+            Err(PoolError::Shape { .. })
+        ));
+        assert!(matches!(
+            KvPool::create(1 << 30, 1 << 62),
+            Err(PoolError::TooLarge { .. })
+        ));
     }
 
     #[test]
@@ -344,7 +394,10 @@ mod tests {
             rustix::io::pwrite(pool.fd(), &[1], pool.shape.data_off as u64).is_err(),
             "so is write(2)"
         );
-        assert!(ftruncate(pool.fd(), 4096).is_err(), "and the file cannot shrink under a reader");
+        assert!(
+            ftruncate(pool.fd(), 4096).is_err(),
+            "and the file cannot shrink under a reader"
+        );
     }
 
     #[test]
@@ -354,15 +407,24 @@ mod tests {
         // SAFETY: page 3 is inside the pool and no other thread uses it in this test.
         unsafe { std::ptr::write_bytes(pool.page_ptr(3), 7, 4096) };
         pool.seal(&[3]);
-        let remote =
-            RemotePool::map(pool.fd().try_clone_to_owned().unwrap(), 4, 4096, RemoteData::Mapped)
-                .unwrap();
+        let remote = RemotePool::map(
+            pool.fd().try_clone_to_owned().unwrap(),
+            4,
+            4096,
+            RemoteData::Mapped,
+        )
+        .unwrap();
         assert_eq!(remote.generation(3), 2);
         // SAFETY: as above.
         assert_eq!(unsafe { remote.page_ptr(3).add(4095).read() }, 7);
         assert!(
-            RemotePool::map(pool.fd().try_clone_to_owned().unwrap(), 5, 4096, RemoteData::Mapped)
-                .is_err(),
+            RemotePool::map(
+                pool.fd().try_clone_to_owned().unwrap(),
+                5,
+                4096,
+                RemoteData::Mapped
+            )
+            .is_err(),
             "another shape is refused"
         );
     }

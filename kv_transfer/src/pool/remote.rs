@@ -42,7 +42,9 @@ impl RemotePool {
         let seals = fcntl_get_seals(&fd)
             .map_err(|err| foreign(format!("it is no sealable memfd: {err}")))?;
         if !seals.contains(REQUIRED_SEALS) {
-            return Err(foreign(format!("its seals are {seals:?}, {REQUIRED_SEALS:?} are needed")));
+            return Err(foreign(format!(
+                "its seals are {seals:?}, {REQUIRED_SEALS:?} are needed"
+            )));
         }
         let size = fstat(&fd).map_err(|err| foreign(err.to_string()))?.st_size;
         if size != shape.file_bytes as i64 {
@@ -53,15 +55,24 @@ impl RemotePool {
         }
         let map = SharedMapping::read_only(&fd, shape.file_bytes)
             .map_err(|err| foreign(err.to_string()))?;
-        let header: Vec<u64> = (0..5).map(|i| map.word(i * 8).load(Ordering::Relaxed)).collect();
+        let header: Vec<u64> = (0..5)
+            .map(|i| map.word(i * 8).load(Ordering::Relaxed))
+            .collect();
         if header != shape.header() {
             return Err(foreign(format!(
                 "its header says {header:?}, expected {:?}",
                 shape.header()
             )));
         }
-        let populated = (0..num_pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { shape, map, data, populated })
+        let populated = (0..num_pages.div_ceil(64))
+            .map(|_| AtomicU64::new(0))
+            .collect();
+        Ok(Self {
+            shape,
+            map,
+            data,
+            populated,
+        })
     }
 
     pub fn num_pages(&self) -> usize {
@@ -112,14 +123,19 @@ impl RemotePool {
     pub(crate) fn prefault(&self, page: u32) {
         let (word, bit) = (&self.populated[page as usize / 64], 1u64 << (page % 64));
         if word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
-            self.map.populate_read(self.offset(page), self.shape.page_bytes);
+            self.map
+                .populate_read(self.offset(page), self.shape.page_bytes);
         }
     }
 }
 
 impl std::fmt::Debug for RemotePool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RemotePool({} pages of {} bytes)", self.shape.num_pages, self.shape.page_bytes)
+        write!(
+            f,
+            "RemotePool({} pages of {} bytes)",
+            self.shape.num_pages, self.shape.page_bytes
+        )
     }
 }
 

@@ -33,11 +33,17 @@ impl SharedMapping {
         // SAFETY: a fresh mapping at an address of the kernel's choice cannot overlap live Rust
         // objects.
         let base = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0) }?;
-        Ok(Self { base: base.cast(), len })
+        Ok(Self {
+            base: base.cast(),
+            len,
+        })
     }
 
     pub fn ptr(&self, offset: usize) -> *mut u8 {
-        assert!(offset < self.len, "offsets come from PoolShape, which fits the file");
+        assert!(
+            offset < self.len,
+            "offsets come from PoolShape, which fits the file"
+        );
         self.base.wrapping_add(offset)
     }
 

@@ -74,7 +74,10 @@ fn build(key: Option<&[u8]>, parts: &[&[u8]]) -> Vec<u8> {
         None => (KIND_SUM, sum(parts).to_vec()),
     };
     let len = 1 + tag.len() + body.len();
-    debug_assert!(len <= MAX_FRAME_BYTES, "messages are bounded where they are made");
+    debug_assert!(
+        len <= MAX_FRAME_BYTES,
+        "messages are bounded where they are made"
+    );
     let mut frame = Vec::with_capacity(HEADER_BYTES + len);
     frame.extend_from_slice(&(len as u32).to_le_bytes());
     frame.push(kind);
@@ -98,7 +101,14 @@ fn split(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
         other => return Err(FrameError::Kind(other)),
     };
     let (tag, body) = rest.split_at_checked(bytes).ok_or(FrameError::Short)?;
-    Ok((if kind == KIND_MAC { Tag::Mac(tag) } else { Tag::Sum(tag) }, body))
+    Ok((
+        if kind == KIND_MAC {
+            Tag::Mac(tag)
+        } else {
+            Tag::Sum(tag)
+        },
+        body,
+    ))
 }
 
 fn verify(key: Option<&[u8]>, parts: &[&[u8]], tag: Tag<'_>) -> Result<(), FrameError> {
@@ -111,9 +121,9 @@ fn verify(key: Option<&[u8]>, parts: &[&[u8]], tag: Tag<'_>) -> Result<(), Frame
         (Some(_), Tag::Sum(_)) => Err(FrameError::Auth(
             "the peer sends unauthenticated frames, but this node has a cluster key",
         )),
-        (None, Tag::Mac(_)) => {
-            Err(FrameError::Auth("the peer has a cluster key, this node has none"))
-        }
+        (None, Tag::Mac(_)) => Err(FrameError::Auth(
+            "the peer has a cluster key, this node has none",
+        )),
     }
 }
 
@@ -129,7 +139,15 @@ impl<'a> Handshake<'a> {
 
     /// A HELLO frame. It covers the nonce that the other side sent, so that it cannot be replayed.
     pub fn seal_hello(&self, hello: &Msg, peer_nonce: &[u8]) -> Vec<u8> {
-        build(self.key, &[HELLO_LABEL, &[peer_nonce.len() as u8], peer_nonce, &hello.encode()])
+        build(
+            self.key,
+            &[
+                HELLO_LABEL,
+                &[peer_nonce.len() as u8],
+                peer_nonce,
+                &hello.encode(),
+            ],
+        )
     }
 
     /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and
@@ -157,7 +175,11 @@ impl<'a> Handshake<'a> {
         };
         // A refusal is accepted without a MAC: it can only end this connection.
         match Self::open_plain(frame) {
-            Ok(refusal @ Msg::Reject { connection: true, .. }) => Ok(refusal),
+            Ok(
+                refusal @ Msg::Reject {
+                    connection: true, ..
+                },
+            ) => Ok(refusal),
             _ => Err(err),
         }
     }
@@ -178,7 +200,11 @@ impl<'a> Handshake<'a> {
             ];
             mac(key, &parts).finalize().into_bytes().to_vec()
         });
-        let half = |direction| FrameStream { key: key.clone(), direction, seq: 0 };
+        let half = |direction| FrameStream {
+            key: key.clone(),
+            direction,
+            seq: 0,
+        };
         let ours = u8::from(initiator);
         (FrameSealer(half(ours)), FrameOpener(half(1 - ours)))
     }

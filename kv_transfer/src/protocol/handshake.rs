@@ -27,7 +27,10 @@ pub struct ConnectionError {
 
 impl ConnectionError {
     pub fn new(code: ReasonCode, why: impl Into<String>) -> Self {
-        Self { code, why: why.into() }
+        Self {
+            code,
+            why: why.into(),
+        }
     }
 
     /// The peer does not answer, or has closed the connection.
@@ -140,11 +143,16 @@ impl Identity {
             Ok(msg) => return Ok((own, msg)),
             Err(err) => err,
         };
-        let others = self.cluster_keys.iter().flat_map(|keys| keys.accepted().skip(1));
-        let opened = others.map(|key| Handshake::new(Some(key.as_bytes()))).find_map(|handshake| {
-            let msg = handshake.open_hello(frame, nonce).ok()?;
-            Some((handshake, msg))
-        });
+        let others = self
+            .cluster_keys
+            .iter()
+            .flat_map(|keys| keys.accepted().skip(1));
+        let opened = others
+            .map(|key| Handshake::new(Some(key.as_bytes())))
+            .find_map(|handshake| {
+                let msg = handshake.open_hello(frame, nonce).ok()?;
+                Some((handshake, msg))
+            });
         opened.ok_or(first)
     }
 
@@ -192,7 +200,11 @@ impl Identity {
                 return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
             }
             let (sealer, opener) = self.handshake().establish(true, &nonce, &peer.nonce);
-            Ok(OpenedConnection { peer, sealer, opener })
+            Ok(OpenedConnection {
+                peer,
+                sealer,
+                opener,
+            })
         };
         within_hello_timeout(exchange).await
     }
@@ -223,7 +235,9 @@ impl Identity {
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<OpenedConnection, ConnectionError> {
         let nonce: [u8; NONCE_BYTES] = rand::random();
-        let challenge = Msg::Challenge { nonce: nonce.to_vec() };
+        let challenge = Msg::Challenge {
+            nonce: nonce.to_vec(),
+        };
         stream.write_all(&Handshake::seal_plain(&challenge)).await?;
         let frame = read_hello_frame(stream).await?;
         let (handshake, peer) = match self.open_hello(&frame, &nonce) {
@@ -238,14 +252,24 @@ impl Identity {
             Ok((_, other)) => return Err(unexpected(&other)),
         };
         check_version(&peer)?;
-        if peer.expected_inc.as_ref().is_some_and(|expected| *expected != self.hello.inc) {
+        if peer
+            .expected_inc
+            .as_ref()
+            .is_some_and(|expected| *expected != self.hello.inc)
+        {
             let why = format!("this is incarnation {}", self.hello.inc);
             return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
         }
         let hello = self.hello(peer.channel, &nonce, None);
-        stream.write_all(&handshake.seal_hello(&hello, &peer.nonce)).await?;
+        stream
+            .write_all(&handshake.seal_hello(&hello, &peer.nonce))
+            .await?;
         let (sealer, opener) = handshake.establish(false, &peer.nonce, &nonce);
-        Ok(OpenedConnection { peer, sealer, opener })
+        Ok(OpenedConnection {
+            peer,
+            sealer,
+            opener,
+        })
     }
 }
 
@@ -254,7 +278,11 @@ fn unexpected(msg: &Msg) -> ConnectionError {
 }
 
 fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
-    let oldest = if peer.min_ver == 0 { peer.ver } else { peer.min_ver };
+    let oldest = if peer.min_ver == 0 {
+        peer.ver
+    } else {
+        peer.min_ver
+    };
     if peer.ver >= MIN_VERSION && oldest <= VERSION {
         return Ok(());
     }
@@ -270,7 +298,9 @@ async fn within_hello_timeout<T>(
 ) -> Result<T, ConnectionError> {
     let why = format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}");
     let silent = Err(ConnectionError::dead(why));
-    tokio::time::timeout(HELLO_TIMEOUT, exchange).await.unwrap_or(silent)
+    tokio::time::timeout(HELLO_TIMEOUT, exchange)
+        .await
+        .unwrap_or(silent)
 }
 
 #[cfg(test)]
@@ -279,18 +309,25 @@ mod tests {
     use super::*;
 
     fn identity(key: Option<&str>, inc: &str, ver: u32) -> Identity {
-        let Msg::Hello(mut hello) = hello(b"") else { unreachable!("it makes a HELLO") };
+        let Msg::Hello(mut hello) = hello(b"") else {
+            unreachable!("it makes a HELLO")
+        };
         hello.inc = inc.into();
         (hello.ver, hello.min_ver) = (VERSION + ver - 1, VERSION + ver - 1);
-        Identity { cluster_keys: key.map(Into::into), hello }
+        Identity {
+            cluster_keys: key.map(Into::into),
+            hello,
+        }
     }
 
     async fn handshake_of(
         initiator: Identity,
         responder: Identity,
         expected: Option<&str>,
-    ) -> (Result<OpenedConnection, ConnectionError>, Result<OpenedConnection, ConnectionError>)
-    {
+    ) -> (
+        Result<OpenedConnection, ConnectionError>,
+        Result<OpenedConnection, ConnectionError>,
+    ) {
         let (mut a, mut b) = tokio::io::duplex(4096);
         tokio::join!(
             initiator.initiate(&mut a, Channel::Control, expected),
@@ -304,10 +341,19 @@ mod tests {
             let (initiated, responded) =
                 handshake_of(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
             let (mut initiated, mut responded) = (initiated.expect("met"), responded.expect("met"));
-            assert_eq!((initiated.peer.inc.as_str(), responded.peer.inc.as_str()), ("p", "d"));
-            let msg = Msg::AbortAck { room: 1, attempt: 2 };
+            assert_eq!(
+                (initiated.peer.inc.as_str(), responded.peer.inc.as_str()),
+                ("p", "d")
+            );
+            let msg = Msg::AbortAck {
+                room: 1,
+                attempt: 2,
+            };
             let frame = initiated.sealer.seal(&msg);
-            assert_eq!(responded.opener.open(&frame[HEADER_BYTES..]), Ok(msg.clone()));
+            assert_eq!(
+                responded.opener.open(&frame[HEADER_BYTES..]),
+                Ok(msg.clone())
+            );
             let frame = responded.sealer.seal(&msg);
             assert_eq!(initiated.opener.open(&frame[HEADER_BYTES..]), Ok(msg));
         }
@@ -316,9 +362,24 @@ mod tests {
     #[tokio::test]
     async fn both_sides_learn_why_they_do_not_match() {
         let cases = [
-            (identity(Some("a"), "d", 1), identity(Some("b"), "p", 1), None, ReasonCode::Auth),
-            (identity(None, "d", 1), identity(Some("b"), "p", 1), None, ReasonCode::Auth),
-            (identity(Some("a"), "d", 1), identity(None, "p", 1), None, ReasonCode::Auth),
+            (
+                identity(Some("a"), "d", 1),
+                identity(Some("b"), "p", 1),
+                None,
+                ReasonCode::Auth,
+            ),
+            (
+                identity(None, "d", 1),
+                identity(Some("b"), "p", 1),
+                None,
+                ReasonCode::Auth,
+            ),
+            (
+                identity(Some("a"), "d", 1),
+                identity(None, "p", 1),
+                None,
+                ReasonCode::Auth,
+            ),
             (
                 identity(Some("a"), "d", 2),
                 identity(Some("a"), "p", 1),
@@ -335,7 +396,10 @@ mod tests {
         for (initiator, responder, expected, code) in cases {
             let (initiated, responded) = handshake_of(initiator, responder, expected).await;
             assert_eq!(
-                (initiated.err().map(|e| e.code), responded.err().map(|e| e.code)),
+                (
+                    initiated.err().map(|e| e.code),
+                    responded.err().map(|e| e.code)
+                ),
                 (Some(code), Some(code))
             );
         }

@@ -142,11 +142,19 @@ pub enum Msg {
     /// D asks P for the pages of a room.
     Open(OpenMessage),
     /// P has the room and will announce its pages.
-    OpenOk { room: u64, attempt: u32, p_inc: String },
+    OpenOk {
+        room: u64,
+        attempt: u32,
+        p_inc: String,
+    },
     /// P does not know the room yet and keeps the OPEN for `ttl_ms`.
     #[serde(rename = "PARKED")]
     #[strum(serialize = "PARKED")]
-    OpenPending { room: u64, attempt: u32, ttl_ms: u64 },
+    OpenPending {
+        room: u64,
+        attempt: u32,
+        ttl_ms: u64,
+    },
     /// Room 0 with `connection: true` refuses the whole connection.
     Reject {
         room: u64,
@@ -177,9 +185,18 @@ pub enum Msg {
         payload: Vec<u8>,
     },
     /// All pages are copied and verified; P may end the lease.
-    Done { room: u64, attempt: u32, bytes: u64, root: u64 },
+    Done {
+        room: u64,
+        attempt: u32,
+        bytes: u64,
+        root: u64,
+    },
     /// Either side gives the room up.
-    Abort { room: u64, attempt: u32, code: ReasonCode },
+    Abort {
+        room: u64,
+        attempt: u32,
+        code: ReasonCode,
+    },
     /// Answer to ABORT.
     AbortAck { room: u64, attempt: u32 },
     /// `rooms`: live rooms shared with this peer; D's list renews P's leases.
@@ -196,9 +213,17 @@ pub enum Msg {
         busy: bool,
     },
     /// D requests these pages on a data stream.
-    Read { ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
+    Read {
+        ticket: u64,
+        ids: Vec<u32>,
+        gens: Vec<u64>,
+    },
     /// `pages` pages of raw bytes follow this frame.
-    Data { ticket: u64, pages: u32, page_bytes: u64 },
+    Data {
+        ticket: u64,
+        pages: u32,
+        page_bytes: u64,
+    },
     /// Follows the raw bytes; `stale` is a page whose generation changed while it was sent.
     DataEnd { ticket: u64, stale: Option<u32> },
     /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to
@@ -211,7 +236,12 @@ pub enum Msg {
     },
     /// D requests a communicator with P; `comm` is its number on this connection, in all messages
     /// about it.
-    CommOpen { comm: u64, transport: String, slabs: u32, pages_per_slab: u32 },
+    CommOpen {
+        comm: u64,
+        transport: String,
+        slabs: u32,
+        pages_per_slab: u32,
+    },
     /// Unique id made by P; both sides join now.
     CommId {
         comm: u64,
@@ -219,9 +249,18 @@ pub enum Msg {
         id: Vec<u8>,
     },
     /// Either side ends the communicator. No code: it was closed to free its place.
-    CommEnd { comm: u64, code: Option<ReasonCode>, why: String },
+    CommEnd {
+        comm: u64,
+        code: Option<ReasonCode>,
+        why: String,
+    },
     /// D has a free slab for these pages and will receive them.
-    SlabRead { comm: u64, ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
+    SlabRead {
+        comm: u64,
+        ticket: u64,
+        ids: Vec<u32>,
+        gens: Vec<u64>,
+    },
     /// The pages are in P's slab; they are its `seq`-th send.
     SlabSend { comm: u64, ticket: u64, seq: u64 },
     /// Sent instead of SLAB_SEND; `code` as in STALE.
@@ -267,19 +306,32 @@ impl Msg {
     pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
         let msg: Msg =
             rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
-        msg.check().map_err(|what| DecodeError::Invalid { name: msg.name(), what })?;
+        msg.check().map_err(|what| DecodeError::Invalid {
+            name: msg.name(),
+            what,
+        })?;
         Ok(msg)
     }
 
     fn check(&self) -> Result<(), String> {
         match self {
-            Msg::Progress { first_page, ids, gens, sums, .. } => {
+            Msg::Progress {
+                first_page,
+                ids,
+                gens,
+                sums,
+                ..
+            } => {
                 check_lists(ids, gens, Some(sums))?;
                 if gens.iter().any(|g| g % 2 == 1) {
                     let why = "an announced page has an odd generation (it is being written)";
                     return Err(why.into());
                 }
-                at_most("last page", *first_page as usize + ids.len(), i32::MAX as usize)?;
+                at_most(
+                    "last page",
+                    *first_page as usize + ids.len(),
+                    i32::MAX as usize,
+                )?;
                 at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
             }
             Msg::Read { ids, gens, .. } | Msg::SlabRead { ids, gens, .. } => {
@@ -289,13 +341,26 @@ impl Msg {
             Msg::Open(open) => {
                 check_names([&open.d_inc, &open.p_inc_expected, &open.layout_hash])?;
                 at_most("start_page", open.start_page as usize, i32::MAX as usize)?;
-                at_most("prompt_hash bytes", open.prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
+                at_most(
+                    "prompt_hash bytes",
+                    open.prompt_hash.len(),
+                    MAX_PROMPT_HASH_BYTES,
+                )
             }
-            Msg::Final { payload, total_pages, .. } => {
+            Msg::Final {
+                payload,
+                total_pages,
+                ..
+            } => {
                 at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }
-            Msg::CommOpen { slabs, pages_per_slab, transport, .. } => {
+            Msg::CommOpen {
+                slabs,
+                pages_per_slab,
+                transport,
+                ..
+            } => {
                 check_names([transport])?;
                 if *slabs == 0 || *pages_per_slab == 0 {
                     return Err(format!("{slabs} slabs of {pages_per_slab} pages"));
@@ -320,7 +385,12 @@ impl Msg {
 
 impl Hello {
     fn check(&self) -> Result<(), String> {
-        let names = [&self.inc, &self.addr, &self.boot_id, &self.network_namespace];
+        let names = [
+            &self.inc,
+            &self.addr,
+            &self.boot_id,
+            &self.network_namespace,
+        ];
         let names = names.into_iter().chain([&self.layout_hash, &self.sums]);
         check_names(names.chain(&self.expected_inc).chain(&self.transports))?;
         at_most("nonce bytes", self.nonce.len(), 64)?;

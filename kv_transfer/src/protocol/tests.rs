@@ -45,33 +45,47 @@ fn any_msg() -> impl Strategy<Value = Msg> {
     let attempt = any::<u32>;
     let code = || proptest::sample::select(ReasonCode::ALL);
     prop_oneof![
-        (room(), attempt(), proptest::collection::vec(any::<(u32, u32, u64)>(), 0..40)).prop_map(
-            |(room, attempt, pages)| Msg::Progress {
+        (
+            room(),
+            attempt(),
+            proptest::collection::vec(any::<(u32, u32, u64)>(), 0..40)
+        )
+            .prop_map(|(room, attempt, pages)| Msg::Progress {
                 room,
                 attempt,
                 first_page: 3,
                 ids: pages.iter().map(|p| p.0).collect(),
                 gens: pages.iter().map(|p| u64::from(p.1) * 2).collect(),
                 sums: pages.iter().map(|p| p.2).collect(),
-            }
-        ),
-        (room(), attempt(), any::<u16>(), proptest::collection::vec(any::<u8>(), 0..200)).prop_map(
-            |(room, attempt, n, payload)| Msg::Final {
+            }),
+        (
+            room(),
+            attempt(),
+            any::<u16>(),
+            proptest::collection::vec(any::<u8>(), 0..200)
+        )
+            .prop_map(|(room, attempt, n, payload)| Msg::Final {
                 room,
                 attempt,
                 total_pages: n.into(),
                 last_page_tokens: 7,
                 root: 9,
                 payload,
-            }
-        ),
+            }),
         (room(), attempt(), code()).prop_map(|(room, attempt, code)| Msg::Abort {
             room,
             attempt,
             code
         }),
         (room(), attempt(), code(), ".{0,20}").prop_map(|(room, attempt, code, message)| {
-            Msg::Reject { room, attempt, code, message, retry_after_ms: 5, connection: false }
+            Msg::Reject {
+                room,
+                attempt,
+                code,
+                message,
+                retry_after_ms: 5,
+                connection: false,
+            }
         }),
         (any::<u64>(), proptest::option::of(any::<u32>()))
             .prop_map(|(ticket, stale)| Msg::DataEnd { ticket, stale }),
@@ -133,37 +147,56 @@ fn a_replayed_reflected_or_reordered_frame_is_refused() {
     let msg = |room| Msg::AbortAck { room, attempt: 0 };
     let ((mut seal, mut initiator_open), (_, mut open)) = pair(key, key);
     let (first, second) = (seal.seal(&msg(1)), seal.seal(&msg(2)));
-    assert!(initiator_open.open(body(&first)).is_err(), "reflected to its sender");
+    assert!(
+        initiator_open.open(body(&first)).is_err(),
+        "reflected to its sender"
+    );
     open.open(body(&first)).unwrap();
     assert!(open.open(body(&first)).is_err(), "replayed");
     let (_, (_, mut other)) = pair(key, key);
     assert!(other.open(body(&second)).is_err(), "reordered");
     let (_, mut elsewhere) = Handshake::new(key).establish(false, b"a", b"another nonce");
-    assert!(elsewhere.open(body(&first)).is_err(), "moved to another connection");
+    assert!(
+        elsewhere.open(body(&first)).is_err(),
+        "moved to another connection"
+    );
 }
 
 #[test]
 fn keys_must_agree_and_the_refusal_says_which_side_has_none() {
     let frame = Handshake::new(Some(b"one")).seal_hello(&hello(b"n"), b"");
-    assert!(Handshake::new(Some(b"one")).open_hello(body(&frame), b"").is_ok());
+    assert!(
+        Handshake::new(Some(b"one"))
+            .open_hello(body(&frame), b"")
+            .is_ok()
+    );
     assert!(matches!(
         Handshake::new(Some(b"two")).open_hello(body(&frame), b""),
         Err(FrameError::Auth(_))
     ));
-    let err = Handshake::new(None).open_hello(body(&frame), b"").unwrap_err();
+    let err = Handshake::new(None)
+        .open_hello(body(&frame), b"")
+        .unwrap_err();
     assert!(err.to_string().contains("this node has none"), "{err}");
     let plain = Handshake::new(None).seal_hello(&hello(b"n"), b"");
-    let err = Handshake::new(Some(b"one")).open_hello(body(&plain), b"").unwrap_err();
+    let err = Handshake::new(Some(b"one"))
+        .open_hello(body(&plain), b"")
+        .unwrap_err();
     assert!(err.to_string().contains("unauthenticated"), "{err}");
     assert!(
-        Handshake::new(Some(b"one")).open_hello(body(&frame), b"my nonce").is_err(),
+        Handshake::new(Some(b"one"))
+            .open_hello(body(&frame), b"my nonce")
+            .is_err(),
         "an old answer to another nonce"
     );
 }
 
 #[test]
 fn oversized_and_inconsistent_messages_are_refused() {
-    assert_eq!(frame_len((5_000_000u32).to_le_bytes()), Err(FrameError::TooLarge(5_000_000)));
+    assert_eq!(
+        frame_len((5_000_000u32).to_le_bytes()),
+        Err(FrameError::TooLarge(5_000_000))
+    );
     assert_eq!(frame_len(0u32.to_le_bytes()), Err(FrameError::Short));
     let refused = |msg: Msg| matches!(Msg::decode(&msg.encode()), Err(DecodeError::Invalid { .. }));
     let progress = |ids: usize, gen_: u64, gens: usize| Msg::Progress {
@@ -176,9 +209,21 @@ fn oversized_and_inconsistent_messages_are_refused() {
     };
     assert!(refused(progress(2, 2, 1)));
     assert!(refused(progress(1, 3, 1)), "an odd generation");
-    assert!(refused(progress(MAX_PROGRESS_PAGES + 1, 2, MAX_PROGRESS_PAGES + 1)));
-    assert!(!refused(progress(MAX_PROGRESS_PAGES, 2, MAX_PROGRESS_PAGES)));
-    assert!(refused(Msg::Read { ticket: 0, ids: vec![1], gens: vec![] }));
+    assert!(refused(progress(
+        MAX_PROGRESS_PAGES + 1,
+        2,
+        MAX_PROGRESS_PAGES + 1
+    )));
+    assert!(!refused(progress(
+        MAX_PROGRESS_PAGES,
+        2,
+        MAX_PROGRESS_PAGES
+    )));
+    assert!(refused(Msg::Read {
+        ticket: 0,
+        ids: vec![1],
+        gens: vec![]
+    }));
     assert!(refused(Msg::Final {
         room: 1,
         attempt: 0,
@@ -193,7 +238,9 @@ fn oversized_and_inconsistent_messages_are_refused() {
 fn names_and_explanations_are_bounded() {
     let refused =
         |msg: &Msg| matches!(Msg::decode(&msg.encode()), Err(DecodeError::Invalid { .. }));
-    let Msg::Hello(fine) = hello(b"n") else { unreachable!("it makes a HELLO") };
+    let Msg::Hello(fine) = hello(b"n") else {
+        unreachable!("it makes a HELLO")
+    };
     let long = || "x".repeat(MAX_NAME_BYTES + 1);
     assert!(!refused(&Msg::Hello(fine.clone())));
     for change in [
@@ -228,11 +275,25 @@ fn unknown_fields_of_a_later_version_are_ignored() {
     #[derive(Serialize)]
     enum Later {
         #[serde(rename = "ABORT_ACK")]
-        AbortAck { room: u64, attempt: u32, novelty: &'static str },
+        AbortAck {
+            room: u64,
+            attempt: u32,
+            novelty: &'static str,
+        },
     }
-    let bytes =
-        rmp_serde::to_vec_named(&Later::AbortAck { room: 5, attempt: 1, novelty: "x" }).unwrap();
-    assert_eq!(Msg::decode(&bytes).unwrap(), Msg::AbortAck { room: 5, attempt: 1 });
+    let bytes = rmp_serde::to_vec_named(&Later::AbortAck {
+        room: 5,
+        attempt: 1,
+        novelty: "x",
+    })
+    .unwrap();
+    assert_eq!(
+        Msg::decode(&bytes).unwrap(),
+        Msg::AbortAck {
+            room: 5,
+            attempt: 1
+        }
+    );
 }
 
 #[test]

@@ -45,7 +45,10 @@ impl DecodePhase {
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(self, DecodePhase::Committed | DecodePhase::Failed(_) | DecodePhase::Aborted)
+        matches!(
+            self,
+            DecodePhase::Committed | DecodePhase::Failed(_) | DecodePhase::Aborted
+        )
     }
 }
 
@@ -123,15 +126,37 @@ pub enum DecodeEvent {
     /// P keeps our OPEN until its request arrives.
     OpenPending { peer: ConnectionId, attempt: u32 },
     /// REJECT came.
-    Rejected { peer: ConnectionId, attempt: u32, code: ReasonCode, why: String },
+    Rejected {
+        peer: ConnectionId,
+        attempt: u32,
+        code: ReasonCode,
+        why: String,
+    },
     /// P announced pages from prompt page `first_page` on.
-    Progress { peer: ConnectionId, attempt: u32, first_page: u32, pages: Vec<PageDigest> },
+    Progress {
+        peer: ConnectionId,
+        attempt: u32,
+        first_page: u32,
+        pages: Vec<PageDigest>,
+    },
     /// P's engine has finished the prompt.
-    Final { peer: ConnectionId, attempt: u32, fin: FinalMessage },
+    Final {
+        peer: ConnectionId,
+        attempt: u32,
+        fin: FinalMessage,
+    },
     /// P gave the room up.
-    PeerAbort { peer: ConnectionId, attempt: u32, code: ReasonCode },
+    PeerAbort {
+        peer: ConnectionId,
+        attempt: u32,
+        code: ReasonCode,
+    },
     /// `readable`: the peer's pool can still be read without it (shm).
-    PeerGone { peer: ConnectionId, code: ReasonCode, readable: bool },
+    PeerGone {
+        peer: ConnectionId,
+        code: ReasonCode,
+        readable: bool,
+    },
     /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
     PeerStalled { peer: ConnectionId, why: String },
     /// Own engine: the prompt's pages before start_page are here; `pages` are for the later ones.
@@ -143,7 +168,11 @@ pub enum DecodeEvent {
     /// The pages of this pull are copied and verified.
     Pulled { ticket: u64 },
     /// The pull has ended without its pages.
-    PullFailed { ticket: u64, code: ReasonCode, why: String },
+    PullFailed {
+        ticket: u64,
+        code: ReasonCode,
+        why: String,
+    },
     /// The pull was cancelled and writes no more pages.
     PullStopped { ticket: u64 },
     /// The time of `next_due` has come.
@@ -183,7 +212,10 @@ pub enum DecodeAction {
     /// Send DONE: P may release its pages.
     Done { peer: ConnectionId, root: u64 },
     /// Send ABORT.
-    SendAbort { peer: ConnectionId, code: ReasonCode },
+    SendAbort {
+        peer: ConnectionId,
+        code: ReasonCode,
+    },
     /// Answer P's ABORT.
     AckAbort { peer: ConnectionId },
     /// Report to the engine that the prompt is here; the room is over.
@@ -247,8 +279,18 @@ impl DecodeRoom {
 
     /// (pages announced, pages verified), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let known = self.pages.iter().filter(|state| **state != PageState::Unknown).count();
-        (known, self.pages.iter().filter(|state| matches!(state, PageState::Verified(_))).count())
+        let known = self
+            .pages
+            .iter()
+            .filter(|state| **state != PageState::Unknown)
+            .count();
+        (
+            known,
+            self.pages
+                .iter()
+                .filter(|state| matches!(state, PageState::Verified(_)))
+                .count(),
+        )
     }
 
     pub fn verified_pages(&self) -> usize {
@@ -287,7 +329,10 @@ impl DecodeRoom {
                 self.moved_at = now;
                 return Ok(vec![DecodeAction::Open { peer }]);
             }
-            DecodeEvent::Grant { start_page, ref pages } => {
+            DecodeEvent::Grant {
+                start_page,
+                ref pages,
+            } => {
                 if self.grant.is_some() {
                     return Err(self.invalid(&event, "pages were granted before"));
                 }
@@ -321,7 +366,9 @@ impl DecodeRoom {
             }
             DecodeEvent::Accepted { .. } => self.admit(),
             DecodeEvent::OpenPending { .. } => {}
-            DecodeEvent::Progress { first_page, pages, .. } => {
+            DecodeEvent::Progress {
+                first_page, pages, ..
+            } => {
                 self.admit();
                 let is_first_news = self.grant.is_none() && !self.is_announced();
                 if let Err(why) = self.announce(first_page, &pages) {
@@ -375,7 +422,11 @@ impl DecodeRoom {
     }
 
     fn invalid(&self, event: &DecodeEvent, why: &str) -> InvalidTransition {
-        InvalidTransition { phase: self.phase.name(), event: event.into(), why: why.into() }
+        InvalidTransition {
+            phase: self.phase.name(),
+            event: event.into(),
+            why: why.into(),
+        }
     }
 
     /// Note that the peer accepted the room, by OPEN_OK or by a PROGRESS that overtook it.
@@ -404,7 +455,9 @@ impl DecodeRoom {
             self.pages.resize(end, PageState::Unknown);
         }
         for (index, &digest) in (first_page..).zip(pages) {
-            let Some(index) = index.checked_sub(self.start_page) else { continue };
+            let Some(index) = index.checked_sub(self.start_page) else {
+                continue;
+            };
             let state = &mut self.pages[index as usize];
             if *state == PageState::Unknown {
                 *state = PageState::Announced(digest);
@@ -414,14 +467,18 @@ impl DecodeRoom {
     }
 
     fn needed(&self) -> Option<usize> {
-        self.fin.as_ref().map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
+        self.fin
+            .as_ref()
+            .map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
     }
 
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
         self.needed().is_some_and(|n| {
             self.pages.len() >= n
-                && self.pages[..n].iter().all(|state| *state != PageState::Unknown)
+                && self.pages[..n]
+                    .iter()
+                    .all(|state| *state != PageState::Unknown)
         })
     }
 
@@ -451,7 +508,9 @@ impl DecodeRoom {
         if self.grant.is_some()
             && self.in_flight.is_empty()
             && self.all_announced()
-            && self.needed().is_some_and(|n| self.verified_pages() + self.held == n)
+            && self
+                .needed()
+                .is_some_and(|n| self.verified_pages() + self.held == n)
         {
             self.phase = DecodePhase::Verifying;
             actions.extend(self.commit());
@@ -460,13 +519,19 @@ impl DecodeRoom {
     }
 
     fn advance_with(&mut self, is_first_news: bool, now: u64) -> Vec<DecodeAction> {
-        let mut actions = if is_first_news { vec![DecodeAction::Announced] } else { vec![] };
+        let mut actions = if is_first_news {
+            vec![DecodeAction::Announced]
+        } else {
+            vec![]
+        };
         actions.extend(self.advance(now));
         actions
     }
 
     fn start_pulls(&mut self, now: u64) -> Vec<DecodeAction> {
-        let (Some(grant), true) = (&self.grant, self.accepted) else { return vec![] };
+        let (Some(grant), true) = (&self.grant, self.accepted) else {
+            return vec![];
+        };
         let mut actions = Vec::new();
         let end = self.pages.len().min(self.held + grant.len());
         let mut ready = (self.held..end)
@@ -481,7 +546,10 @@ impl DecodeRoom {
             let mut pages = Vec::with_capacity(indices.len());
             for &i in &indices {
                 if let PageState::Announced(src) = self.pages[i] {
-                    pages.push(PullPage { src, dst: grant[i - self.held] });
+                    pages.push(PullPage {
+                        src,
+                        dst: grant[i - self.held],
+                    });
                     self.pages[i] = PageState::Pulling(src);
                 }
             }
@@ -498,7 +566,9 @@ impl DecodeRoom {
     }
 
     fn commit(&mut self) -> Vec<DecodeAction> {
-        let Some(fin) = self.fin.clone() else { return vec![] };
+        let Some(fin) = self.fin.clone() else {
+            return vec![];
+        };
         let sums = self.pages.iter().filter_map(|state| match state {
             PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum), // announced only: held here already
             _ => None,
@@ -510,7 +580,9 @@ impl DecodeRoom {
         }
         self.phase = DecodePhase::Committed;
         let done = self.peer.map(|peer| DecodeAction::Done { peer, root });
-        done.into_iter().chain([DecodeAction::Commit(fin)]).collect()
+        done.into_iter()
+            .chain([DecodeAction::Commit(fin)])
+            .collect()
     }
 
     /// Fail with `code`, which is sent to the peer, if there is one still.

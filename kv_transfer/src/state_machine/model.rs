@@ -30,8 +30,14 @@ pub enum ToP {
 pub enum ToD {
     Accepted,
     Rejected(ReasonCode),
-    Progress { first: u32, pages: Vec<(u32, u64, u64)> },
-    Final { total: u32, root: u64 },
+    Progress {
+        first: u32,
+        pages: Vec<(u32, u64, u64)>,
+    },
+    Final {
+        total: u32,
+        root: u64,
+    },
     Abort(ReasonCode),
 }
 
@@ -145,7 +151,10 @@ impl Model {
         may(p_live && self.budget.p_aborts > 0, Transition::PAbort);
         may(d_live && !self.connected && !self.cut, Transition::DConnect);
         may(d_live && !self.granted, Transition::DGrant);
-        may(d_live && self.granted && self.budget.revokes > 0, Transition::DRevoke);
+        may(
+            d_live && self.granted && self.budget.revokes > 0,
+            Transition::DRevoke,
+        );
         may(d_live && self.budget.d_aborts > 0, Transition::DAbort);
         may(!self.hashing.is_empty(), Transition::Hash);
         for i in 0..self.to_p.len() {
@@ -168,11 +177,17 @@ impl Model {
                 Transition::Reassign(page),
             );
         }
-        may(self.connected && !self.cut && self.budget.cuts > 0, Transition::Cut);
+        may(
+            self.connected && !self.cut && self.budget.cuts > 0,
+            Transition::Cut,
+        );
         may(self.cut && !self.p_knows_cut, Transition::PNoticesCut);
         may(self.cut && !self.d_knows_cut, Transition::DNoticesCut);
         may(p_live && self.budget.ticks > 0, Transition::TickP);
-        may(d_live && self.budget.ticks > 0 && self.d.next_due().is_some(), Transition::TickD);
+        may(
+            d_live && self.budget.ticks > 0 && self.d.next_due().is_some(),
+            Transition::TickD,
+        );
         transitions
     }
 
@@ -205,7 +220,13 @@ impl Model {
             Transition::DGrant => {
                 self.granted = true;
                 let pages = (self.start..self.total).map(|i| 100 + i).collect();
-                self.step_d(decode::DecodeEvent::Grant { start_page: self.start, pages }, 0);
+                self.step_d(
+                    decode::DecodeEvent::Grant {
+                        start_page: self.start,
+                        pages,
+                    },
+                    0,
+                );
             }
             Transition::DRevoke => {
                 self.budget.revokes -= 1;
@@ -220,7 +241,14 @@ impl Model {
                 let sums = sums
                     .into_iter()
                     .map(|(index, page, generation)| {
-                        (index, PageDigest { page, generation, sum: u64::from(page) + 50 })
+                        (
+                            index,
+                            PageDigest {
+                                page,
+                                generation,
+                                sum: u64::from(page) + 50,
+                            },
+                        )
                     })
                     .collect();
                 self.step_p(prefill::PrefillEvent::Hashed(sums), 0);
@@ -269,7 +297,10 @@ impl Model {
             Transition::PNoticesCut => {
                 self.p_knows_cut = true;
                 self.step_p(
-                    prefill::PrefillEvent::PeerGone { peer: D, code: ReasonCode::PeerDead },
+                    prefill::PrefillEvent::PeerGone {
+                        peer: D,
+                        code: ReasonCode::PeerDead,
+                    },
                     0,
                 );
             }
@@ -286,13 +317,18 @@ impl Model {
             }
             Transition::TickP => {
                 self.budget.ticks -= 1;
-                let due =
-                    self.p.next_due().expect("a live prefill room always waits for something");
+                let due = self
+                    .p
+                    .next_due()
+                    .expect("a live prefill room always waits for something");
                 self.step_p(prefill::PrefillEvent::Tick, due);
             }
             Transition::TickD => {
                 self.budget.ticks -= 1;
-                let due = self.d.next_due().expect("offered only when something is due");
+                let due = self
+                    .d
+                    .next_due()
+                    .expect("offered only when something is due");
                 self.step_d(decode::DecodeEvent::Tick, due);
             }
         }
@@ -308,8 +344,10 @@ impl Model {
                 self.step_d(decode::DecodeEvent::Tick, due);
             }
             if self.p_end.is_none() {
-                let due =
-                    self.p.next_due().expect("a live prefill room always waits for something");
+                let due = self
+                    .p
+                    .next_due()
+                    .expect("a live prefill room always waits for something");
                 self.step_p(prefill::PrefillEvent::Tick, due);
             }
             if self.is_over() {
@@ -362,24 +400,46 @@ impl Model {
                 prompt_hash: HASH.to_vec(),
                 start_page: 0,
             },
-            ToP::Done => prefill::PrefillEvent::Done { peer: D, attempt: 0 },
-            ToP::Abort(code) => prefill::PrefillEvent::PeerAbort { peer: D, attempt: 0, code },
+            ToP::Done => prefill::PrefillEvent::Done {
+                peer: D,
+                attempt: 0,
+            },
+            ToP::Abort(code) => prefill::PrefillEvent::PeerAbort {
+                peer: D,
+                attempt: 0,
+                code,
+            },
         };
         self.step_p(event, 0);
     }
 
     fn deliver_to_d(&mut self, msg: ToD) {
         let event = match msg {
-            ToD::Accepted => decode::DecodeEvent::Accepted { peer: P, attempt: 0 },
-            ToD::Rejected(code) => {
-                decode::DecodeEvent::Rejected { peer: P, attempt: 0, code, why: String::new() }
-            }
+            ToD::Accepted => decode::DecodeEvent::Accepted {
+                peer: P,
+                attempt: 0,
+            },
+            ToD::Rejected(code) => decode::DecodeEvent::Rejected {
+                peer: P,
+                attempt: 0,
+                code,
+                why: String::new(),
+            },
             ToD::Progress { first, pages } => {
                 let pages = pages
                     .into_iter()
-                    .map(|(page, generation, sum)| PageDigest { page, generation, sum })
+                    .map(|(page, generation, sum)| PageDigest {
+                        page,
+                        generation,
+                        sum,
+                    })
                     .collect();
-                decode::DecodeEvent::Progress { peer: P, attempt: 0, first_page: first, pages }
+                decode::DecodeEvent::Progress {
+                    peer: P,
+                    attempt: 0,
+                    first_page: first,
+                    pages,
+                }
             }
             ToD::Final { total, root } => decode::DecodeEvent::Final {
                 peer: P,
@@ -391,25 +451,41 @@ impl Model {
                     payload: vec![],
                 },
             },
-            ToD::Abort(code) => decode::DecodeEvent::PeerAbort { peer: P, attempt: 0, code },
+            ToD::Abort(code) => decode::DecodeEvent::PeerAbort {
+                peer: P,
+                attempt: 0,
+                code,
+            },
         };
         self.step_d(event, 0);
     }
 
     fn step_p(&mut self, event: prefill::PrefillEvent, now: u64) {
-        let actions = self.p.step(event, now).expect("the model keeps the engine's contract");
+        let actions = self
+            .p
+            .step(event, now)
+            .expect("the model keeps the engine's contract");
         for action in actions {
             match action {
                 prefill::PrefillAction::Hash(pages) => self.hashing.extend(pages),
                 prefill::PrefillAction::Accept { .. } => self.send_d(ToD::Accepted),
                 prefill::PrefillAction::Reject { code, .. } => self.send_d(ToD::Rejected(code)),
-                prefill::PrefillAction::Progress { first_page, pages, .. } => {
-                    let pages = pages.into_iter().map(|s| (s.page, s.generation, s.sum)).collect();
-                    self.send_d(ToD::Progress { first: first_page, pages });
+                prefill::PrefillAction::Progress {
+                    first_page, pages, ..
+                } => {
+                    let pages = pages
+                        .into_iter()
+                        .map(|s| (s.page, s.generation, s.sum))
+                        .collect();
+                    self.send_d(ToD::Progress {
+                        first: first_page,
+                        pages,
+                    });
                 }
-                prefill::PrefillAction::Final { finish, root, .. } => {
-                    self.send_d(ToD::Final { total: finish.total_pages, root })
-                }
+                prefill::PrefillAction::Final { finish, root, .. } => self.send_d(ToD::Final {
+                    total: finish.total_pages,
+                    root,
+                }),
                 prefill::PrefillAction::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
                 prefill::PrefillAction::AckAbort { .. }
                 | prefill::PrefillAction::ReaderLeft { .. } => {}
@@ -427,7 +503,10 @@ impl Model {
     }
 
     fn step_d(&mut self, event: decode::DecodeEvent, now: u64) {
-        let actions = self.d.step(event, now).expect("the model keeps the engine's contract");
+        let actions = self
+            .d
+            .step(event, now)
+            .expect("the model keeps the engine's contract");
         for action in actions {
             assert_eq!(self.d_end, None, "{action:?} after the end");
             match action {
@@ -439,7 +518,10 @@ impl Model {
                             index >= self.start && page.src.page == index,
                             "page {page:?} is pulled to the wrong place"
                         );
-                        assert!(!self.written.contains(&index), "page {index} is written twice");
+                        assert!(
+                            !self.written.contains(&index),
+                            "page {index} is written twice"
+                        );
                     }
                     assert!(!self.cancelled, "a pull is started after the cancel");
                     self.pulls.insert(ticket, pages);

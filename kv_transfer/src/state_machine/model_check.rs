@@ -46,7 +46,10 @@ fn explore(start: Model) -> Explored {
             }
         }
     }
-    Explored { states: seen.len(), ends }
+    Explored {
+        states: seen.len(),
+        ends,
+    }
 }
 
 const NOTHING: Budget = Budget {
@@ -59,8 +62,12 @@ const NOTHING: Budget = Budget {
     cuts: 0,
     ticks: 0,
 };
-const ONE_PAGE: PullLimits =
-    PullLimits { pages_per_pull: 1, pulls_in_flight: 2, max_pages: 8, wait_ms: 300 };
+const ONE_PAGE: PullLimits = PullLimits {
+    pages_per_pull: 1,
+    pulls_in_flight: 2,
+    max_pages: 8,
+    wait_ms: 300,
+};
 
 fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
     explored.ends.contains(&(Some(d), p.into()))
@@ -81,7 +88,10 @@ fn without_faults_every_order_of_events_ends_in_commit_and_done() {
 
 #[test]
 fn revoked_grants_and_repeated_ones_change_no_outcome() {
-    let budget = Budget { revokes: 2, ..NOTHING };
+    let budget = Budget {
+        revokes: 2,
+        ..NOTHING
+    };
     for (total, start) in [(2, 0), (2, 1), (2, 2)] {
         let explored = explore(Model::new(total, start, ONE_PAGE, budget.clone()));
         assert_eq!(
@@ -90,7 +100,13 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
             "{total} pages from {start}"
         );
     }
-    let faulty = Budget { revokes: 1, d_aborts: 1, losses: 1, ticks: 1, ..NOTHING };
+    let faulty = Budget {
+        revokes: 1,
+        d_aborts: 1,
+        losses: 1,
+        ticks: 1,
+        ..NOTHING
+    };
     let explored = explore(Model::new(2, 0, ONE_PAGE, faulty));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "committed", "DONE"),
@@ -101,7 +117,12 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
 
 #[test]
 fn lost_doubled_and_reordered_messages_never_break_a_promise() {
-    let budget = Budget { losses: 1, doubles: 1, ticks: 1, ..NOTHING };
+    let budget = Budget {
+        losses: 1,
+        doubles: 1,
+        ticks: 1,
+        ..NOTHING
+    };
     let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "DONE")
@@ -115,7 +136,13 @@ fn lost_doubled_and_reordered_messages_never_break_a_promise() {
 
 #[test]
 fn aborts_on_either_side_at_any_moment_end_both_rooms() {
-    let budget = Budget { p_aborts: 1, d_aborts: 1, losses: 1, ticks: 1, ..NOTHING };
+    let budget = Budget {
+        p_aborts: 1,
+        d_aborts: 1,
+        losses: 1,
+        ticks: 1,
+        ..NOTHING
+    };
     let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "failed", "CLIENT_GONE"),
@@ -126,7 +153,12 @@ fn aborts_on_either_side_at_any_moment_end_both_rooms() {
 
 #[test]
 fn pages_given_away_under_the_lease_are_never_committed_unverified() {
-    let budget = Budget { stale: 2, doubles: 1, ticks: 1, ..NOTHING };
+    let budget = Budget {
+        stale: 2,
+        doubles: 1,
+        ticks: 1,
+        ..NOTHING
+    };
     let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "failed", "STALE_PAGE") && reaches(&explored, "committed", "DONE"),
@@ -137,7 +169,13 @@ fn pages_given_away_under_the_lease_are_never_committed_unverified() {
 
 #[test]
 fn cut_connection_is_survived_only_by_rooms_that_need_nothing_more() {
-    let budget = Budget { cuts: 1, losses: 1, d_aborts: 1, ticks: 1, ..NOTHING };
+    let budget = Budget {
+        cuts: 1,
+        losses: 1,
+        d_aborts: 1,
+        ticks: 1,
+        ..NOTHING
+    };
     let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "LEASE_EXPIRED")

@@ -41,7 +41,11 @@ pub struct PendingOpens {
 impl PendingOpens {
     /// At most `limit` OPENs, `per_peer` of them of one peer.
     pub fn new(limit: usize, per_peer: usize) -> Self {
-        Self { limit, per_peer, ..Self::default() }
+        Self {
+            limit,
+            per_peer,
+            ..Self::default()
+        }
     }
 
     pub fn len(&self) -> usize {
@@ -104,8 +108,14 @@ impl PendingOpens {
 
     /// Remove and return the OPENs whose TTL is over.
     pub fn expire(&mut self, now: u64) -> Vec<(u64, PendingOpen)> {
-        let due: Vec<u64> = self.due.range(..=(now, u64::MAX)).map(|&(_, room)| room).collect();
-        due.into_iter().filter_map(|room| self.take(room).map(|open| (room, open))).collect()
+        let due: Vec<u64> = self
+            .due
+            .range(..=(now, u64::MAX))
+            .map(|&(_, room)| room)
+            .collect();
+        due.into_iter()
+            .filter_map(|room| self.take(room).map(|open| (room, open)))
+            .collect()
     }
 }
 
@@ -130,17 +140,35 @@ pub const EVERY_ATTEMPT: u32 = u32::MAX;
 
 impl EndedRooms {
     pub fn new(limit: usize) -> Self {
-        Self { limit, rooms: HashMap::new(), order: VecDeque::new(), serial: 0 }
+        Self {
+            limit,
+            rooms: HashMap::new(),
+            order: VecDeque::new(),
+            serial: 0,
+        }
     }
 
     pub fn add(&mut self, room: u64, attempt: u32, code: ReasonCode) {
         self.serial += 1;
         let serial = self.serial;
-        self.rooms.insert(room, EndedRoom { code, attempt, serial });
+        self.rooms.insert(
+            room,
+            EndedRoom {
+                code,
+                attempt,
+                serial,
+            },
+        );
         self.order.push_back((serial, room));
         while self.order.len() > self.limit {
-            let Some((serial, room)) = self.order.pop_front() else { return };
-            if self.rooms.get(&room).is_some_and(|ended| ended.serial == serial) {
+            let Some((serial, room)) = self.order.pop_front() else {
+                return;
+            };
+            if self
+                .rooms
+                .get(&room)
+                .is_some_and(|ended| ended.serial == serial)
+            {
                 self.rooms.remove(&room);
             }
         }
@@ -163,17 +191,33 @@ mod tests {
     use super::*;
 
     fn open(peer: ConnectionId, until: u64) -> PendingOpen {
-        PendingOpen { peer, attempt: 0, prompt_hash: vec![], start_page: 0, until }
+        PendingOpen {
+            peer,
+            attempt: 0,
+            prompt_hash: vec![],
+            start_page: 0,
+            until,
+        }
     }
 
     #[test]
     fn pending_opens_are_bounded_and_expire() {
         let mut pending_opens = PendingOpens::new(2, 2);
         assert_eq!(pending_opens.add(1, open(9, 50)), Ok(()));
-        assert_eq!(pending_opens.add(1, open(9, 60)), Ok(()), "the same OPEN twice");
-        assert_eq!(pending_opens.add(1, open(8, 60)), Err(PendingOpenError::Duplicate));
+        assert_eq!(
+            pending_opens.add(1, open(9, 60)),
+            Ok(()),
+            "the same OPEN twice"
+        );
+        assert_eq!(
+            pending_opens.add(1, open(8, 60)),
+            Err(PendingOpenError::Duplicate)
+        );
         assert_eq!(pending_opens.add(2, open(9, 40)), Ok(()));
-        assert_eq!(pending_opens.add(3, open(9, 40)), Err(PendingOpenError::Full));
+        assert_eq!(
+            pending_opens.add(3, open(9, 40)),
+            Err(PendingOpenError::Full)
+        );
         assert_eq!(pending_opens.next_due(), Some(40));
         assert_eq!(pending_opens.expire(39), vec![]);
         assert_eq!(pending_opens.expire(40), vec![(2, open(9, 40))]);
@@ -191,7 +235,10 @@ mod tests {
         let mut pending_opens = PendingOpens::new(3, 2);
         assert_eq!(pending_opens.add(1, open(9, 50)), Ok(()));
         assert_eq!(pending_opens.add(2, open(9, 50)), Ok(()));
-        assert_eq!(pending_opens.add(3, open(9, 50)), Err(PendingOpenError::PeerFull));
+        assert_eq!(
+            pending_opens.add(3, open(9, 50)),
+            Err(PendingOpenError::PeerFull)
+        );
         assert_eq!(pending_opens.add(3, open(8, 50)), Ok(()));
         pending_opens.take(1);
         assert_eq!(pending_opens.add(4, open(9, 50)), Ok(()));

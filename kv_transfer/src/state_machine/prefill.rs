@@ -41,7 +41,10 @@ impl PrefillPhase {
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(self, PrefillPhase::Released | PrefillPhase::Aborted(_) | PrefillPhase::Expired)
+        matches!(
+            self,
+            PrefillPhase::Released | PrefillPhase::Aborted(_) | PrefillPhase::Expired
+        )
     }
 }
 
@@ -101,13 +104,25 @@ pub enum PrefillEvent {
     /// Own engine.
     Abort(ReasonCode),
     /// A decode rank asks for the room.
-    Open { peer: ConnectionId, attempt: u32, prompt_hash: Vec<u8>, start_page: u32 },
+    Open {
+        peer: ConnectionId,
+        attempt: u32,
+        prompt_hash: Vec<u8>,
+        start_page: u32,
+    },
     /// The reader has all pages.
     Done { peer: ConnectionId, attempt: u32 },
     /// The reader gave the room up.
-    PeerAbort { peer: ConnectionId, attempt: u32, code: ReasonCode },
+    PeerAbort {
+        peer: ConnectionId,
+        attempt: u32,
+        code: ReasonCode,
+    },
     /// The reader's connection is lost.
-    PeerGone { peer: ConnectionId, code: ReasonCode },
+    PeerGone {
+        peer: ConnectionId,
+        code: ReasonCode,
+    },
     /// Heartbeat of the peer that lists this room.
     Renew { peer: ConnectionId },
     /// The time of `next_due` has come.
@@ -121,13 +136,28 @@ pub enum PrefillAction {
     /// Send OPEN_OK.
     Accept { peer: ConnectionId },
     /// Send REJECT.
-    Reject { peer: ConnectionId, code: ReasonCode, why: String },
+    Reject {
+        peer: ConnectionId,
+        code: ReasonCode,
+        why: String,
+    },
     /// Announce these pages.
-    Progress { peer: ConnectionId, first_page: u32, pages: Vec<PageDigest> },
+    Progress {
+        peer: ConnectionId,
+        first_page: u32,
+        pages: Vec<PageDigest>,
+    },
     /// Send FINAL; `root` covers the checksums of all pages that the reader gets.
-    Final { peer: ConnectionId, finish: PrefillOutput, root: u64 },
+    Final {
+        peer: ConnectionId,
+        finish: PrefillOutput,
+        root: u64,
+    },
     /// Send ABORT.
-    SendAbort { peer: ConnectionId, code: ReasonCode },
+    SendAbort {
+        peer: ConnectionId,
+        code: ReasonCode,
+    },
     /// Answer the reader's ABORT.
     AckAbort { peer: ConnectionId },
     /// The reader has left; the room waits for another.
@@ -176,8 +206,18 @@ impl PrefillRoom {
 
     /// (pages published, pages with a checksum), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let ready = self.pages.iter().filter(|state| matches!(state, PageState::Ready(_))).count();
-        (self.pages.iter().filter(|state| **state != PageState::Missing).count(), ready)
+        let ready = self
+            .pages
+            .iter()
+            .filter(|state| matches!(state, PageState::Ready(_)))
+            .count();
+        (
+            self.pages
+                .iter()
+                .filter(|state| **state != PageState::Missing)
+                .count(),
+            ready,
+        )
     }
 
     /// The transition function: on `Err` the room is as it was.
@@ -194,17 +234,22 @@ impl PrefillRoom {
             PrefillEvent::Hashed(sums) => Ok(self.hashed(&sums)),
             PrefillEvent::Finish(finish) => self.finish(finish, now),
             PrefillEvent::Abort(code) => Ok(self.end(PrefillPhase::Aborted(code), true)),
-            PrefillEvent::Open { peer, attempt, prompt_hash, start_page } => {
-                Ok(self.open(peer, attempt, &prompt_hash, start_page, now))
-            }
+            PrefillEvent::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            } => Ok(self.open(peer, attempt, &prompt_hash, start_page, now)),
             PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
                 Ok(self.end(PrefillPhase::Released, false))
             }
-            PrefillEvent::PeerAbort { peer, attempt, code }
-                if self.is_reader(peer) && attempt == self.attempt =>
-            {
+            PrefillEvent::PeerAbort {
+                peer,
+                attempt,
+                code,
+            } if self.is_reader(peer) && attempt == self.attempt => {
                 let mut actions = vec![PrefillAction::AckAbort { peer }];
                 actions.extend(self.lose_reader(peer, code, now));
                 Ok(actions)
@@ -250,7 +295,11 @@ impl PrefillRoom {
     }
 
     fn invalid(&self, event: &'static str, why: impl Into<String>) -> InvalidTransition {
-        InvalidTransition { phase: self.phase.name(), event, why: why.into() }
+        InvalidTransition {
+            phase: self.phase.name(),
+            event,
+            why: why.into(),
+        }
     }
 
     fn after_the_end(&self, event: &PrefillEvent) -> Result<Vec<PrefillAction>, InvalidTransition> {
@@ -289,8 +338,15 @@ impl PrefillRoom {
             match self.pages.get(index as usize) {
                 None | Some(PageState::Missing) => fresh.push((index, page, generation)),
                 Some(
-                    PageState::Hashing { page: p, generation: g }
-                    | PageState::Ready(PageDigest { page: p, generation: g, .. }),
+                    PageState::Hashing {
+                        page: p,
+                        generation: g,
+                    }
+                    | PageState::Ready(PageDigest {
+                        page: p,
+                        generation: g,
+                        ..
+                    }),
                 ) => {
                     if (*p, *g) != (page, generation) {
                         return Err(self.invalid("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
@@ -306,14 +362,21 @@ impl PrefillRoom {
             self.pages[index as usize] = PageState::Hashing { page, generation };
         }
         self.phase = PrefillPhase::Prefilling;
-        Ok(if fresh.is_empty() { vec![] } else { vec![PrefillAction::Hash(fresh)] })
+        Ok(if fresh.is_empty() {
+            vec![]
+        } else {
+            vec![PrefillAction::Hash(fresh)]
+        })
     }
 
     fn hashed(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
         let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
         for &(index, digest) in sums {
             // Compared with the request: the answer may belong to an earlier room of this number.
-            let asked = PageState::Hashing { page: digest.page, generation: digest.generation };
+            let asked = PageState::Hashing {
+                page: digest.page,
+                generation: digest.generation,
+            };
             if let Some(state) = self.pages.get_mut(index as usize)
                 && *state == asked
             {
@@ -321,7 +384,9 @@ impl PrefillRoom {
                 ready.push((index, digest));
             }
         }
-        let Some(reader) = &self.reader else { return vec![] };
+        let Some(reader) = &self.reader else {
+            return vec![];
+        };
         ready.retain(|&(index, _)| index >= reader.start_page);
         let mut actions = progress_runs(reader.peer, &ready);
         actions.extend(self.try_final());
@@ -336,7 +401,11 @@ impl PrefillRoom {
         if self.finish.is_some() {
             return Err(self.invalid("finish", "it was called before"));
         }
-        let published = self.pages.iter().take_while(|state| **state != PageState::Missing).count();
+        let published = self
+            .pages
+            .iter()
+            .take_while(|state| **state != PageState::Missing)
+            .count();
         if published != finish.total_pages as usize || self.pages.len() != published {
             let (total, known) = (finish.total_pages, self.pages.len());
             let why = format!(
@@ -345,7 +414,9 @@ impl PrefillRoom {
             return Err(self.invalid("finish", why));
         }
         self.finish = Some(finish);
-        self.phase = PrefillPhase::Leased { until: now + self.lease_ms };
+        self.phase = PrefillPhase::Leased {
+            until: now + self.lease_ms,
+        };
         Ok(self.try_final())
     }
 
@@ -357,14 +428,26 @@ impl PrefillRoom {
         start_page: u32,
         now: u64,
     ) -> Vec<PrefillAction> {
-        let reject = |code, why: &str| vec![PrefillAction::Reject { peer, code, why: why.into() }];
+        let reject = |code, why: &str| {
+            vec![PrefillAction::Reject {
+                peer,
+                code,
+                why: why.into(),
+            }]
+        };
         if attempt != self.attempt {
-            let why = format!("the room is in use by attempt {}, not {attempt}", self.attempt);
+            let why = format!(
+                "the room is in use by attempt {}, not {attempt}",
+                self.attempt
+            );
             return reject(ReasonCode::DupRoom, &why);
         }
         match &self.reader {
             Some(reader) if reader.peer == peer && reader.start_page != start_page => {
-                return reject(ReasonCode::DupRoom, "this decode rank reads the room already");
+                return reject(
+                    ReasonCode::DupRoom,
+                    "this decode rank reads the room already",
+                );
             }
             // The same OPEN again: everything is sent again, nothing else changes.
             Some(reader) if reader.peer == peer => {}
@@ -379,10 +462,17 @@ impl PrefillRoom {
         if let Some(before) = self.reader().filter(|&before| before != peer) {
             // The router sent the request to another decode node: the previous one is dead or was
             // given up.
-            actions.push(PrefillAction::SendAbort { peer: before, code: ReasonCode::DupRoom });
+            actions.push(PrefillAction::SendAbort {
+                peer: before,
+                code: ReasonCode::DupRoom,
+            });
             actions.push(PrefillAction::ReaderLeft { peer: before });
         }
-        self.reader = Some(Reader { peer, start_page, final_sent: false });
+        self.reader = Some(Reader {
+            peer,
+            start_page,
+            final_sent: false,
+        });
         self.renew(now);
         let ready: Vec<(u32, PageDigest)> = (0u32..)
             .zip(&self.pages)
@@ -398,8 +488,14 @@ impl PrefillRoom {
     /// Send FINAL once: when there is a reader, the engine has finished and all checksums are
     /// known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
-        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else { return vec![] };
-        if reader.final_sent || self.pages.iter().any(|state| !matches!(state, PageState::Ready(_)))
+        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
+            return vec![];
+        };
+        if reader.final_sent
+            || self
+                .pages
+                .iter()
+                .any(|state| !matches!(state, PageState::Ready(_)))
         {
             return vec![];
         }
@@ -440,7 +536,10 @@ impl PrefillRoom {
         let reader = self.reader().filter(|_| notify);
         let abort = reader.map(|peer| PrefillAction::SendAbort { peer, code });
         let failed = self.phase != PrefillPhase::Released;
-        abort.into_iter().chain([PrefillAction::Released(failed.then_some(code))]).collect()
+        abort
+            .into_iter()
+            .chain([PrefillAction::Released(failed.then_some(code))])
+            .collect()
     }
 }
 

@@ -15,18 +15,28 @@ fn limits() -> impl Strategy<Value = PullLimits> {
 }
 
 fn budget() -> impl Strategy<Value = Budget> {
-    (0u8..4, 0u8..4, 0u8..3, 0u8..2, 0u8..2, 0u8..3, 0u8..2, 0u8..2).prop_map(
-        |(losses, doubles, stale, p_aborts, d_aborts, revokes, cuts, ticks)| Budget {
-            losses,
-            doubles,
-            stale,
-            p_aborts,
-            d_aborts,
-            revokes,
-            cuts,
-            ticks,
-        },
+    (
+        0u8..4,
+        0u8..4,
+        0u8..3,
+        0u8..2,
+        0u8..2,
+        0u8..3,
+        0u8..2,
+        0u8..2,
     )
+        .prop_map(
+            |(losses, doubles, stale, p_aborts, d_aborts, revokes, cuts, ticks)| Budget {
+                losses,
+                doubles,
+                stale,
+                p_aborts,
+                d_aborts,
+                revokes,
+                cuts,
+                ticks,
+            },
+        )
 }
 
 /// Apply transitions until none is left (or the walk is long enough).

@@ -39,8 +39,9 @@ const PRIME64_2: u64 = 0xC2B2_AE3D_27D4_EB4F;
 const PRIME64_3: u64 = 0x1656_67B1_9E37_79F9;
 const PRIME64_4: u64 = 0x85EB_CA77_C2B2_AE63;
 const PRIME64_5: u64 = 0x27D4_EB2F_1656_67C5;
-static INIT: [u64; 8] =
-    [PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1];
+static INIT: [u64; 8] = [
+    PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1,
+];
 
 const STRIPE: usize = 64;
 const BLOCK: usize = 1024;
@@ -218,7 +219,10 @@ mod x86 {
                 }
                 let mixed = _mm512_xor_si512(data, key(secret));
                 let product = _mm512_mul_epu32(mixed, _mm512_srli_epi64::<32>(mixed));
-                _mm512_add_epi64(_mm512_add_epi64(acc, product), _mm512_shuffle_epi32::<0x4E>(data))
+                _mm512_add_epi64(
+                    _mm512_add_epi64(acc, product),
+                    _mm512_shuffle_epi32::<0x4E>(data),
+                )
             };
             let prime = _mm512_set1_epi64(PRIME32_1 as i64);
             let mut acc = _mm512_loadu_si512(INIT.as_ptr().cast());
@@ -263,7 +267,10 @@ mod x86 {
                 }
                 let mixed = _mm256_xor_si256(data, key(secret));
                 let product = _mm256_mul_epu32(mixed, _mm256_srli_epi64::<32>(mixed));
-                _mm256_add_epi64(_mm256_add_epi64(acc, product), _mm256_shuffle_epi32::<0x4E>(data))
+                _mm256_add_epi64(
+                    _mm256_add_epi64(acc, product),
+                    _mm256_shuffle_epi32::<0x4E>(data),
+                )
             };
             let stripe = |acc: [__m256i; 2], at: usize, secret: usize| {
                 _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(at + AHEAD).cast());
@@ -286,7 +293,10 @@ mod x86 {
                 for i in 0..BLOCK / STRIPE {
                     acc = stripe(acc, block * BLOCK + i * STRIPE, i * 8);
                 }
-                acc = [scramble(acc[0], SECRET_SCRAMBLE), scramble(acc[1], SECRET_SCRAMBLE + 32)];
+                acc = [
+                    scramble(acc[0], SECRET_SCRAMBLE),
+                    scramble(acc[1], SECRET_SCRAMBLE + 32),
+                ];
             }
             let rest = (len - blocks * BLOCK) / STRIPE;
             for i in 0..rest - 1 {
@@ -326,10 +336,14 @@ mod tests {
         let mut src = Aligned([0; 9000]);
         let mut word = 1u64;
         for byte in &mut src.0 {
-            word = word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            word = word
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             *byte = (word >> 56) as u8;
         }
-        for len in [64, 72, 240, 256, 320, 960, 1024, 1088, 2048, 4096, 4160, 8192, 8896] {
+        for len in [
+            64, 72, 240, 256, 320, 960, 1024, 1088, 2048, 4096, 4160, 8192, 8896,
+        ] {
             let expected = xxh3_64(&src.0[..len]);
             for kernel in kernels() {
                 let mut dst = Aligned([0xEE; 9000]);
@@ -340,7 +354,11 @@ mod tests {
                         copy_hash_with(kernel, dst.0.as_mut_ptr(), src.0.as_ptr(), len),
                     )
                 };
-                assert_eq!((hashed, copied), (expected, expected), "{kernel:?}, {len} bytes");
+                assert_eq!(
+                    (hashed, copied),
+                    (expected, expected),
+                    "{kernel:?}, {len} bytes"
+                );
                 assert_eq!(dst.0[..len], src.0[..len], "{kernel:?}, {len} bytes");
                 assert!(
                     dst.0[len..].iter().all(|&b| b == 0xEE),

@@ -120,8 +120,11 @@ unsafe impl Sync for SlabRing {}
 impl SlabRing {
     pub fn new(slabs: usize, bytes: usize) -> Result<Self, CommError> {
         let slab_bytes = bytes.next_multiple_of(SLAB_ALIGN);
-        let refused =
-            |_| CommError(format!("{slabs} slabs of {bytes} bytes are no possible memory"));
+        let refused = |_| {
+            CommError(format!(
+                "{slabs} slabs of {bytes} bytes are no possible memory"
+            ))
+        };
         let layout = std::alloc::Layout::from_size_align(slab_bytes * slabs.max(1), SLAB_ALIGN)
             .map_err(refused)?;
         if slab_bytes == 0 {
@@ -131,7 +134,13 @@ impl SlabRing {
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(|| {
             CommError(format!("no memory for {slabs} slabs of {slab_bytes} bytes"))
         })?;
-        Ok(Self { base, layout, slab_bytes, slabs, pinned_for: None })
+        Ok(Self {
+            base,
+            layout,
+            slab_bytes,
+            slabs,
+            pinned_for: None,
+        })
     }
 
     /// Pin the ring for fast copies from and to the device.
@@ -158,7 +167,10 @@ impl SlabRing {
 
     /// Start of a slab; valid as long as the ring lives.
     pub fn ptr(&self, slab: usize) -> *mut u8 {
-        assert!(slab < self.slabs, "the state machine hands out slabs of its ring");
+        assert!(
+            slab < self.slabs,
+            "the state machine hands out slabs of its ring"
+        );
         self.base.as_ptr().wrapping_add(slab * self.slab_bytes)
     }
 }
@@ -186,7 +198,9 @@ impl WriteClaim {
     const REVOKED: u8 = 2;
 
     fn take(&self, what: u8) -> bool {
-        self.0.compare_exchange(0, what, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.0
+            .compare_exchange(0, what, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
     }
 
     /// True: the pages are not and will not be written.
@@ -259,10 +273,21 @@ impl CommThread {
     pub fn start(context: CommContext, report: Report) -> std::io::Result<Self> {
         let (jobs, inbox) = mpsc::channel();
         let guard = Arc::new(CommGuard::default());
-        let worker = Worker { context, guard: guard.clone(), report: report.clone(), slabs: None };
-        let thread =
-            std::thread::Builder::new().name("kv-comm".into()).spawn(move || worker.run(&inbox))?;
-        Ok(Self { jobs, guard, report, thread })
+        let worker = Worker {
+            context,
+            guard: guard.clone(),
+            report: report.clone(),
+            slabs: None,
+        };
+        let thread = std::thread::Builder::new()
+            .name("kv-comm".into())
+            .spawn(move || worker.run(&inbox))?;
+        Ok(Self {
+            jobs,
+            guard,
+            report,
+            thread,
+        })
     }
 
     /// Jobs run in order. The queue is bounded by the slabs.
@@ -277,7 +302,12 @@ impl CommThread {
     /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and
     /// drop `running`. All of it on a thread that is leaked if it hangs.
     pub fn abort(self, running: mpsc::Sender<()>) {
-        let Self { jobs, guard, report, thread } = self;
+        let Self {
+            jobs,
+            guard,
+            report,
+            thread,
+        } = self;
         guard.stopped.store(true, Ordering::Release);
         drop(jobs);
         let body = move || {
@@ -292,7 +322,10 @@ impl CommThread {
             report(CommReport::Either(CommEvent::ThreadEnded));
             drop(running);
         };
-        if let Err(err) = std::thread::Builder::new().name("kv-comm-abort".into()).spawn(body) {
+        if let Err(err) = std::thread::Builder::new()
+            .name("kv-comm-abort".into())
+            .spawn(body)
+        {
             tracing::error!(%err, "no thread to abort a communicator on: it is leaked");
         }
     }
@@ -338,7 +371,10 @@ impl Worker {
 
     fn open(&mut self, id: &[u8], rank: CommRank) -> Result<(), CommError> {
         let slabs = self.make_slabs()?;
-        let open = self.context.backend.open(id, rank, &slabs, self.context.timeouts)?;
+        let open = self
+            .context
+            .backend
+            .open(id, rank, &slabs, self.context.timeouts)?;
         self.slabs = Some(slabs);
         *self.guard.open.lock() = Some(open);
         (self.report)(CommReport::Either(CommEvent::Opened));
@@ -428,7 +464,10 @@ impl Worker {
         let verdict = {
             let shut = self.guard.shut.lock();
             if *shut {
-                Err((ReasonCode::TransportBroken, "the node is closing".to_owned()))
+                Err((
+                    ReasonCode::TransportBroken,
+                    "the node is closing".to_owned(),
+                ))
             } else if !claim.begin() {
                 Ok(())
             } else {
@@ -440,7 +479,10 @@ impl Worker {
                 }
             }
         };
-        (self.report)(CommReport::Receiver(ReceiverEvent::Received { ticket, verdict }));
+        (self.report)(CommReport::Receiver(ReceiverEvent::Received {
+            ticket,
+            verdict,
+        }));
         Ok(())
     }
 
@@ -450,7 +492,9 @@ impl Worker {
         let ring = match (slabs, pool.device()) {
             (Slabs::Device(slabs), Some(device)) => {
                 let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
-                slabs.scatter(slab, &dst).map_err(|err| PullError::Broken(err.to_string()))?;
+                slabs
+                    .scatter(slab, &dst)
+                    .map_err(|err| PullError::Broken(err.to_string()))?;
                 return check_sums_on(device.as_ref(), pages);
             }
             (Slabs::Host(ring), Some(device)) => {

@@ -23,7 +23,10 @@ use crate::state_machine::decode::PullPage;
 
 pub enum CopyJob {
     /// Pages of a room, as (index in the prompt, page, generation).
-    Hash { room: u64, pages: Vec<(u32, u32, u64)> },
+    Hash {
+        room: u64,
+        pages: Vec<(u32, u32, u64)>,
+    },
     /// Copy pages from a peer's memory and verify them.
     Pull { pull: Pull, from: Arc<RemotePool> },
     /// The peer is disconnected: release its pages on the device, after the running copies.
@@ -32,7 +35,10 @@ pub enum CopyJob {
 
 pub enum CopyReport {
     /// Checksums of a room's pages, by index in the prompt.
-    Hashed { room: u64, sums: Vec<(u32, PageDigest)> },
+    Hashed {
+        room: u64,
+        sums: Vec<(u32, PageDigest)>,
+    },
     /// A pull has ended.
     Pulled(PullEnd),
     /// A peer's pages on the device are released.
@@ -66,11 +72,17 @@ impl CopyThreads {
         faults: &Arc<Faults>,
         report: Report,
     ) -> std::io::Result<Self> {
-        let queue = Arc::new(Queue { jobs: Mutex::default(), ready: Condvar::new() });
+        let queue = Arc::new(Queue {
+            jobs: Mutex::default(),
+            ready: Condvar::new(),
+        });
         let threads = (0..threads.max(1))
             .map(|i| {
-                let worker =
-                    Worker { pool: pool.clone(), faults: faults.clone(), report: report.clone() };
+                let worker = Worker {
+                    pool: pool.clone(),
+                    faults: faults.clone(),
+                    report: report.clone(),
+                };
                 let queue = queue.clone();
                 std::thread::Builder::new()
                     .name(format!("kv-copy-{i}"))
@@ -144,7 +156,11 @@ impl Worker {
                             ReasonCode::TransportBroken,
                             format!("internal: {what}"),
                         ));
-                        (self.report)(CopyReport::Pulled(PullEnd { id, bytes: 0, result }));
+                        (self.report)(CopyReport::Pulled(PullEnd {
+                            id,
+                            bytes: 0,
+                            result,
+                        }));
                     }
                     (self.report)(CopyReport::Broken { what, room });
                 }
@@ -169,7 +185,11 @@ impl Worker {
                     }
                     _ => self.pull(&pull, &from, &mut bytes),
                 };
-                CopyReport::Pulled(PullEnd { id: pull.id, bytes, result })
+                CopyReport::Pulled(PullEnd {
+                    id: pull.id,
+                    bytes,
+                    result,
+                })
             }
             CopyJob::Close(pool) => {
                 if let Some(pages) = pool.device()
@@ -201,14 +221,21 @@ impl Worker {
             None => missing.iter().map(|&page| self.hash(page)).collect(),
         }
         .into_iter();
-        let digest = pages.iter().zip(known).map(|(&(index, page, generation), known)| {
-            let sum = known.or_else(|| taken.next()).unwrap_or_default();
-            if known.is_none() && self.pool.generation(page) == generation {
-                self.pool.sums().put(page, generation, sum);
-            }
-            let digest = PageDigest { page, generation, sum };
-            (index, digest)
-        });
+        let digest = pages
+            .iter()
+            .zip(known)
+            .map(|(&(index, page, generation), known)| {
+                let sum = known.or_else(|| taken.next()).unwrap_or_default();
+                if known.is_none() && self.pool.generation(page) == generation {
+                    self.pool.sums().put(page, generation, sum);
+                }
+                let digest = PageDigest {
+                    page,
+                    generation,
+                    sum,
+                };
+                (index, digest)
+            });
         Ok(digest.collect())
     }
 
@@ -283,7 +310,9 @@ impl Worker {
             // pages that the engine granted to this room and that no other thread uses until this
             // pull has ended.
             let copied = theirs.copy(&src, &dst);
-            let mut sums = copied.and_then(|sums| one_each(sums, part.len())).map_err(broken)?;
+            let mut sums = copied
+                .and_then(|sums| one_each(sums, part.len()))
+                .map_err(broken)?;
             if self.faults.flip_page() {
                 corrupt_on_device(own, dst[0], page_bytes).map_err(broken)?;
                 sums = sums_of(own, &dst).map_err(broken)?;
@@ -320,7 +349,10 @@ pub(super) fn check_sums_on(device: &dyn DevicePages, pages: &[PullPage]) -> Res
 }
 
 pub(super) fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
-    pages.iter().zip(sums).try_for_each(|(page, &sum)| check_sum(page.src, sum))
+    pages
+        .iter()
+        .zip(sums)
+        .try_for_each(|(page, &sum)| check_sum(page.src, sum))
 }
 
 /// Scatter pages from host memory to our device. They are verified there if the device can compute

@@ -48,7 +48,10 @@ impl Hold {
         if let Err(err) = std::fs::write(&reached, b"") {
             tracing::error!(%err, path = %reached.display(), "fault injection: cannot mark a hold as reached");
         }
-        Self { go: path.with_extension("go"), since: Instant::now() }
+        Self {
+            go: path.with_extension("go"),
+            since: Instant::now(),
+        }
     }
 
     fn is_over(&self) -> bool {
@@ -113,11 +116,13 @@ impl Faults {
     }
 
     pub fn flip_page(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| *fault == Fault::Flip).is_some()
+        self.find(|on| on == "PAGE", |fault| *fault == Fault::Flip)
+            .is_some()
     }
 
     pub fn transport_broken(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| *fault == Fault::Break).is_some()
+        self.find(|on| on == "PAGE", |fault| *fault == Fault::Break)
+            .is_some()
     }
 
     /// Delay of a page: a slow link.

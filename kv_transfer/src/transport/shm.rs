@@ -133,10 +133,15 @@ async fn hand_over(
     let mut theirs = [0; TOKEN_BYTES];
     stream.read_exact(&mut theirs).await?;
     if !same_token(&theirs, token) {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "its token is wrong"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "its token is wrong",
+        ));
     }
     stream.writable().await?;
-    stream.try_io(tokio::io::Interest::WRITABLE, || send_fd(stream.as_fd(), fd.as_fd()))?;
+    stream.try_io(tokio::io::Interest::WRITABLE, || {
+        send_fd(stream.as_fd(), fd.as_fd())
+    })?;
     stream.write_all(handle).await
 }
 
@@ -152,7 +157,12 @@ fn send_fd(socket: BorrowedFd<'_>, fd: BorrowedFd<'_>) -> io::Result<()> {
     if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
         return Err(io::Error::other("no room for the control message"));
     }
-    sendmsg(socket, &[IoSlice::new(b"K")], &mut control, SendFlags::NOSIGNAL)?;
+    sendmsg(
+        socket,
+        &[IoSlice::new(b"K")],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(())
 }
 
@@ -168,12 +178,17 @@ pub fn fetch(
     let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(STEP))?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(STEP))?;
-    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    connect(
+        &socket,
+        &SocketAddrUnix::new_abstract_name(name.as_bytes())?,
+    )?;
     let mut stream = StdUnixStream::from(socket);
     io::Write::write_all(&mut stream, token)?;
     let fd = receive_fd(stream.as_fd())?;
     let mut handle = Vec::new();
-    stream.take(MAX_HANDLE_BYTES as u64).read_to_end(&mut handle)?;
+    stream
+        .take(MAX_HANDLE_BYTES as u64)
+        .read_to_end(&mut handle)?;
     let data = match device {
         None => RemoteData::Mapped,
         Some(device) => {
@@ -187,8 +202,12 @@ fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0u8; 1];
-    let got =
-        recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let got = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
     if got.bytes == 0 || got.flags.contains(ReturnFlags::CTRUNC) {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
@@ -202,7 +221,10 @@ fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
             _ => None,
         })
         .ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, "the peer's answer carries no fd")
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the peer's answer carries no fd",
+            )
         })
 }
 
@@ -215,11 +237,18 @@ mod tests {
     fn the_listener_survives_a_lack_of_descriptors() {
         // In a process of its own: the limit is one of the process.
         let child = std::process::Command::new(std::env::current_exe().expect("a test binary"))
-            .args(["--exact", "--ignored", "transport::shm::tests::child_without_descriptors"])
+            .args([
+                "--exact",
+                "--ignored",
+                "transport::shm::tests::child_without_descriptors",
+            ])
             .output()
             .expect("started");
         let said = String::from_utf8_lossy(&child.stdout);
-        assert!(child.status.success() && said.contains("1 passed"), "{said}");
+        assert!(
+            child.status.success() && said.contains("1 passed"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -242,11 +271,16 @@ mod tests {
         fetch(&name, &token, 2, 4096, None).expect("the listener works");
         let waiting = socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("socket");
         let before = getrlimit(Resource::Nofile);
-        let none = Rlimit { current: Some(0), ..before };
+        let none = Rlimit {
+            current: Some(0),
+            ..before
+        };
         setrlimit(Resource::Nofile, none).expect("lowered");
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
         connect(&waiting, &address).expect("in the backlog");
-        failures.recv_timeout(Duration::from_secs(30)).expect("accept fails");
+        failures
+            .recv_timeout(Duration::from_secs(30))
+            .expect("accept fails");
         setrlimit(Resource::Nofile, before).expect("raised");
         let mut waiting = StdUnixStream::from(waiting);
         io::Write::write_all(&mut waiting, &token).expect("sent");

@@ -56,7 +56,11 @@ pub struct PeerTasks<K> {
 
 impl<K: PartialEq> PeerTasks<K> {
     pub fn new(per_peer: usize, limit: usize) -> Self {
-        Self { per_peer, limit, tasks: VecDeque::new() }
+        Self {
+            per_peer,
+            limit,
+            tasks: VecDeque::new(),
+        }
     }
 
     /// Adds a task. Returns whether another one was aborted for it: the peer's oldest, or the

@@ -43,7 +43,10 @@ impl Memory {
             opened: AtomicUsize::new(0),
             copies: AtomicUsize::new(0),
         });
-        HANDLES.lock().get_or_insert_default().insert(handle, Arc::downgrade(&memory));
+        HANDLES
+            .lock()
+            .get_or_insert_default()
+            .insert(handle, Arc::downgrade(&memory));
         memory
     }
 
@@ -84,7 +87,10 @@ impl DevicePages for Memory {
 
     fn sums(&self, pages: &[u32]) -> Result<Vec<u64>, DeviceError> {
         self.may("sums")?;
-        Ok(pages.iter().map(|&page| weighted(&self.read(page))).collect())
+        Ok(pages
+            .iter()
+            .map(|&page| weighted(&self.read(page)))
+            .collect())
     }
 
     fn pin(&self, _memory: &mut [u8]) -> Done {
@@ -99,7 +105,9 @@ impl DevicePages for Memory {
 
     fn slabs(&self, slabs: usize, slab_bytes: usize) -> Result<Arc<dyn DeviceSlabs>, DeviceError> {
         let memory = self.this.upgrade().expect("it is being used");
-        let slabs = (0..slabs).map(|_| Mutex::new(vec![0; slab_bytes])).collect();
+        let slabs = (0..slabs)
+            .map(|_| Mutex::new(vec![0; slab_bytes]))
+            .collect();
         Ok(Arc::new(Slabs { memory, slabs }))
     }
 
@@ -114,7 +122,11 @@ impl DevicePages for Memory {
         let theirs = HANDLES.lock().get_or_insert_default().get(&number).cloned();
         let theirs = theirs.and_then(|theirs| theirs.upgrade());
         let theirs = theirs.ok_or_else(|| DeviceError("no device has that memory".into()))?;
-        assert_eq!(theirs.bytes.lock().len(), num_pages * self.page_bytes, "another size");
+        assert_eq!(
+            theirs.bytes.lock().len(),
+            num_pages * self.page_bytes,
+            "another size"
+        );
         self.open.fetch_add(1, Ordering::Relaxed);
         self.opened.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(OpenedConnection {
@@ -159,8 +171,9 @@ struct OpenedConnection {
 impl PeerPages for OpenedConnection {
     fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError> {
         let theirs = self.theirs.lock();
-        let theirs =
-            theirs.as_ref().ok_or_else(|| DeviceError("the peer's pages are closed".into()))?;
+        let theirs = theirs
+            .as_ref()
+            .ok_or_else(|| DeviceError("the peer's pages are closed".into()))?;
         self.ours.may("copy")?;
         self.ours.copies.fetch_add(1, Ordering::Relaxed);
         for (&src, &dst) in src.iter().zip(dst) {

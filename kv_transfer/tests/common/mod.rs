@@ -37,7 +37,10 @@ pub fn config(role: &str, extra: &Value) -> Value {
         "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": PAGE, "dtype": "f32"},
         "heartbeat_ms": 1000, "lease_ms": 20_000,
     });
-    config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(extra.as_object().unwrap().clone());
     config
 }
 
@@ -64,14 +67,24 @@ impl Rank {
         let pipes = Arc::new(Pipes::named(staged.unwrap_or("gloo")));
         let backend = staged.map(|_| pipes.clone() as Arc<dyn CommBackend>);
         let node = TransferNode::start_with(pool.clone(), &config.to_string(), backend).unwrap();
-        Self { node, pool, memory, pipes, heard: std::cell::RefCell::default() }
+        Self {
+            node,
+            pool,
+            memory,
+            pipes,
+            heard: std::cell::RefCell::default(),
+        }
     }
 
     /// The end of `room`; events of other rooms are kept for their own call.
     pub fn end(&self, room: u64) -> NodeEvent {
         let deadline = Instant::now() + TIMEOUT;
         loop {
-            let found = self.heard.borrow().iter().position(|event| event.room() == room);
+            let found = self
+                .heard
+                .borrow()
+                .iter()
+                .position(|event| event.room() == room);
             if let Some(i) = found {
                 return self.heard.borrow_mut().remove(i);
             }
@@ -112,11 +125,15 @@ impl Rank {
 
     /// State of a live room.
     pub fn state(&self, room: u64) -> Option<String> {
-        self.rooms(room)["live"].get(0).map(|live| live["state"].as_str().unwrap().to_owned())
+        self.rooms(room)["live"]
+            .get(0)
+            .map(|live| live["state"].as_str().unwrap().to_owned())
     }
 
     pub fn wait_state(&self, room: u64, state: &str) {
-        until(&format!("room {room} is {state}"), || self.state(room).as_deref() == Some(state));
+        until(&format!("room {room} is {state}"), || {
+            self.state(room).as_deref() == Some(state)
+        });
     }
 
     /// Nothing is left of any room, and the node is well. (A peer's last message may still be in
@@ -132,9 +149,17 @@ impl Rank {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let stats = self.stats();
-        assert!(idle(&stats), "something is left: {stats} {}", self.node.rooms_json(None));
+        assert!(
+            idle(&stats),
+            "something is left: {stats} {}",
+            self.node.rooms_json(None)
+        );
         assert_eq!(
-            (&stats["healthy"], &stats["gauges"]["kv_leases"], &stats["detail"]["illegal"]),
+            (
+                &stats["healthy"],
+                &stats["gauges"]["kv_leases"],
+                &stats["detail"]["illegal"]
+            ),
             (&json!(true), &json!(0.0), &json!(0)),
             "{stats}"
         );
@@ -182,17 +207,23 @@ impl Rank {
     pub fn publish(&self, room: u64, pages: &[u32], chunk: usize) {
         self.write(pages, room);
         for (i, part) in pages.chunks(chunk).enumerate() {
-            self.node.publish(room, (i * chunk) as u32, &ids(part)).unwrap();
+            self.node
+                .publish(room, (i * chunk) as u32, &ids(part))
+                .unwrap();
         }
     }
 
     pub fn finish(&self, room: u64, total: usize) {
-        self.node.finish(room, total as u32, 3, room.to_le_bytes().to_vec()).unwrap();
+        self.node
+            .finish(room, total as u32, 3, room.to_le_bytes().to_vec())
+            .unwrap();
     }
 }
 
 fn bytes(seed: u64, page: usize) -> Vec<u8> {
-    (0..PAGE / 8).flat_map(|word| content(seed, page, word).to_le_bytes()).collect()
+    (0..PAGE / 8)
+        .flat_map(|word| content(seed, page, word).to_le_bytes())
+        .collect()
 }
 
 fn content(seed: u64, page: usize, word: usize) -> u64 {
@@ -200,7 +231,10 @@ fn content(seed: u64, page: usize, word: usize) -> u64 {
 }
 
 pub fn ids(pages: &[u32]) -> Vec<u8> {
-    pages.iter().flat_map(|&p| (p as i32).to_le_bytes()).collect()
+    pages
+        .iter()
+        .flat_map(|&p| (p as i32).to_le_bytes())
+        .collect()
 }
 
 pub fn span(first: u32, n: u32) -> Vec<u32> {
@@ -231,7 +265,9 @@ impl Hold {
         static MADE: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let nth = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let name = format!("baton-hold-{}-{nth}", std::process::id());
-        Self { path: std::env::temp_dir().join(name) }
+        Self {
+            path: std::env::temp_dir().join(name),
+        }
     }
 
     /// The `do` of a fault rule on `COPIED`.
@@ -275,7 +311,9 @@ impl Pair {
 
     pub fn of(p: Rank, d: Rank) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        p.node.register("127.0.0.1", server.port(), TIMEOUT).unwrap();
+        p.node
+            .register("127.0.0.1", server.port(), TIMEOUT)
+            .unwrap();
         Self { server, p, d }
     }
 
@@ -284,7 +322,18 @@ impl Pair {
     }
 
     pub fn open_with(&self, room: u64, hash: &[u8], deadline_ms: u64) {
-        self.d.node.open(room, 0, "127.0.0.1", self.server.port(), 0, hash, deadline_ms).unwrap();
+        self.d
+            .node
+            .open(
+                room,
+                0,
+                "127.0.0.1",
+                self.server.port(),
+                0,
+                hash,
+                deadline_ms,
+            )
+            .unwrap();
     }
 
     pub fn grant(&self, room: u64, pages: &[u32]) {

@@ -66,7 +66,11 @@ impl Default for Pipes {
 impl Pipes {
     /// "nccl" works on the device.
     pub fn named(name: &'static str) -> Self {
-        Self { name, stuck: Arc::default(), opened: Arc::default() }
+        Self {
+            name,
+            stuck: Arc::default(),
+            opened: Arc::default(),
+        }
     }
 
     /// From now on receives and aborts of this side do not return, until `resume`.
@@ -88,7 +92,10 @@ impl CommBackend for Pipes {
     fn unique_id(&self) -> Result<Vec<u8>, CommError> {
         let id = rand::random::<[u8; 16]>().to_vec();
         let pipe = Arc::<Pipe>::default();
-        PIPES.lock().get_or_insert_default().insert(id.clone(), pipe);
+        PIPES
+            .lock()
+            .get_or_insert_default()
+            .insert(id.clone(), pipe);
         Ok(id)
     }
 
@@ -165,7 +172,11 @@ impl End {
     fn wait(&self, mut ready: impl FnMut(&mut State) -> bool) -> Result<(), CommError> {
         let aborted = || Some(Err(CommError("aborted".into())));
         self.pipe.wait(self.limit, |state| {
-            if state.aborted[self.me] { aborted() } else { ready(state).then_some(Ok(())) }
+            if state.aborted[self.me] {
+                aborted()
+            } else {
+                ready(state).then_some(Ok(()))
+            }
         })
     }
 }

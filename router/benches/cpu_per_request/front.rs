@@ -37,7 +37,10 @@ impl Kind {
         match self {
             Kind::Baton => None,
             Kind::Nginx => {
-                let found = Command::new("nginx").arg("-v").stderr(Stdio::null()).status();
+                let found = Command::new("nginx")
+                    .arg("-v")
+                    .stderr(Stdio::null())
+                    .status();
                 found.err().map(|err| {
                     format!(
                         "nginx cannot be started ({err}); install it, or leave it out of --fronts"
@@ -86,7 +89,11 @@ impl Front {
             Kind::Nginx => {
                 let made = Folder::with_config(port, workers);
                 let mut command = Command::new("nginx");
-                command.arg("-p").arg(&made.0).arg("-c").arg(made.0.join("nginx.conf"));
+                command
+                    .arg("-p")
+                    .arg(&made.0)
+                    .arg("-c")
+                    .arg(made.0.join("nginx.conf"));
                 folder = Some(made);
                 command
             }
@@ -133,7 +140,11 @@ impl Front {
             .stderr(Stdio::null())
             .spawn()
             .expect("it was found");
-        Front { child, addr: SocketAddr::from(([127, 0, 0, 1], port)), _folder: folder }
+        Front {
+            child,
+            addr: SocketAddr::from(([127, 0, 0, 1], port)),
+            _folder: folder,
+        }
     }
 
     /// CPU time of its threads so far [µs]; those that have ended are not in it.
@@ -142,7 +153,11 @@ impl Front {
         let mut nanos = 0.0;
         for task in std::fs::read_dir(tasks).expect("it lives").flatten() {
             if let Ok(text) = std::fs::read_to_string(task.path().join("schedstat")) {
-                nanos += text.split(' ').next().and_then(|n| n.parse::<f64>().ok()).unwrap_or(0.0);
+                nanos += text
+                    .split(' ')
+                    .next()
+                    .and_then(|n| n.parse::<f64>().ok())
+                    .unwrap_or(0.0);
             }
         }
         nanos / 1e3
@@ -185,7 +200,10 @@ impl Folder {
         let path =
             std::env::temp_dir().join(format!("baton-bench-nginx-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a folder");
-        let servers: String = workers.iter().map(|addr| format!("    server {addr};\n")).collect();
+        let servers: String = workers
+            .iter()
+            .map(|addr| format!("    server {addr};\n"))
+            .collect();
         let config = format!(
             "daemon off;\nmaster_process off;\npid nginx.pid;\nerror_log error.log;\n\
              events {{ worker_connections 4096; }}\n\

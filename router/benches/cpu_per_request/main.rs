@@ -43,8 +43,11 @@ const SETTLE: Duration = Duration::from_millis(500);
 const MEMORY_STEPS: [usize; 4] = [0, 10_000, 30_000, 50_000];
 
 /// Name, bytes of the prompt, requests.
-const SIZES: [(&str, usize, usize); 3] =
-    [("200 B", 200, 3000), ("8 KB", 8 << 10, 3000), ("64 KB", 64 << 10, 1000)];
+const SIZES: [(&str, usize, usize); 3] = [
+    ("200 B", 200, 3000),
+    ("8 KB", 8 << 10, 3000),
+    ("64 KB", 64 << 10, 1000),
+];
 
 type Sender = SendRequest<Full<Bytes>>;
 
@@ -83,8 +86,10 @@ fn main() {
         eprintln!("{mistake}");
         std::process::exit(2);
     });
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("threads");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .expect("threads");
     runtime.block_on(async {
         if options.memory {
             memory(&options).await;
@@ -96,7 +101,11 @@ fn main() {
 
 impl Options {
     fn read() -> Result<Options, String> {
-        let mut options = Options { fronts: vec![Kind::Baton], rounds: 3, memory: false };
+        let mut options = Options {
+            fronts: vec![Kind::Baton],
+            rounds: 3,
+            memory: false,
+        };
         let mut args = std::env::args().skip(1);
         while let Some(arg) = args.next() {
             match arg.as_str() {
@@ -104,15 +113,18 @@ impl Options {
                 "--memory" => options.memory = true,
                 "--rounds" => {
                     let given = args.next().and_then(|text| text.parse().ok());
-                    options.rounds =
-                        given.filter(|n| *n > 0).ok_or("--rounds: give a number above 0")?;
+                    options.rounds = given
+                        .filter(|n| *n > 0)
+                        .ok_or("--rounds: give a number above 0")?;
                 }
                 "--fronts" => {
                     let given = args.next().unwrap_or_default();
                     options.fronts = given.split(',').map(kind_of).collect::<Result<_, _>>()?;
                 }
                 other => {
-                    return Err(format!("{other}: there are --fronts, --rounds and --memory"));
+                    return Err(format!(
+                        "{other}: there are --fronts, --rounds and --memory"
+                    ));
                 }
             }
         }
@@ -127,7 +139,11 @@ impl Options {
         for pairs in [false, true] {
             for &kind in &self.fronts {
                 let policies = kind.policies().iter();
-                setups.extend(policies.map(|&policy| Setup { kind, policy, pairs }));
+                setups.extend(policies.map(|&policy| Setup {
+                    kind,
+                    policy,
+                    pairs,
+                }));
             }
         }
         // nginx cannot send a request to two workers.
@@ -165,18 +181,33 @@ async fn cpu(options: &Options) {
     println!("| front | workers | {} |", columns.join(" | "));
     println!("|---|---{}|", "|---".repeat(columns.len()));
     for (at, setup) in setups.iter().enumerate() {
-        let cells: Vec<String> =
-            columns.iter().map(|column| cell(&results[&(at, *column)])).collect();
+        let cells: Vec<String> = columns
+            .iter()
+            .map(|column| cell(&results[&(at, *column)]))
+            .collect();
         let workers = if setup.pairs { "P + D" } else { "regular" };
-        println!("| {} {} | {workers} | {} |", setup.kind.name(), setup.policy, cells.join(" | "));
+        println!(
+            "| {} {} | {workers} | {} |",
+            setup.kind.name(),
+            setup.policy,
+            cells.join(" | ")
+        );
     }
 }
 
 fn cell(values: &[f64]) -> String {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let digits = if sorted[sorted.len() / 2] < 10.0 { 2 } else { 0 };
-    let [mid, min, max] = [sorted[sorted.len() / 2], sorted[0], sorted[sorted.len() - 1]];
+    let digits = if sorted[sorted.len() / 2] < 10.0 {
+        2
+    } else {
+        0
+    };
+    let [mid, min, max] = [
+        sorted[sorted.len() / 2],
+        sorted[0],
+        sorted[sorted.len() - 1],
+    ];
     format!("{mid:.digits$} [{min:.digits$}, {max:.digits$}]")
 }
 
@@ -190,9 +221,10 @@ async fn measure(setup: Setup) -> Vec<(&'static str, f64)> {
         drive(front.addr, 1, requests, bytes, Answer::Json).await;
         found.push((name, (front.cpu_us() - before) / requests as f64));
     }
-    for (name, streams, answer) in
-        [("per event", STREAMS, Answer::Events), ("per paced event", PACED_STREAMS, Answer::Paced)]
-    {
+    for (name, streams, answer) in [
+        ("per event", STREAMS, Answer::Events),
+        ("per paced event", PACED_STREAMS, Answer::Paced),
+    ] {
         drive(front.addr, 0, CONCURRENCY, 200, Answer::Events).await;
         let before = front.cpu_us();
         drive(front.addr, 1, streams, 200, answer).await;
@@ -205,7 +237,10 @@ async fn measure(setup: Setup) -> Vec<(&'static str, f64)> {
 
 async fn memory(options: &Options) {
     println!("resident memory [MiB] after so many distinct prompts of 8 KB, regular workers");
-    println!("| front | {} |", MEMORY_STEPS.map(|step| step.to_string()).join(" | "));
+    println!(
+        "| front | {} |",
+        MEMORY_STEPS.map(|step| step.to_string()).join(" | ")
+    );
     println!("|---{}|", "|---".repeat(MEMORY_STEPS.len()));
     for setup in options.setups(|setup| !setup.pairs) {
         let (front, _) = start(setup).await;
@@ -216,7 +251,12 @@ async fn memory(options: &Options) {
             sent = step;
             cells.push(format!("{:.0}", front.rss_mib()));
         }
-        println!("| {} {} | {} |", setup.kind.name(), setup.policy, cells.join(" | "));
+        println!(
+            "| {} {} | {} |",
+            setup.kind.name(),
+            setup.policy,
+            cells.join(" | ")
+        );
     }
 }
 
@@ -233,9 +273,10 @@ async fn start(setup: Setup) -> (Front, Vec<SocketAddr>) {
         assert!(!front.has_ended(), "{setup:?} ended");
         assert!(Instant::now() < deadline, "{setup:?} did not serve in time");
         let answered = match try_connect(front.addr).await {
-            Some(mut sender) => {
-                sender.send_request(ask("ready", 200, false)).await.is_ok_and(|r| r.status() == 200)
-            }
+            Some(mut sender) => sender
+                .send_request(ask("ready", 200, false))
+                .await
+                .is_ok_and(|r| r.status() == 200),
             None => false,
         };
         good = if answered { good + 1 } else { 0 };
@@ -278,7 +319,11 @@ async fn drive(addr: SocketAddr, part: usize, requests: usize, bytes: usize, ans
                 );
                 let response = sender.send_request(request).await.expect("an answer");
                 assert_eq!(response.status(), 200);
-                response.into_body().collect().await.expect("a whole answer");
+                response
+                    .into_body()
+                    .collect()
+                    .await
+                    .expect("a whole answer");
             }
         })
     });
@@ -308,7 +353,11 @@ async fn one_first_event(sender: &mut Sender, number: usize) -> f64 {
     sender.ready().await.expect("connected");
     let request = ask(&format!("first-{number}"), 200, true);
     let began = Instant::now();
-    let mut body = sender.send_request(request).await.expect("an answer").into_body();
+    let mut body = sender
+        .send_request(request)
+        .await
+        .expect("an answer")
+        .into_body();
     body.frame().await.expect("an event").expect("a whole one");
     let took = began.elapsed().as_secs_f64() * 1e3;
     body.collect().await.expect("a whole answer");
@@ -318,8 +367,9 @@ async fn one_first_event(sender: &mut Sender, number: usize) -> f64 {
 async fn try_connect(addr: SocketAddr) -> Option<Sender> {
     let stream = TcpStream::connect(addr).await.ok()?;
     stream.set_nodelay(true).ok()?;
-    let (sender, driver) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.ok()?;
+    let (sender, driver) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .ok()?;
     tokio::spawn(driver);
     Some(sender)
 }

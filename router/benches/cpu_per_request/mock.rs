@@ -55,10 +55,17 @@ async fn answer(request: Request<Incoming>) -> Result<Response<MockBody>, hyper:
             || part.windows(14).any(|w| w == b"\"stream\": true")
     };
     // Some routers write the fields in another order: the end, too, is looked at.
-    let ends = (&body[..body.len().min(60)], &body[body.len().saturating_sub(2000)..]);
+    let ends = (
+        &body[..body.len().min(60)],
+        &body[body.len().saturating_sub(2000)..],
+    );
     if text == ANSWER && (is_stream(ends.0) || is_stream(ends.1)) {
         let is_paced = body.windows(PACED.len()).any(|w| w == PACED.as_bytes());
-        let events = Events { left: EVENTS, turn: false, steps: is_paced.then(|| interval(STEP)) };
+        let events = Events {
+            left: EVENTS,
+            turn: false,
+            steps: is_paced.then(|| interval(STEP)),
+        };
         let mut response = Response::new(events.boxed());
         let kind = HeaderValue::from_static("text/event-stream");
         response.headers_mut().insert("content-type", kind);

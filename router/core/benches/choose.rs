@@ -30,7 +30,9 @@ const IN_FLIGHT: u64 = 512;
 
 fn letters(seed: u64, bytes: usize) -> String {
     let mut rng = StdRng::seed_from_u64(seed);
-    (0..bytes).map(|_| char::from(b'a' + rng.random_range(0..26u8))).collect()
+    (0..bytes)
+        .map(|_| char::from(b'a' + rng.random_range(0..26u8)))
+        .collect()
 }
 
 struct Prompts {
@@ -41,8 +43,14 @@ struct Prompts {
 
 impl Prompts {
     fn new(bytes: usize) -> Self {
-        let system = (0..SYSTEM_PROMPTS).map(|i| letters(u64::from(i), bytes / 2)).collect();
-        Self { system, own: letters(99, bytes / 2 - 20), made: 0 }
+        let system = (0..SYSTEM_PROMPTS)
+            .map(|i| letters(u64::from(i), bytes / 2))
+            .collect();
+        Self {
+            system,
+            own: letters(99, bytes / 2 - 20),
+            made: 0,
+        }
     }
 
     fn next(&mut self) -> String {
@@ -105,7 +113,12 @@ impl Setting {
     }
 
     fn view<'a>(&self, text: &'a str, blocks: &'a PromptBlocks) -> RequestView<'a> {
-        RequestView { text, prompt: blocks.prompt(), routing_key: None, now_ms: self.tickets }
+        RequestView {
+            text,
+            prompt: blocks.prompt(),
+            routing_key: None,
+            now_ms: self.tickets,
+        }
     }
 
     fn route(&mut self, text: &str, blocks: &PromptBlocks, worker: WorkerId) {
@@ -130,7 +143,12 @@ impl Setting {
         let choice = match &self.decode {
             None => {
                 let (request, ready) = (&request, &*self.ready);
-                self.policy.choose(&mut PolicyInput { request, ready, rng, explains: false })?
+                self.policy.choose(&mut PolicyInput {
+                    request,
+                    ready,
+                    rng,
+                    explains: false,
+                })?
             }
             Some(decode) => {
                 let ready = [&*self.ready, &self.ready];
@@ -146,7 +164,11 @@ impl Setting {
         if let Some(oldest) = self.tickets.checked_sub(IN_FLIGHT) {
             let (ticket, worker) = (SendTicket(oldest), self.chosen[oldest as usize]);
             let now_ms = self.tickets;
-            self.policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+            self.policy.observe(&PolicyEvent::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            });
             self.policy.observe(&PolicyEvent::Finished {
                 ticket,
                 worker,

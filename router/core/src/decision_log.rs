@@ -60,7 +60,10 @@ pub struct LogLine {
 #[serde(rename_all = "snake_case")]
 pub enum LogEntry {
     /// A choice for each side; the request was sent there.
-    Decided { asked: DecisionInput, choices: Vec<Option<WorkerChoice>> },
+    Decided {
+        asked: DecisionInput,
+        choices: Vec<Option<WorkerChoice>>,
+    },
     /// An event that the policies of a role were given.
     #[serde(alias = "told")]
     Observed {
@@ -137,12 +140,17 @@ impl ChangeRecord {
             BlockChange::Drop(hash) => (*hash, '-'),
         });
         let (hashes, signs) = parts.unzip();
-        Self { hashes: HexHashes(hashes), signs }
+        Self {
+            hashes: HexHashes(hashes),
+            signs,
+        }
     }
 
     pub fn changes(&self) -> Vec<BlockChange> {
         let parts = self.hashes.0.iter().zip(self.signs.bytes());
-        parts.map(|(hash, sign)| BlockChange::new(*hash, sign == b'+')).collect()
+        parts
+            .map(|(hash, sign)| BlockChange::new(*hash, sign == b'+'))
+            .collect()
     }
 }
 
@@ -170,7 +178,10 @@ impl<'de> Deserialize<'de> for HexHashes {
             u64::from_str_radix(digits, 16).ok()
         });
         let wrong = || serde::de::Error::custom("hashes are not groups of 16 hexadecimal digits");
-        hashes.collect::<Option<_>>().map(HexHashes).ok_or_else(wrong)
+        hashes
+            .collect::<Option<_>>()
+            .map(HexHashes)
+            .ok_or_else(wrong)
     }
 }
 
@@ -183,9 +194,10 @@ impl LogLine {
                 let text = asked.text.as_ref().map_or(0, String::len);
                 8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
-            LogEntry::Cached { news: CacheUpdateRecord::Changed { changes, .. }, .. } => {
-                9 * changes.signs.len()
-            }
+            LogEntry::Cached {
+                news: CacheUpdateRecord::Changed { changes, .. },
+                ..
+            } => 9 * changes.signs.len(),
             LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,
         };
         size_of::<Self>() + more
@@ -200,7 +212,12 @@ impl DecisionInput {
         secret: u64,
         reads_text: bool,
     ) -> Self {
-        let RequestView { text, prompt, routing_key, now_ms } = sending.request;
+        let RequestView {
+            text,
+            prompt,
+            routing_key,
+            now_ms,
+        } = sending.request;
         let sides = sides.iter().map(|(ready, ticket)| DecisionSide {
             ticket: *ticket,
             ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
@@ -224,8 +241,11 @@ impl DecisionInput {
 
 impl DecisionSide {
     pub fn views(&self) -> Vec<WorkerView> {
-        let views =
-            self.ready.iter().map(|&(id, load, host)| WorkerView { id: WorkerId(id), load, host });
+        let views = self.ready.iter().map(|&(id, load, host)| WorkerView {
+            id: WorkerId(id),
+            load,
+            host,
+        });
         views.collect()
     }
 }
@@ -234,12 +254,21 @@ impl ObservedEvent {
     /// `None` for `Routed`, which is part of the decision.
     pub(crate) fn of(event: &PolicyEvent<'_>, name: Option<&str>) -> Option<Self> {
         let name = || name.unwrap_or_default().to_owned();
-        event.map(|hashes| !hashes.is_empty(), |facts| NamedFacts { name: name(), facts: *facts })
+        event.map(
+            |hashes| !hashes.is_empty(),
+            |facts| NamedFacts {
+                name: name(),
+                facts: *facts,
+            },
+        )
     }
 
     /// The event again; `hashes` are the prompt's of its ticket.
     pub fn event<'a>(&self, hashes: &'a [u64]) -> Option<PolicyEvent<'a>> {
-        self.map(|has_hashes| if *has_hashes { hashes } else { &[] }, |named| named.facts)
+        self.map(
+            |has_hashes| if *has_hashes { hashes } else { &[] },
+            |named| named.facts,
+        )
     }
 }
 
@@ -290,7 +319,10 @@ mod tests {
         let hashes = HexHashes(vec![0, u64::MAX, 5]);
         let text = serde_json::to_string(&hashes).expect("plain data");
         assert_eq!(text, "\"0000000000000000ffffffffffffffff0000000000000005\"");
-        assert_eq!(serde_json::from_str::<HexHashes>(&text).expect("its own"), hashes);
+        assert_eq!(
+            serde_json::from_str::<HexHashes>(&text).expect("its own"),
+            hashes
+        );
         for wrong in ["\"12\"", "\"zzzzzzzzzzzzzzzz\"", "5"] {
             assert!(serde_json::from_str::<HexHashes>(wrong).is_err(), "{wrong}");
         }

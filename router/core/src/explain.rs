@@ -96,7 +96,10 @@ pub enum PolicyTerms {
     /// `power_of_two`.
     Drawn { is_drawn: bool },
     /// `cache_aware`: characters of the routing text that the worker's tree holds, and its size.
-    Prefix { matched_chars: usize, tree_chars: usize },
+    Prefix {
+        matched_chars: usize,
+        tree_chars: usize,
+    },
     /// `manual`: `keys` is the number of routing keys that the worker was given.
     Key { keys: usize, holds_key: bool },
     /// `cost`.
@@ -138,6 +141,10 @@ impl Explanation {
             load: worker.load,
             terms: terms(worker),
         });
-        Self { policy, basis, candidates: weighed.collect() }
+        Self {
+            policy,
+            basis,
+            candidates: weighed.collect(),
+        }
     }
 }

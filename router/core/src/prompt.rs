@@ -56,8 +56,22 @@ pub type PromptView<'a> = HashedPrompt<&'a [u64]>;
 
 impl<H> HashedPrompt<H> {
     pub(crate) fn with_hashes<G>(&self, hashes: G) -> HashedPrompt<G> {
-        let Self { unit, block_units, units, tokens, has_media, .. } = *self;
-        HashedPrompt { hashes, unit, block_units, units, tokens, has_media }
+        let Self {
+            unit,
+            block_units,
+            units,
+            tokens,
+            has_media,
+            ..
+        } = *self;
+        HashedPrompt {
+            hashes,
+            unit,
+            block_units,
+            units,
+            tokens,
+            has_media,
+        }
     }
 }
 
@@ -83,7 +97,13 @@ impl PromptBlocks {
             state
         });
         let (hashes, units) = (hashes.collect(), text.len());
-        Self { hashes, block_units: BLOCK_BYTES, units, tokens, ..Self::default() }
+        Self {
+            hashes,
+            block_units: BLOCK_BYTES,
+            units,
+            tokens,
+            ..Self::default()
+        }
     }
 
     /// Blocks with given ids (of a trace): each id stands for `block_tokens` tokens behind those
@@ -96,7 +116,14 @@ impl PromptBlocks {
         });
         let (hashes, block_units, units) = (named.collect(), block_tokens, tokens as usize);
         let (unit, tokens) = (SizeUnit::Tokens, Some(tokens));
-        Self { hashes, unit, block_units, units, tokens, has_media: false }
+        Self {
+            hashes,
+            unit,
+            block_units,
+            units,
+            tokens,
+            has_media: false,
+        }
     }
 
     pub fn prompt(&self) -> PromptView<'_> {
@@ -105,7 +132,10 @@ impl PromptBlocks {
 
     /// See [`HashedPrompt::has_media`].
     pub fn with_media(self) -> Self {
-        Self { has_media: true, ..self }
+        Self {
+            has_media: true,
+            ..self
+        }
     }
 }
 
@@ -150,7 +180,10 @@ pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> PromptBl
     let block_size = block_size.max(1);
     let mut chain = TokenChain::new(namespace);
     PromptBlocks {
-        hashes: ids.chunks_exact(block_size).map(|block| chain.push(block)).collect(),
+        hashes: ids
+            .chunks_exact(block_size)
+            .map(|block| chain.push(block))
+            .collect(),
         unit: SizeUnit::Tokens,
         block_units: block_size,
         units: ids.len(),
@@ -210,8 +243,12 @@ impl TokenChain {
 /// Numbers with bits spread evenly: digits of pi, then of square roots. They must be unrelated:
 /// with the golden ratio and the root of five one flipped bit undid another.
 const SEED: u64 = 0x4528_21e6_38d0_1377;
-const MULTIPLIERS: [u64; 4] =
-    [0xbb67_ae85_84ca_a73b, 0x3c6e_f372_fe94_f82b, 0xa54f_f53a_5f1d_36f1, 0x510e_527f_ade6_82d1];
+const MULTIPLIERS: [u64; 4] = [
+    0xbb67_ae85_84ca_a73b,
+    0x3c6e_f372_fe94_f82b,
+    0xa54f_f53a_5f1d_36f1,
+    0x510e_527f_ade6_82d1,
+];
 
 /// A state that depends on all that was mixed in before, in order.
 pub(crate) fn mix(state: u64, next: u64) -> u64 {
@@ -297,11 +334,21 @@ mod tests {
     #[test]
     fn token_blocks_of_other_lengths_and_names_stay_apart() {
         let mut seen = HashSet::new();
-        let names = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("aa", ""), ("a\0", "")];
+        let names = [
+            ("", ""),
+            ("a", ""),
+            ("", "a"),
+            ("a", "a"),
+            ("aa", ""),
+            ("a\0", ""),
+        ];
         for (salt, key) in names {
             let name = namespace(salt, key);
             for ids in [&[0][..], &[0, 0], &[0, 0, 0], &[u32::MAX], &[0, u32::MAX]] {
-                assert!(seen.insert(TokenChain::new(&name).push(ids)), "{name:?} {ids:?}");
+                assert!(
+                    seen.insert(TokenChain::new(&name).push(ids)),
+                    "{name:?} {ids:?}"
+                );
             }
         }
         let zeros = token_blocks(&[0; 40_000], 16, "");
@@ -327,14 +374,25 @@ mod tests {
         assert!(named.hashes.iter().all(|hash| seen.insert(*hash)));
         // Order counts: a swapped pair of ids is another prefix from there on.
         let swapped = PromptBlocks::of_ids(&[1, 0, 2], 512, 1);
-        assert!(swapped.hashes.iter().all(|hash| !named.hashes.contains(hash)));
+        assert!(
+            swapped
+                .hashes
+                .iter()
+                .all(|hash| !named.hashes.contains(hash))
+        );
     }
 
     #[test]
     fn rest_behind_the_last_block_counts_but_has_no_hash() {
         let blocks = PromptBlocks::of_text(&[b'x'; 700], Some(170));
         let prompt = blocks.prompt();
-        assert_eq!((prompt.hashes.len(), prompt.units, prompt.tokens), (2, 700, Some(170)));
-        assert_eq!(PromptBlocks::of_text(b"short", None).prompt().hashes.len(), 0);
+        assert_eq!(
+            (prompt.hashes.len(), prompt.units, prompt.tokens),
+            (2, 700, Some(170))
+        );
+        assert_eq!(
+            PromptBlocks::of_text(b"short", None).prompt().hashes.len(),
+            0
+        );
     }
 }

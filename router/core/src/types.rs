@@ -147,7 +147,10 @@ pub enum SelectionReason {
     LowerOfTwo,
     /// The longest matching prefix lies there: `matched_chars` of the `total_chars` of the routing
     /// text.
-    PrefixHit { matched_chars: usize, total_chars: usize },
+    PrefixHit {
+        matched_chars: usize,
+        total_chars: usize,
+    },
     /// No prefix matched well: the worker with the smallest tree.
     SmallestTree,
     /// The least load.
@@ -186,12 +189,24 @@ impl SelectionReason {
 impl fmt::Display for SelectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.into_str())?;
-        if let SelectionReason::PrefixHit { matched_chars, total_chars } = self {
+        if let SelectionReason::PrefixHit {
+            matched_chars,
+            total_chars,
+        } = self
+        {
             write!(f, " {matched_chars}/{total_chars} chars")?;
         }
         if let Some(forecast) = self.forecast() {
-            let PrefillForecast { cached_tokens, prompt_tokens, ttft_ms, .. } = forecast;
-            write!(f, " {cached_tokens}/{prompt_tokens} tokens cached, {ttft_ms} ms")?;
+            let PrefillForecast {
+                cached_tokens,
+                prompt_tokens,
+                ttft_ms,
+                ..
+            } = forecast;
+            write!(
+                f,
+                " {cached_tokens}/{prompt_tokens} tokens cached, {ttft_ms} ms"
+            )?;
         }
         Ok(())
     }
@@ -222,9 +237,18 @@ pub enum EventRecord<R, H, F> {
     /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its
     /// prefill is over (the answer to a request that does not stream says it too late).
     #[serde(skip)]
-    Routed { ticket: SendTicket, worker: WorkerId, request: R, tells_first_token: bool },
+    Routed {
+        ticket: SendTicket,
+        worker: WorkerId,
+        request: R,
+        tells_first_token: bool,
+    },
     /// Prefill is over.
-    FirstToken { ticket: SendTicket, worker: WorkerId, now_ms: u64 },
+    FirstToken {
+        ticket: SendTicket,
+        worker: WorkerId,
+        now_ms: u64,
+    },
     /// Tokens that the worker counted.
     Usage {
         ticket: SendTicket,
@@ -275,17 +299,54 @@ impl<R, H, F> EventRecord<R, H, F> {
         use EventRecord as E;
         Some(match *self {
             Self::Routed { .. } => return None,
-            Self::FirstToken { ticket, worker, now_ms } => E::FirstToken { ticket, worker, now_ms },
-            Self::Usage { ticket, worker, usage } => E::Usage { ticket, worker, usage },
-            Self::Finished { ticket, worker, is_kept, ref hashes, now_ms } => {
-                E::Finished { ticket, worker, is_kept, hashes: hashes_form(hashes), now_ms }
-            }
-            Self::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                E::Reported { worker, queued_tokens, running, age_ms, now_ms }
-            }
-            Self::WorkerAdded { worker, ref facts } => {
-                E::WorkerAdded { worker, facts: facts_form(facts) }
-            }
+            Self::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            } => E::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            },
+            Self::Usage {
+                ticket,
+                worker,
+                usage,
+            } => E::Usage {
+                ticket,
+                worker,
+                usage,
+            },
+            Self::Finished {
+                ticket,
+                worker,
+                is_kept,
+                ref hashes,
+                now_ms,
+            } => E::Finished {
+                ticket,
+                worker,
+                is_kept,
+                hashes: hashes_form(hashes),
+                now_ms,
+            },
+            Self::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            } => E::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            },
+            Self::WorkerAdded { worker, ref facts } => E::WorkerAdded {
+                worker,
+                facts: facts_form(facts),
+            },
             Self::WorkerGone { worker } => E::WorkerGone { worker },
         })
     }
@@ -334,10 +395,17 @@ mod tests {
 
     #[test]
     fn too_late_is_what_a_queue_makes_too_late() {
-        let ahead = |queue_ms, prefill_ms| TtftEstimate { queue_ms, prefill_ms };
+        let ahead = |queue_ms, prefill_ms| TtftEstimate {
+            queue_ms,
+            prefill_ms,
+        };
         assert_eq!(ahead(900.0, 100.0).excess_ms(1000), None);
         assert_eq!(ahead(900.0, 101.0).excess_ms(1000), Some(1));
-        assert_eq!(ahead(0.0, 5000.0).excess_ms(1000), None, "no queue, no wait");
+        assert_eq!(
+            ahead(0.0, 5000.0).excess_ms(1000),
+            None,
+            "no queue, no wait"
+        );
         assert_eq!(
             ahead(10.0, 5000.0).excess_ms(1000),
             Some(10),

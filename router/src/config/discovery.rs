@@ -44,12 +44,17 @@ impl DiscoveryFlags {
         }
         let roles = match is_pd {
             true => {
-                vec![(Role::Prefill, &self.prefill_selector), (Role::Decode, &self.decode_selector)]
+                vec![
+                    (Role::Prefill, &self.prefill_selector),
+                    (Role::Decode, &self.decode_selector),
+                ]
             }
             false => vec![(Role::Regular, &self.selector)],
         };
         let joined = roles.into_iter();
-        joined.map(|(role, labels)| (role, each(labels).collect::<Vec<_>>().join(","))).collect()
+        joined
+            .map(|(role, labels)| (role, each(labels).collect::<Vec<_>>().join(",")))
+            .collect()
     }
 
     /// True if the pods found speak TLS.
@@ -84,14 +89,19 @@ impl DiscoveryFlags {
                 (true, false) => errors.push(format!("{flag} {given}: needs --pd-disaggregation")),
             }
             for label in each(labels).filter(|label| !is_label(label)) {
-                errors.push(format!("{flag} {label}: give KEY=VALUE with a label's key and value"));
+                errors.push(format!(
+                    "{flag} {label}: give KEY=VALUE with a label's key and value"
+                ));
             }
         }
         if self.service_discovery_port == 0 {
             errors.push("--service-discovery-port 0: give a port from 1 to 65535".to_owned());
         }
         for (flag, is_given) in [
-            ("--service-discovery-namespace", self.service_discovery_namespace.is_some()),
+            (
+                "--service-discovery-namespace",
+                self.service_discovery_namespace.is_some(),
+            ),
             ("--kubeconfig", self.kubeconfig.is_some()),
             ("--service-discovery-scheme https", self.is_tls()),
         ] {
@@ -123,7 +133,9 @@ fn is_name(name: &str) -> bool {
 
 fn is_label(label: &str) -> bool {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b"-_./".contains(&b);
-    let Some((key, value)) = label.split_once('=') else { return false };
+    let Some((key, value)) = label.split_once('=') else {
+        return false;
+    };
     !key.is_empty() && key.bytes().all(is_allowed) && value.bytes().all(is_allowed)
 }
 
@@ -133,8 +145,10 @@ mod tests {
     use crate::config::{ParseStop, RouterConfig};
 
     fn parse(flags: &str) -> Result<RouterConfig, String> {
-        let argv: Vec<String> =
-            format!("baton-router {flags}").split_whitespace().map(str::to_owned).collect();
+        let argv: Vec<String> = format!("baton-router {flags}")
+            .split_whitespace()
+            .map(str::to_owned)
+            .collect();
         RouterConfig::parse(&argv).map_err(|stop| match stop {
             ParseStop::Bad(text) | ParseStop::Help(text) => text,
         })
@@ -148,7 +162,10 @@ mod tests {
             "--pd-disaggregation --service-discovery --prefill-selector a/b=p --decode-selector a/b=d,c=e",
         );
         let selectors = pd.unwrap().discovery.selectors(true);
-        let labels: Vec<&str> = selectors.iter().map(|(_, labels)| labels.as_str()).collect();
+        let labels: Vec<&str> = selectors
+            .iter()
+            .map(|(_, labels)| labels.as_str())
+            .collect();
         assert_eq!(labels, ["a/b=p", "a/b=d,c=e"]);
         assert!(parse("").unwrap().discovery.selectors(false).is_empty());
     }
@@ -156,7 +173,10 @@ mod tests {
     #[test]
     fn flags_that_cannot_work_are_refused_with_the_remedy() {
         for (flags, part) in [
-            ("--selector a=b", "--selector a=b: needs --service-discovery"),
+            (
+                "--selector a=b",
+                "--selector a=b: needs --service-discovery",
+            ),
             ("--service-discovery", "needs --selector KEY=VALUE"),
             (
                 "--service-discovery --pd-disaggregation --prefill-selector a=b",
@@ -172,13 +192,19 @@ mod tests {
             ),
             ("--service-discovery --selector nonsense", "give KEY=VALUE"),
             ("--service-discovery --selector a=b!", "give KEY=VALUE"),
-            ("--service-discovery --selector a=b --service-discovery-port 0", "from 1 to 65535"),
+            (
+                "--service-discovery --selector a=b --service-discovery-port 0",
+                "from 1 to 65535",
+            ),
             (
                 "--service-discovery --selector a=b --service-discovery-namespace No",
                 "give a namespace's name",
             ),
             ("--kubeconfig x", "--kubeconfig needs --service-discovery"),
-            ("--service-discovery-namespace x", "--service-discovery-namespace needs"),
+            (
+                "--service-discovery-namespace x",
+                "--service-discovery-namespace needs",
+            ),
             (
                 "--service-discovery-scheme https",
                 "--service-discovery-scheme https needs --service-discovery",

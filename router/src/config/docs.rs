@@ -19,8 +19,11 @@ pub fn flags_markdown() -> String {
             heading = group;
             out += &format!("\n### {heading}\n\n| flag | default | meaning |\n|---|---|---|\n");
         }
-        let default: Vec<_> =
-            arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
+        let default: Vec<_> = arg
+            .get_default_values()
+            .iter()
+            .map(|v| v.to_string_lossy().into_owned())
+            .collect();
         let default = match (arg.get_action(), default.is_empty()) {
             (clap::ArgAction::SetTrue, _) => "off".to_owned(),
             (_, true) => "-".to_owned(),

@@ -42,7 +42,12 @@ impl FromStr for ControlKey {
         if id.is_empty() || key.is_empty() {
             return Err("ID and KEY may not be empty; give ID:NAME:ROLE:KEY".to_owned());
         }
-        Ok(Self { id: id.to_owned(), name: name.to_owned(), role, key: key.to_owned() })
+        Ok(Self {
+            id: id.to_owned(),
+            name: name.to_owned(),
+            role,
+            key: key.to_owned(),
+        })
     }
 }
 

@@ -52,7 +52,10 @@ impl KvEventEndpoint {
     /// host:port of a DP rank; `None`: the port is beyond 65535.
     pub fn address(&self, worker_host: &str, rank: u32) -> Option<String> {
         let port = u16::try_from(u32::from(self.port).checked_add(rank)?).ok()?;
-        Some(format!("{}:{port}", self.host.as_deref().unwrap_or(worker_host)))
+        Some(format!(
+            "{}:{port}",
+            self.host.as_deref().unwrap_or(worker_host)
+        ))
     }
 }
 
@@ -65,8 +68,10 @@ impl FromStr for KvEventEndpoint {
                 "'{text}' is no tcp://HOST:PORT; write tcp://{{host}}:5557 for the worker's host (ipc:// is not read)"
             )
         };
-        let (host, port) =
-            text.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(bad)?;
+        let (host, port) = text
+            .strip_prefix("tcp://")
+            .and_then(|rest| rest.rsplit_once(':'))
+            .ok_or_else(bad)?;
         let port = port.parse().ok().filter(|port| *port > 0).ok_or_else(bad)?;
         let host = match host {
             "" => return Err(bad()),
@@ -89,23 +94,44 @@ mod tests {
     fn endpoints_name_the_workers_host_and_count_ranks_up() {
         let address =
             |text: &str, rank| text.parse::<KvEventEndpoint>().unwrap().address("w", rank);
-        for own in ["tcp://{host}:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557"] {
+        for own in [
+            "tcp://{host}:5557",
+            "tcp://*:5557",
+            "tcp://0.0.0.0:5557",
+            "tcp://[::]:5557",
+        ] {
             assert_eq!(address(own, 3).as_deref(), Some("w:5560"), "{own}");
         }
-        assert_eq!(address("tcp://10.0.0.1:65535", 0).as_deref(), Some("10.0.0.1:65535"));
+        assert_eq!(
+            address("tcp://10.0.0.1:65535", 0).as_deref(),
+            Some("10.0.0.1:65535")
+        );
         assert_eq!(address("tcp://10.0.0.1:65535", 1), None);
-        assert_eq!(address("tcp://[fe80::1]:9", 0).as_deref(), Some("[fe80::1]:9"));
-        for bad in
-            ["tcp://x", "ipc://x:1", "tcp://:1", "tcp://x:0", "tcp://x:70000", "tcp://{h}:1", "x:1"]
-        {
+        assert_eq!(
+            address("tcp://[fe80::1]:9", 0).as_deref(),
+            Some("[fe80::1]:9")
+        );
+        for bad in [
+            "tcp://x",
+            "ipc://x:1",
+            "tcp://:1",
+            "tcp://x:0",
+            "tcp://x:70000",
+            "tcp://{h}:1",
+            "x:1",
+        ] {
             assert!(bad.parse::<KvEventEndpoint>().is_err(), "{bad}");
         }
     }
 
     #[test]
     fn replay_alone_is_a_mistake() {
-        let argv =
-            ["baton-router", "--kv-events-replay-endpoint", "tcp://*:5657"].map(str::to_owned);
+        let argv = [
+            "baton-router",
+            "--kv-events-replay-endpoint",
+            "tcp://*:5657",
+        ]
+        .map(str::to_owned);
         assert!(
             matches!(RouterConfig::parse(&argv), Err(ParseStop::Bad(text)) if text.contains("needs --kv-events-endpoint"))
         );

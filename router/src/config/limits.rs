@@ -77,9 +77,15 @@ impl LimitFlags {
             ("--max-payload-size", self.max_payload_size as u64),
             ("--max-connections", self.max_connections as u64),
             ("--header-read-timeout-secs", self.header_read_timeout_secs),
-            ("--idle-connection-timeout-secs", self.idle_connection_timeout_secs),
+            (
+                "--idle-connection-timeout-secs",
+                self.idle_connection_timeout_secs,
+            ),
             ("--body-read-timeout-secs", self.body_read_timeout_secs),
-            ("--stream-body-stall-timeout-secs", self.stream_body_stall_timeout_secs),
+            (
+                "--stream-body-stall-timeout-secs",
+                self.stream_body_stall_timeout_secs,
+            ),
             ("--request-timeout-secs", self.request_timeout_secs),
             ("--rate-limit-tokens-per-second", rate.unwrap_or(1).into()),
             ("--max-ttft-ms", self.max_ttft_ms.unwrap_or(1)),
@@ -94,7 +100,9 @@ impl LimitFlags {
         }
         let head = self.max_header_bytes;
         if head < MIN_HEADER_BYTES {
-            errors.push(format!("--max-header-bytes {head}: give at least {MIN_HEADER_BYTES}"));
+            errors.push(format!(
+                "--max-header-bytes {head}: give at least {MIN_HEADER_BYTES}"
+            ));
         }
         let most = self.max_concurrent_requests;
         if most != -1 && most < 1 {

@@ -146,7 +146,12 @@ pub struct RoutingFlags {
     #[arg(long, default_value_t = MissPolicy::SmallestTree, value_name = "RULE")]
     pub cache_miss: MissPolicy,
     /// cache_aware, manual: pause between two evictions [s]
-    #[arg(long, alias = "eviction-interval", default_value_t = 60, value_name = "SECS")]
+    #[arg(
+        long,
+        alias = "eviction-interval",
+        default_value_t = 60,
+        value_name = "SECS"
+    )]
     pub eviction_interval_secs: u64,
     /// cache_aware: characters remembered per worker
     #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
@@ -302,9 +307,9 @@ const REQUEST_ID_HEADERS: [HeaderName; 4] = [
 /// vllm-router has one flag for pairs of vLLM workers, here it is two.
 fn spelled_out(argv: &[String]) -> Vec<String> {
     let spelled = |arg: &String| match arg.as_str() {
-        "--vllm-pd-disaggregation" => {
-            ["--pd-disaggregation", "--pd-protocol", "vllm"].map(str::to_owned).to_vec()
-        }
+        "--vllm-pd-disaggregation" => ["--pd-disaggregation", "--pd-protocol", "vllm"]
+            .map(str::to_owned)
+            .to_vec(),
         _ => vec![arg.clone()],
     };
     argv.iter().flat_map(spelled).collect()
@@ -332,7 +337,9 @@ impl RouterConfig {
     /// The clap command, each flag with its environment variable.
     pub fn command_with_env() -> clap::Command {
         RouterConfig::command().mut_args(|arg| {
-            let Some(long) = arg.get_long() else { return arg };
+            let Some(long) = arg.get_long() else {
+                return arg;
+            };
             let name = if long == "api-key" {
                 "BATON_API_KEY".to_owned() // the engine's name for it
             } else {
@@ -365,7 +372,11 @@ impl RouterConfig {
             config.listen.request_id_headers = REQUEST_ID_HEADERS.to_vec();
         }
         config.check(&mut errors);
-        if errors.is_empty() { Ok(config) } else { Err(ParseStop::Bad(errors.join("\n"))) }
+        if errors.is_empty() {
+            Ok(config)
+        } else {
+            Err(ParseStop::Bad(errors.join("\n")))
+        }
     }
 
     /// Every rule between fields and ranges; each message names the flag, the value and what to do.
@@ -374,18 +385,26 @@ impl RouterConfig {
             if !range.contains(&value) {
                 let flag = field.replace('_', "-");
                 let (least, most) = range.into_inner();
-                let most =
-                    if most == f64::MAX { String::new() } else { format!(", at most {most}") };
+                let most = if most == f64::MAX {
+                    String::new()
+                } else {
+                    format!(", at most {most}")
+                };
                 // At f32's precision, which some flags have.
                 let fraction = (value as f32).to_string();
-                let given = if value.fract() == 0.0 { value.to_string() } else { fraction };
+                let given = if value.fract() == 0.0 {
+                    value.to_string()
+                } else {
+                    fraction
+                };
                 errors.push(format!("--{flag} {given}: give at least {least}{most}"));
             }
         }
         let path = &self.health.health_check_endpoint;
         if !path.starts_with('/') {
-            errors
-                .push(format!("--health-check-endpoint {path}: give a path that starts with '/'"));
+            errors.push(format!(
+                "--health-check-endpoint {path}: give a path that starts with '/'"
+            ));
         }
         for origin in &self.listen.cors_allowed_origins {
             if http::HeaderValue::try_from(origin.as_str()).is_err() {
@@ -393,7 +412,8 @@ impl RouterConfig {
             }
         }
         errors.extend(self.between_groups().map(str::to_owned));
-        self.discovery.validate(self.workers.pd_disaggregation, errors);
+        self.discovery
+            .validate(self.workers.pd_disaggregation, errors);
         self.workers.validate(errors);
         errors.extend(self.observe.validate());
         self.tls.validate(errors);
@@ -462,12 +482,17 @@ impl RouterConfig {
                 "--service-discovery-scheme https needs --ca-cert-paths, the certificates that pods' must descend from",
             ),
         ];
-        rules.into_iter().filter(|(is_broken, _)| *is_broken).map(|(_, text)| text)
+        rules
+            .into_iter()
+            .filter(|(is_broken, _)| *is_broken)
+            .map(|(_, text)| text)
     }
 
     pub fn has_static_workers(&self) -> bool {
         let flags = &self.workers;
-        [&flags.worker_urls, &flags.prefill, &flags.decode].iter().any(|urls| !urls.is_empty())
+        [&flags.worker_urls, &flags.prefill, &flags.decode]
+            .iter()
+            .any(|urls| !urls.is_empty())
     }
 
     /// The workers named by flags.
@@ -489,17 +514,29 @@ impl RouterConfig {
             // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks
             // like a port.
             let port = prefill.next_if(|next| workers::is_port_or_none(next));
-            collect(WorkerSpec::new(url, Role::Prefill, port.map(String::as_str)));
+            collect(WorkerSpec::new(
+                url,
+                Role::Prefill,
+                port.map(String::as_str),
+            ));
         }
         for url in &self.workers.decode {
             collect(WorkerSpec::new(url, Role::Decode, None));
         }
-        if errors.is_empty() { Ok(specs) } else { Err(errors) }
+        if errors.is_empty() {
+            Ok(specs)
+        } else {
+            Err(errors)
+        }
     }
 
     pub fn policy_params(&self) -> PolicyParams {
         let given = &self.routing;
-        let &RoutingFlags { assignment_mode, max_idle_secs, .. } = given;
+        let &RoutingFlags {
+            assignment_mode,
+            max_idle_secs,
+            ..
+        } = given;
         let probe_pause_ms = self.health.health_check_interval_secs.saturating_mul(1000);
         PolicyParams {
             cache_aware: CacheAwareParams {
@@ -510,7 +547,11 @@ impl RouterConfig {
                 max_bytes: given.max_index_bytes,
                 miss: given.cache_miss,
             },
-            manual: ManualParams { assignment_mode, max_idle_secs, ..ManualParams::default() },
+            manual: ManualParams {
+                assignment_mode,
+                max_idle_secs,
+                ..ManualParams::default()
+            },
             cost: CostParams {
                 max_bytes: given.max_index_bytes,
                 // Without traffic, workers are asked what they have to do with each probe.
@@ -540,7 +581,11 @@ impl RouterConfig {
 
     pub fn retry(&self) -> RetryConfig {
         RetryConfig {
-            max_attempts: if self.retry.disable_retries { 1 } else { self.retry.retry_max_retries },
+            max_attempts: if self.retry.disable_retries {
+                1
+            } else {
+                self.retry.retry_max_retries
+            },
             initial_backoff_ms: self.retry.retry_initial_backoff_ms,
             max_backoff_ms: self.retry.retry_max_backoff_ms,
             multiplier: self.retry.retry_backoff_multiplier,

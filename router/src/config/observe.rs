@@ -101,7 +101,10 @@ impl std::str::FromStr for TraceEndpoint {
         }
         let (protocol, rest) = match text.strip_prefix("http://") {
             Some(rest) => (TraceProtocol::Http, rest),
-            None => (TraceProtocol::Grpc, text.strip_prefix("grpc://").unwrap_or(text)),
+            None => (
+                TraceProtocol::Grpc,
+                text.strip_prefix("grpc://").unwrap_or(text),
+            ),
         };
         let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
         let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
@@ -118,7 +121,12 @@ impl std::str::FromStr for TraceEndpoint {
             (TraceProtocol::Http, "" | "/") => "/v1/traces",
             (TraceProtocol::Http, path) => path,
         };
-        Ok(Self { protocol, host: host.to_owned(), port, path: path.to_owned() })
+        Ok(Self {
+            protocol,
+            host: host.to_owned(),
+            port,
+            path: path.to_owned(),
+        })
     }
 }
 

@@ -64,8 +64,10 @@ const UNRELEASED: &str =
     "epd-disaggregation encode encode-policy rate-limit-rule cache-balance-weight";
 
 fn parse(args: &[&str]) -> Result<RouterConfig, ParseStop> {
-    let argv: Vec<String> =
-        std::iter::once("baton-router").chain(args.iter().copied()).map(str::to_owned).collect();
+    let argv: Vec<String> = std::iter::once("baton-router")
+        .chain(args.iter().copied())
+        .map(str::to_owned)
+        .collect();
     RouterConfig::parse(&argv)
 }
 
@@ -84,7 +86,10 @@ fn every_known_flag_is_implemented_or_refused_with_a_sentence() {
     for name in names {
         let implemented = command.get_arguments().any(|a| a.get_long() == Some(name));
         let refused = unsupported_flags::refused_flags().any(|(names, _)| names.contains(&name));
-        assert!(implemented != refused, "--{name}: implemented {implemented}, refused {refused}");
+        assert!(
+            implemented != refused,
+            "--{name}: implemented {implemented}, refused {refused}"
+        );
         if refused {
             let flag = format!("--{name}");
             assert!(complaint(&[&flag, "x"]).starts_with(&format!("{flag} is not supported: ")));
@@ -95,7 +100,10 @@ fn every_known_flag_is_implemented_or_refused_with_a_sentence() {
 #[test]
 fn flags_of_other_routers_are_known_too() {
     let command = RouterConfig::command_with_env();
-    for name in [VLLM_ROUTER, SMG, UNRELEASED].iter().flat_map(|names| names.split_whitespace()) {
+    for name in [VLLM_ROUTER, SMG, UNRELEASED]
+        .iter()
+        .flat_map(|names| names.split_whitespace())
+    {
         let implemented = command.get_arguments().any(|a| a.get_long() == Some(name));
         let text = format!("--{name} is not supported: ");
         let refused = unsupported_flags::validate(&[format!("--{name}")]).concat();
@@ -139,14 +147,21 @@ fn log_levels_are_words_or_filters() {
         ("info,baton_router=debug", "info,baton_router=debug"),
         ("off", "off"),
     ] {
-        assert_eq!(parse(&["--log-level", given]).unwrap().observe.log_filter(), filter);
+        assert_eq!(
+            parse(&["--log-level", given]).unwrap().observe.log_filter(),
+            filter
+        );
     }
     assert!(complaint(&["--log-level", "loud"]).starts_with("--log-level loud: give trace, "));
 }
 
 #[test]
 fn labels_may_stand_in_one_argument() {
-    for labels in [vec!["app=w", "env=prod"], vec!["app=w env=prod"], vec!["app=w,env=prod"]] {
+    for labels in [
+        vec!["app=w", "env=prod"],
+        vec!["app=w env=prod"],
+        vec!["app=w,env=prod"],
+    ] {
         let mut args = vec!["--service-discovery", "--selector"];
         args.extend(labels);
         let found = parse(&args).unwrap().discovery.selectors(false);
@@ -175,8 +190,10 @@ fn prefill_takes_an_optional_port_and_repeats() {
     ])
     .unwrap();
     let specs = config.worker_specs().unwrap();
-    let shown: Vec<String> =
-        specs.iter().map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap)).collect();
+    let shown: Vec<String> = specs
+        .iter()
+        .map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap))
+        .collect();
     assert_eq!(
         shown,
         [
@@ -219,16 +236,34 @@ fn all_mistakes_are_reported_at_once() {
 #[test]
 fn limits_that_need_another_flag_say_which() {
     for (flags, part) in [
-        (&["--rate-limit-tokens-per-second", "5"][..], "needs --max-concurrent-requests"),
-        (&["--max-ttft-ms", "5", "--policy", "round_robin"], "the policy cost"),
         (
-            &["--max-ttft-ms", "5", "--pd-disaggregation", "--prefill-policy", "random"],
+            &["--rate-limit-tokens-per-second", "5"][..],
+            "needs --max-concurrent-requests",
+        ),
+        (
+            &["--max-ttft-ms", "5", "--policy", "round_robin"],
+            "the policy cost",
+        ),
+        (
+            &[
+                "--max-ttft-ms",
+                "5",
+                "--pd-disaggregation",
+                "--prefill-policy",
+                "random",
+            ],
             "the policy cost",
         ),
         (&["--max-header-bytes", "100"], "--max-header-bytes 100"),
         (&["--max-connections", "0"], "--max-connections 0"),
-        (&["--default-capacity-tokens", "0"], "--default-capacity-tokens 0"),
-        (&["--kv-pull-ms-per-kilotoken=-1"], "--kv-pull-ms-per-kilotoken -1"),
+        (
+            &["--default-capacity-tokens", "0"],
+            "--default-capacity-tokens 0",
+        ),
+        (
+            &["--kv-pull-ms-per-kilotoken=-1"],
+            "--kv-pull-ms-per-kilotoken -1",
+        ),
         (&["--upstream-http2"], "HTTP/1.1"),
     ] {
         let text = complaint(flags);
@@ -254,10 +289,22 @@ fn defaults_are_the_fields() {
     assert_eq!(config.listen.port, 8000);
     assert_eq!(config.routing.policy, PolicyKind::Cost);
     assert_eq!(config.retry(), RetryConfig::default());
-    assert_eq!((config.retry.retry_budget_ratio, config.retry.retry_budget_floor), (0.1, 64));
+    assert_eq!(
+        (
+            config.retry.retry_budget_ratio,
+            config.retry.retry_budget_floor
+        ),
+        (0.1, 64)
+    );
     assert_eq!(config.breaker(), Some(BreakerConfig::default()));
     let health = &config.health;
-    assert_eq!((health.health_failure_threshold, health.health_success_threshold), (3, 2));
+    assert_eq!(
+        (
+            health.health_failure_threshold,
+            health.health_success_threshold
+        ),
+        (3, 2)
+    );
     assert_eq!(config.policy_params(), PolicyParams::default());
 }
 

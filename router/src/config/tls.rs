@@ -38,14 +38,23 @@ impl TlsFlags {
             ("--client-cert-path", &self.client_cert_path),
             ("--client-key-path", &self.client_key_path),
         ];
-        let named = one.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
-        named.chain(self.ca_cert_paths.iter().map(|path| ("--ca-cert-paths", path.as_str())))
+        let named = one
+            .into_iter()
+            .filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+        named.chain(
+            self.ca_cert_paths
+                .iter()
+                .map(|path| ("--ca-cert-paths", path.as_str())),
+        )
     }
 
     /// Adds the problems between these flags.
     pub fn validate(&self, errors: &mut Vec<String>) {
         let pairs = [
-            (("--tls-cert-path", &self.tls_cert_path), ("--tls-key-path", &self.tls_key_path)),
+            (
+                ("--tls-cert-path", &self.tls_cert_path),
+                ("--tls-key-path", &self.tls_key_path),
+            ),
             (
                 ("--client-cert-path", &self.client_cert_path),
                 ("--client-key-path", &self.client_key_path),
@@ -95,11 +104,17 @@ mod tests {
         assert!(problems(&TlsFlags::default()).is_empty());
         for (tls, part) in [
             (
-                TlsFlags { tls_cert_path: some("c"), ..TlsFlags::default() },
+                TlsFlags {
+                    tls_cert_path: some("c"),
+                    ..TlsFlags::default()
+                },
                 "--tls-cert-path c: give its --tls-key-path too",
             ),
             (
-                TlsFlags { tls_key_path: some("k"), ..TlsFlags::default() },
+                TlsFlags {
+                    tls_key_path: some("k"),
+                    ..TlsFlags::default()
+                },
                 "--tls-key-path k: give its --tls-cert-path too",
             ),
             (
@@ -111,7 +126,10 @@ mod tests {
                 "give --ca-cert-paths",
             ),
             (
-                TlsFlags { worker_tls_name: some("engine"), ..TlsFlags::default() },
+                TlsFlags {
+                    worker_tls_name: some("engine"),
+                    ..TlsFlags::default()
+                },
                 "--worker-tls-name engine: is for https:// workers only",
             ),
             (

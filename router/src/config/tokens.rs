@@ -63,10 +63,15 @@ impl TokenizerFlags {
         let needs = [
             ("--chat-template", self.chat_template.is_some()),
             ("--forward-input-ids", self.forward_input_ids),
-            ("--tokenizer-cache-enable-l0", self.tokenizer_cache_enable_l0),
+            (
+                "--tokenizer-cache-enable-l0",
+                self.tokenizer_cache_enable_l0,
+            ),
         ];
         for (flag, _) in needs.iter().filter(|(_, given)| *given && !self.is_named()) {
-            errors.push(format!("{flag} needs a tokenizer; give --model-path or --tokenizer-path"));
+            errors.push(format!(
+                "{flag} needs a tokenizer; give --model-path or --tokenizer-path"
+            ));
         }
     }
 }
@@ -98,7 +103,11 @@ mod tests {
 
     #[test]
     fn what_needs_a_tokenizer_says_so() {
-        for flag in ["--chat-template x", "--forward-input-ids", "--tokenizer-cache-enable-l0"] {
+        for flag in [
+            "--chat-template x",
+            "--forward-input-ids",
+            "--tokenizer-cache-enable-l0",
+        ] {
             match parse(flag) {
                 Err(ParseStop::Bad(text)) => assert!(text.contains("give --model-path"), "{text}"),
                 other => panic!("{flag}: {other:?}"),

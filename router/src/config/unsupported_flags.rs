@@ -68,14 +68,18 @@ fn rows(table: &'static str) -> impl Iterator<Item = (Vec<&'static str>, &'stati
 }
 
 fn find(table: &'static str, name: &str) -> Option<&'static str> {
-    rows(table).find(|(names, _)| names.contains(&name)).map(|(_, sentence)| sentence)
+    rows(table)
+        .find(|(names, _)| names.contains(&name))
+        .map(|(_, sentence)| sentence)
 }
 
 /// Sentences about refused flags and policies in `args`, one each.
 pub fn validate(args: &[String]) -> Vec<String> {
     let mut bad = Vec::new();
     for (at, arg) in args.iter().enumerate() {
-        let Some(flag) = arg.strip_prefix("--") else { continue };
+        let Some(flag) = arg.strip_prefix("--") else {
+            continue;
+        };
         let (name, value) = match flag.split_once('=') {
             Some((name, value)) => (name, Some(value)),
             None => (flag, args.get(at + 1).map(String::as_str)),

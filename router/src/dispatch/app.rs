@@ -78,7 +78,11 @@ impl AppState {
             pair_traffic: PairTraffic::default(),
             feed: Arc::new(feed),
             cut,
-            sinks: EntrySinks { metrics: metrics.clone(), requests, tracer: None },
+            sinks: EntrySinks {
+                metrics: metrics.clone(),
+                requests,
+                tracer: None,
+            },
             body_memory: MemoryBudget::new(config.limits.max_total_body_bytes, Some(body_bytes)),
             body_threads: BodyThreads::default(),
             metrics,

@@ -27,8 +27,10 @@ use crate::workers::fleet::selection::SelectionRequest;
 use crate::workers::load_guard::Candidate;
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
-const TTFT_HEADERS: [HeaderName; 2] =
-    [HeaderName::from_static("x-slo-ttft-ms"), HeaderName::from_static("x-llm-d-slo-ttft-ms")];
+const TTFT_HEADERS: [HeaderName; 2] = [
+    HeaderName::from_static("x-slo-ttft-ms"),
+    HeaderName::from_static("x-llm-d-slo-ttft-ms"),
+];
 /// The whole answer is of use within this [ms].
 const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remaining-ms");
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
@@ -97,7 +99,11 @@ pub struct ResumePoint {
 impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
-            text: if self.needs_text { self.scan.routing_text(&self.body) } else { Cow::default() },
+            text: if self.needs_text {
+                self.scan.routing_text(&self.body)
+            } else {
+                Cow::default()
+            },
             blocks: self.prompt.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             model: self.scan.model.as_deref(),
@@ -124,7 +130,9 @@ impl RequestContext {
             };
         }
         let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
-        let members = [fields, &self.body_overrides].into_iter().filter(|m| !m.is_empty());
+        let members = [fields, &self.body_overrides]
+            .into_iter()
+            .filter(|m| !m.is_empty());
         let fields = members.collect::<Vec<_>>().join(",");
         self.scan.splice(&self.body, &replaced, ids, &fields)
     }
@@ -177,9 +185,16 @@ impl RequestContext {
             return Ok(());
         }
         let body = self.body.clone();
-        let hash = app.body_threads.run(body.len(), move || body_hash(&body)).await?;
+        let hash = app
+            .body_threads
+            .run(body.len(), move || body_hash(&body))
+            .await?;
         let is_refused = app.poison.lock().is_refused(hash, now_ms());
-        if is_refused { Err(RouteError::PoisonRequest) } else { Ok(()) }
+        if is_refused {
+            Err(RouteError::PoisonRequest)
+        } else {
+            Ok(())
+        }
     }
 
     /// Bytes that are held to ask again.
@@ -190,7 +205,12 @@ impl RequestContext {
     /// The least of the times the client gives for the first token or for all of the answer.
     pub fn deadline_ms(&self) -> Option<u64> {
         let RequestDeadlines { ttft, whole } = self.scan.deadlines;
-        let all = [self.header_deadlines.ttft, self.header_deadlines.whole, ttft, whole];
+        let all = [
+            self.header_deadlines.ttft,
+            self.header_deadlines.whole,
+            ttft,
+            whole,
+        ];
         all.into_iter().flatten().min()
     }
 
@@ -214,7 +234,10 @@ impl RequestContext {
             return Err(RouteError::DeadlineOver { waited_ms });
         }
         // The first token came, if only from another worker.
-        let point = self.resume_point.as_ref().filter(|point| !point.resume.is_empty());
+        let point = self
+            .resume_point
+            .as_ref()
+            .filter(|point| !point.resume.is_empty());
         let left = |of: RequestDeadlines| {
             let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
             [of.ttft.filter(|_| point.is_none()), of.whole].map(|ms| ms.map(left))
@@ -224,7 +247,11 @@ impl RequestContext {
             .zip(left(self.scan.deadlines))
             .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
         let resume = point.map(|point| point.resume.clone());
-        self.body_overrides = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
+        self.body_overrides = resume
+            .into_iter()
+            .chain(members)
+            .collect::<Vec<_>>()
+            .join(",");
         let remaining = left(self.header_deadlines);
         let headers = self.head.headers_mut();
         for name in TTFT_HEADERS.into_iter().chain([DEADLINE_HEADER]) {
@@ -247,5 +274,8 @@ fn body_hash(body: &Bytes) -> u64 {
 pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
     let ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
     let ttft = TTFT_HEADERS.into_iter().filter_map(ms).min();
-    RequestDeadlines { ttft, whole: ms(DEADLINE_HEADER) }
+    RequestDeadlines {
+        ttft,
+        whole: ms(DEADLINE_HEADER),
+    }
 }

@@ -27,7 +27,11 @@ pub async fn merged(
     prefill: &mut PrefillAttempt,
     limit: Duration,
 ) -> UpstreamResponse {
-    let limit = if opened.is_sse { limit.min(STREAM_WAIT) } else { limit };
+    let limit = if opened.is_sse {
+        limit.min(STREAM_WAIT)
+    } else {
+        limit
+    };
     if prefill.response.is_none() {
         let _ = timeout(limit, prefill.ended()).await; // `response` is there if it ended well
     }
@@ -40,7 +44,10 @@ pub async fn merged(
         if let Some(whole) = merge_whole(&response, &pieces.concat()) {
             *pieces = vec![whole];
         }
-    } else if let Some(merged) = pieces.first().and_then(|run| merge_first_event(&response, run)) {
+    } else if let Some(merged) = pieces
+        .first()
+        .and_then(|run| merge_first_event(&response, run))
+    {
         pieces[0] = merged;
     }
     opened
@@ -68,7 +75,11 @@ fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
     }
     merge(&logprobs_of(response)?, &mut event);
     let event = event.to_string();
-    Some([&run[..start], b"data: ", event.as_bytes(), &run[end..]].concat().into())
+    Some(
+        [&run[..start], b"data: ", event.as_bytes(), &run[end..]]
+            .concat()
+            .into(),
+    )
 }
 
 /// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.
@@ -89,7 +100,10 @@ fn merge(from: &Value, to: &mut Value) {
     let Some(meta) = meta else { return };
     let first = first.cloned().unwrap_or_default();
     let second = meta.get(FIELD).and_then(Value::as_array);
-    let all: Vec<_> = first.into_iter().chain(second.into_iter().flatten().cloned()).collect();
+    let all: Vec<_> = first
+        .into_iter()
+        .chain(second.into_iter().flatten().cloned())
+        .collect();
     meta.insert(FIELD.to_owned(), all.into());
 }
 

@@ -65,7 +65,9 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
         return refuse(request.record, err);
     }
     app.retry_budget.lock().on_request(now_ms());
-    app.fleet.wait_for_first_probes(app.fleet.serving_roles()).await;
+    app.fleet
+        .wait_for_first_probes(app.fleet.serving_roles())
+        .await;
     match send_with_retries(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
@@ -85,7 +87,11 @@ fn answer(
     if opened.is_sse {
         sse_headers(&mut headers);
     }
-    response(status, headers, Body::new(ProxyBody::new(app, request, opened, prefill)))
+    response(
+        status,
+        headers,
+        Body::new(ProxyBody::new(app, request, opened, prefill)),
+    )
 }
 
 /// A response with these headers and no others.
@@ -105,11 +111,20 @@ pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
 fn reply_with(mut request: Box<RequestContext>, failure: AttemptError) -> Response {
     match failure.reply {
         ErrorReply::Error(err) => refuse(request.record, err),
-        ErrorReply::Answer { status, headers, body } => {
+        ErrorReply::Answer {
+            status,
+            headers,
+            body,
+        } => {
             request.record.end(status, failure.reason);
             let mut headers = end_to_end(&headers);
-            if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-                headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
+            if matches!(
+                status,
+                StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+            ) {
+                headers
+                    .entry(header::RETRY_AFTER)
+                    .or_insert(HeaderValue::from_static("1"));
             }
             response(status, headers, body.into())
         }

@@ -63,7 +63,10 @@ enum RequestState {
     /// Whole request of a stream that another worker can resume.
     Resumable(Box<RequestContext>),
     /// Record of a request that is not resumed.
-    Recorded { record: AccessLogEntry, _permit: Option<OwnedSemaphorePermit> },
+    Recorded {
+        record: AccessLogEntry,
+        _permit: Option<OwnedSemaphorePermit>,
+    },
     /// With `Resuming`.
     Detached,
 }
@@ -78,7 +81,10 @@ impl RequestState {
     }
 
     fn recorded(request: Box<RequestContext>) -> Self {
-        RequestState::Recorded { record: request.record, _permit: request.permit }
+        RequestState::Recorded {
+            record: request.record,
+            _permit: request.permit,
+        }
     }
 
     /// Release what is needed to ask again.
@@ -107,7 +113,10 @@ type Resumed = (Box<RequestContext>, AttemptResult);
 
 impl Drop for Resuming {
     fn drop(&mut self) {
-        self.metrics.failovers.with_label_values(&[self.role.into_str(), self.outcome]).inc();
+        self.metrics
+            .failovers
+            .with_label_values(&[self.role.into_str(), self.outcome])
+            .inc();
     }
 }
 
@@ -230,7 +239,11 @@ impl ProxyBody {
         let result = buffer.pass(piece, &mut self.passed);
         tail.pass(self.passed.drain(..), &mut self.out);
         if let (Some(lost), RequestState::Resumable(_)) = (buffer.lost(), &self.state) {
-            self.app.metrics.unresumable.with_label_values(&[lost.into_str()]).inc();
+            self.app
+                .metrics
+                .unresumable
+                .with_label_values(&[lost.into_str()])
+                .inc();
             self.state.drop_resume_state();
         }
         if let Err(broken) = result {
@@ -367,7 +380,10 @@ impl ProxyBody {
         let (app, candidate) = (&self.app, &guard.candidate);
         let role = candidate.worker.role();
         let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
-        let resumed_at = request.resume_point.as_ref().map_or(0, |point| point.tokens);
+        let resumed_at = request
+            .resume_point
+            .as_ref()
+            .map_or(0, |point| point.tokens);
         if buffer.tokens() > resumed_at {
             (request.failed, request.breaks) = Default::default();
             request.avoid.clear();
@@ -386,7 +402,10 @@ impl ProxyBody {
         let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
-            app.metrics.failovers.with_label_values(&[role.into_str(), "refused"]).inc();
+            app.metrics
+                .failovers
+                .with_label_values(&[role.into_str(), "refused"])
+                .inc();
         }
         may
     }
@@ -414,7 +433,10 @@ impl ProxyBody {
         let (role, tokens) = (guard.candidate.worker.role(), buffer.tokens());
         request.record.timeline.failed(role, reason, Some(tokens));
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
-        let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
+        let detail = format!(
+            "{reason} after {tokens} tokens of request {}",
+            request.record.rid
+        );
         let url = guard.candidate.worker.url().to_string();
         let events = &self.app.fleet.events;
         events.add("failover", role, &url, Some(detail));
@@ -430,9 +452,10 @@ impl ProxyBody {
                     None => asking.await,
                     Some(end) => match timeout_at(end, asking).await {
                         Ok(rest) => rest,
-                        Err(_) => {
-                            Err(RouteError::DeadlineOver { waited_ms: ms_since(started) }.into())
+                        Err(_) => Err(RouteError::DeadlineOver {
+                            waited_ms: ms_since(started),
                         }
+                        .into()),
                     },
                 };
                 (request, rest)
@@ -469,7 +492,10 @@ impl ProxyBody {
             }
             Err(AttemptFailure::Refused(err)) => err.to_string(),
             Err(AttemptFailure::Failed(failure)) => {
-                format!("the last one asked, a {} worker: {}", failure.role, failure.reason)
+                format!(
+                    "the last one asked, a {} worker: {}",
+                    failure.role, failure.reason
+                )
             }
         };
         resuming.outcome = "failed";
@@ -487,10 +513,19 @@ impl ProxyBody {
     /// Why the worker is not waited for any longer, if so, and the reason's label.
     fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<(RouteError, &'static str)> {
         let guard = self.guard.as_ref()?;
-        let can_resume = self.resume_buffer.as_ref().is_some_and(ResumeBuffer::can_resume);
-        let pause = if can_resume { self.limit.min(LOOK_UP) } else { self.limit };
+        let can_resume = self
+            .resume_buffer
+            .as_ref()
+            .is_some_and(ResumeBuffer::can_resume);
+        let pause = if can_resume {
+            self.limit.min(LOOK_UP)
+        } else {
+            self.limit
+        };
         let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
-        let timer = self.silence.get_or_insert_with(|| Box::pin(sleep_until(next)));
+        let timer = self
+            .silence
+            .get_or_insert_with(|| Box::pin(sleep_until(next)));
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {
@@ -540,7 +575,9 @@ impl Body for ProxyBody {
                 }
                 continue;
             }
-            let Some(rest) = &mut this.rest else { return Poll::Ready(None) };
+            let Some(rest) = &mut this.rest else {
+                return Poll::Ready(None);
+            };
             let mut cut = None;
             match rest.poll_piece(cx) {
                 Poll::Ready(Some(Ok(piece))) => {

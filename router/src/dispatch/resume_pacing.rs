@@ -48,7 +48,13 @@ impl Drop for ResumeTurn<'_> {
 /// --failover-concurrency for each ready worker of the role that has the fewest.
 fn limit(app: &AppState) -> usize {
     let ready = |role: &Role| app.fleet.count(*role).1;
-    let workers = app.fleet.serving_roles().iter().map(ready).min().unwrap_or(0);
+    let workers = app
+        .fleet
+        .serving_roles()
+        .iter()
+        .map(ready)
+        .min()
+        .unwrap_or(0);
     workers.saturating_mul(app.config.retry.failover_concurrency)
 }
 
@@ -81,7 +87,10 @@ impl WorkerWait {
         let since = Instant::now();
         let Some(wait) = wait else {
             // The change may have come before this subscription: the caller looks once more.
-            *wait = Some(Self { until: since + limit, changes: app.fleet.changed.subscribe() });
+            *wait = Some(Self {
+                until: since + limit,
+                changes: app.fleet.changed.subscribe(),
+            });
             return true;
         };
         let mut cut = app.cut.clone();

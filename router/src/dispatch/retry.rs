@@ -49,7 +49,10 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             }
             Err(AttemptFailure::Failed(failure)) => failure,
         };
-        request.record.timeline.failed(failure.role, failure.reason, None);
+        request
+            .record
+            .timeline
+            .failed(failure.role, failure.reason, None);
         request.record.upstream_error(failure.role, failure.reason);
         let mut avoid = request.avoid.clone();
         avoid.push(failure.worker);
@@ -57,8 +60,9 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
         let is_second = had_second_opinion;
         let may_retry = may_retry(app, &failure, has_other, &mut had_second_opinion);
         request.count_failure(failure.reason);
-        let is_poison =
-            failure.broke_alone.is_some_and(|alone| request.add_break(app, failure.worker, alone));
+        let is_poison = failure
+            .broke_alone
+            .is_some_and(|alone| request.add_break(app, failure.worker, alone));
         let may_retry = may_retry && !is_poison;
         let is_tried_again =
             may_retry && has_tries(app, request) && has_budget(app, request, &failure);
@@ -83,13 +87,18 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             reason = failure.reason,
             "trying again"
         );
-        app.metrics.retries.with_label_values(&[failure.reason]).inc();
+        app.metrics
+            .retries
+            .with_label_values(&[failure.reason])
+            .inc();
         if failure.is_stale {
             continue;
         }
         request.avoid = avoid;
         if failure.class == RetryClass::Overloaded || !has_other {
-            let pause_ms = app.retry.backoff_ms(request.failed.count(), &mut rand::rng());
+            let pause_ms = app
+                .retry
+                .backoff_ms(request.failed.count(), &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
@@ -101,7 +110,11 @@ async fn attempt_in_turn(
     request: &mut RequestContext,
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
-    let _turn = if request.is_paced { Some(ResumeTurn::wait(app).await) } else { None };
+    let _turn = if request.is_paced {
+        Some(ResumeTurn::wait(app).await)
+    } else {
+        None
+    };
     if request.record.attempts > 0 || request.is_deadline_shrunk() {
         request.prepare_retry()?;
     }
@@ -120,7 +133,9 @@ fn model_not_found(
     request: &RequestContext,
     err: &RouteError,
 ) -> Option<RouteError> {
-    let RouteError::NoWorker { role, .. } = *err else { return None };
+    let RouteError::NoWorker { role, .. } = *err else {
+        return None;
+    };
     let model = request.scan.model.clone()?;
     let is_missing = app.fleet.lacks_model(role, &model);
     is_missing.then_some(RouteError::ModelNotFound { model, role })
@@ -157,7 +172,10 @@ pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
     }
     let has_tries = app.retry.allows_another(request.failed);
     if !has_tries {
-        app.metrics.retries_refused.with_label_values(&["attempts"]).inc();
+        app.metrics
+            .retries_refused
+            .with_label_values(&["attempts"])
+            .inc();
     }
     has_tries
 }
@@ -172,13 +190,18 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
     let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && is_loss(failure.reason);
     request.is_paced = may_wait && request.take_place(app);
     if !request.is_paced {
-        app.metrics.retries_refused.with_label_values(&["budget"]).inc();
+        app.metrics
+            .retries_refused
+            .with_label_values(&["budget"])
+            .inc();
     }
     request.is_paced
 }
 
 async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let chosen = app.fleet.choose(Role::Regular, &request.wanted(), &request.avoid)?;
+    let chosen = app
+        .fleet
+        .choose(Role::Regular, &request.wanted(), &request.avoid)?;
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);

@@ -38,7 +38,10 @@ pub fn ids_for<'a>(
     if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
         return None;
     }
-    app.metrics.ids_forwarded.with_label_values(&[worker.role().into_str()]).inc();
+    app.metrics
+        .ids_forwarded
+        .with_label_values(&[worker.role().into_str()])
+        .inc();
     Some(ids)
 }
 
@@ -60,15 +63,25 @@ pub fn leg(
     }
     let has_token_ids = !is_prefill && request.is_resumable(app, candidate);
     if has_token_ids {
-        head.more.insert(failover::HEADER, HeaderValue::from_static("1"));
+        head.more
+            .insert(failover::HEADER, HeaderValue::from_static("1"));
     }
     let (guard, limit) = (chosen, app.config.request_timeout());
-    UpstreamAttempt { guard, head, body, limit, has_token_ids }
+    UpstreamAttempt {
+        guard,
+        head,
+        body,
+        limit,
+        has_token_ids,
+    }
 }
 
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {
     if request.record.attempts == 1 {
-        let overhead = app.metrics.overhead.with_label_values(&[request.record.route]);
+        let overhead = app
+            .metrics
+            .overhead
+            .with_label_values(&[request.record.route]);
         overhead.observe(request.ready_at.elapsed().as_secs_f64());
     }
 }

@@ -78,7 +78,11 @@ impl AccessLogEntry {
 
     /// A worker failed after its answer had begun.
     pub fn upstream_error(&self, role: Role, reason: &'static str) {
-        self.sinks.metrics.upstream_errors.with_label_values(&[role.into_str(), reason]).inc();
+        self.sinks
+            .metrics
+            .upstream_errors
+            .with_label_values(&[role.into_str(), reason])
+            .inc();
     }
 
     /// How it ended; the first call counts.
@@ -94,7 +98,11 @@ impl Drop for AccessLogEntry {
     fn drop(&mut self) {
         let outcome = self.outcome.unwrap_or("client_gone");
         // nginx's number for a client that left; it never goes over the wire.
-        let status = if self.outcome.is_some() { self.status.as_u16() } else { 499 };
+        let status = if self.outcome.is_some() {
+            self.status.as_u16()
+        } else {
+            499
+        };
         let labels = [self.route, self.method, class(status), outcome];
         self.sinks.metrics.requests.with_label_values(&labels).inc();
         let duration = self.sinks.metrics.duration.with_label_values(&[self.route]);
@@ -107,11 +115,20 @@ impl Drop for AccessLogEntry {
         }
         let stages = self.timeline.stages();
         self.sinks.metrics.stages(stages);
-        let [read_ms, queue_ms, parse_ms, tokenize_ms, decide_ms, connect_ms, first_token_ms] =
-            stages.map(|seconds| Some((seconds? * 1e6).round() / 1e3));
+        let [
+            read_ms,
+            queue_ms,
+            parse_ms,
+            tokenize_ms,
+            decide_ms,
+            connect_ms,
+            first_token_ms,
+        ] = stages.map(|seconds| Some((seconds? * 1e6).round() / 1e3));
         let usage = self.timeline.usage();
         let show = |chosen: &Option<(String, SelectionReason)>| {
-            chosen.as_ref().map_or("-".to_owned(), |(name, why)| format!("{name} ({why})"))
+            chosen
+                .as_ref()
+                .map_or("-".to_owned(), |(name, why)| format!("{name} ({why})"))
         };
         tracing::info!(
             target: "access",

@@ -63,8 +63,17 @@ pub fn start(
     flags: Vec<String>,
     counts: IntCounterVec,
 ) -> Result<(LogQueue, LogWriter), String> {
-    let (version, run) = (env!("CARGO_PKG_VERSION").to_owned(), unix_time().as_millis() as u64);
-    let header = LogHeader { decision_log: FORMAT, version, run, file: 0, flags };
+    let (version, run) = (
+        env!("CARGO_PKG_VERSION").to_owned(),
+        unix_time().as_millis() as u64,
+    );
+    let header = LogHeader {
+        decision_log: FORMAT,
+        version,
+        run,
+        file: 0,
+        flags,
+    };
     let shown = place.path.display().to_string();
     let files = Files::open(place, header).map_err(|err| {
         format!("--decision-log {shown}: {err}; give a file in a folder this user may write to")
@@ -76,7 +85,11 @@ pub fn start(
         .name("decision-log".into())
         .spawn(move || write_lines(&received, files, &waiting, &counted))
         .map_err(|err| format!("--decision-log: cannot start its thread: {err}"))?;
-    let queue = LogQueue { lines: lines.clone(), waiting_bytes, counts };
+    let queue = LogQueue {
+        lines: lines.clone(),
+        waiting_bytes,
+        counts,
+    };
     Ok((queue, LogWriter { lines, thread }))
 }
 
@@ -171,7 +184,12 @@ impl Files {
             shift(&place.path, place.max_files)?;
         }
         let out = BufWriter::new(File::create(&place.path)?);
-        let mut files = Self { place, header, out, bytes: 0 };
+        let mut files = Self {
+            place,
+            header,
+            out,
+            bytes: 0,
+        };
         files.begin()?;
         files.out.flush()?;
         Ok(files)
@@ -249,7 +267,11 @@ mod tests {
     fn files_are_shifted_at_the_limit_and_each_begins_with_the_header() {
         let folder = folder("shift");
         let path = folder.join("log");
-        let place = || LogLocation { path: path.clone(), max_bytes: 400, max_files: 3 };
+        let place = || LogLocation {
+            path: path.clone(),
+            max_bytes: 400,
+            max_files: 3,
+        };
         let counted = counts();
         let (queue, writer) = start(place(), vec!["--policy".into()], counted.clone()).unwrap();
         (0..40).for_each(|n| queue.put(line(n)));
@@ -262,8 +284,9 @@ mod tests {
             let mut lines = text.lines();
             let header: LogHeader = serde_json::from_str(lines.next().unwrap()).unwrap();
             assert_eq!(header.flags, ["--policy"]);
-            let numbers: Vec<u64> =
-                lines.map(|l| serde_json::from_str::<LogLine>(l).unwrap().n).collect();
+            let numbers: Vec<u64> = lines
+                .map(|l| serde_json::from_str::<LogLine>(l).unwrap().n)
+                .collect();
             assert_eq!(*numbers.last().unwrap() + 1, next);
             assert!(numbers.is_sorted());
             next = numbers[0];
@@ -281,7 +304,11 @@ mod tests {
     fn a_full_queue_drops_and_counts_and_never_waits() {
         let counted = counts();
         let (lines, _unread) = sync_channel(2);
-        let queue = LogQueue { lines, waiting_bytes: Arc::default(), counts: counted.clone() };
+        let queue = LogQueue {
+            lines,
+            waiting_bytes: Arc::default(),
+            counts: counted.clone(),
+        };
         (0..5).for_each(|n| queue.put(line(n)));
         assert_eq!(counted.with_label_values(&["dropped"]).get(), 3);
         let two = 2 * line(0).bytes();
@@ -290,9 +317,15 @@ mod tests {
 
     #[test]
     fn a_place_that_cannot_be_written_is_refused_with_its_name() {
-        let place =
-            LogLocation { path: "/proc/nowhere/log".into(), max_bytes: 1 << 20, max_files: 2 };
+        let place = LogLocation {
+            path: "/proc/nowhere/log".into(),
+            max_bytes: 1 << 20,
+            max_files: 2,
+        };
         let refusal = start(place, Vec::new(), counts()).err().unwrap();
-        assert!(refusal.starts_with("--decision-log /proc/nowhere/log: "), "{refusal}");
+        assert!(
+            refusal.starts_with("--decision-log /proc/nowhere/log: "),
+            "{refusal}"
+        );
     }
 }

@@ -42,7 +42,9 @@ fn read(value: &HeaderValue) -> EngineStages {
     let text = value.to_str().unwrap_or_default();
     let part = |name: &str| {
         let mut parts = text.split(';').filter_map(|part| part.split_once('='));
-        parts.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim())
+        parts
+            .find(|(key, _)| key.trim() == name)
+            .map(|(_, value)| value.trim())
     };
     let number = |name| part(name)?.parse::<u64>().ok();
     let ms = |name| number(name).map(|us| us as f64 / 1e3);
@@ -53,9 +55,17 @@ fn read(value: &HeaderValue) -> EngineStages {
     let pull = || {
         let transport = part("transport").filter(is_name)?.to_owned();
         let (pages, bytes, pull_ms) = (number("pages")?, number("bytes")?, ms("pull_us")?);
-        Some(PagePull { transport, pages, bytes, pull_ms })
+        Some(PagePull {
+            transport,
+            pages,
+            bytes,
+            pull_ms,
+        })
     };
-    EngineStages { queue_ms: ms("queue_us"), pull: pull() }
+    EngineStages {
+        queue_ms: ms("queue_us"),
+        pull: pull(),
+    }
 }
 
 #[cfg(test)]
@@ -76,7 +86,12 @@ mod tests {
         let stages =
             taken("bytes=4096;pages=2; transport=shm;new=7;pull_us=1500;queue_us=20").unwrap();
         assert_eq!(stages.queue_ms, Some(0.02));
-        let pull = PagePull { transport: "shm".into(), pages: 2, bytes: 4096, pull_ms: 1.5 };
+        let pull = PagePull {
+            transport: "shm".into(),
+            pages: 2,
+            bytes: 4096,
+            pull_ms: 1.5,
+        };
         assert_eq!(stages.pull, Some(pull));
         assert_eq!(take(&mut HeaderMap::new()), None);
     }

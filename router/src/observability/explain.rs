@@ -29,7 +29,9 @@ pub enum ExplainMode {
 
 impl ExplainMode {
     pub fn of(headers: &HeaderMap) -> Result<Self, RouteError> {
-        let Some(value) = headers.get(HEADER) else { return Ok(ExplainMode::Nothing) };
+        let Some(value) = headers.get(HEADER) else {
+            return Ok(ExplainMode::Nothing);
+        };
         match value.as_bytes() {
             b"0" | b"false" => Ok(ExplainMode::Nothing),
             b"1" | b"true" => Ok(ExplainMode::Explain),
@@ -69,7 +71,10 @@ mod tests {
         assert_eq!(asks("1").unwrap(), ExplainMode::Explain);
         assert_eq!(asks("dry-run").unwrap(), ExplainMode::DryRun);
         assert_eq!(asks("0").unwrap(), ExplainMode::Nothing);
-        assert_eq!(ExplainMode::of(&HeaderMap::new()).unwrap(), ExplainMode::Nothing);
+        assert_eq!(
+            ExplainMode::of(&HeaderMap::new()).unwrap(),
+            ExplainMode::Nothing
+        );
         let wrong = asks("please").unwrap_err().to_string();
         assert_eq!(wrong, "x-baton-explain must be 1 or dry-run");
     }

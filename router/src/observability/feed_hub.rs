@@ -51,7 +51,13 @@ pub struct FeedHub {
 impl FeedHub {
     pub fn new(clients: Gauge, snapshots: IntCounter) -> Self {
         let (is_ticking, latest) = (Mutex::default(), watch::Sender::default());
-        Self { period: PERIOD, is_ticking, latest, clients, snapshots }
+        Self {
+            period: PERIOD,
+            is_ticking,
+            latest,
+            clients,
+            snapshots,
+        }
     }
 
     /// Take a place, which is free again when the receiver is dropped, and start the ticker if it
@@ -91,13 +97,17 @@ impl FeedHub {
                 return;
             }
             let (event, is_last) = match render() {
-                Some((json, is_last)) => {
-                    ([b"event: snapshot\ndata: ", &json[..], b"\n\n"].concat().into(), is_last)
-                }
+                Some((json, is_last)) => (
+                    [b"event: snapshot\ndata: ", &json[..], b"\n\n"]
+                        .concat()
+                        .into(),
+                    is_last,
+                ),
                 None => (Bytes::new(), true),
             };
             self.snapshots.inc();
-            self.latest.send_replace(RenderedSnapshot { event, is_last });
+            self.latest
+                .send_replace(RenderedSnapshot { event, is_last });
             if is_last {
                 return;
             }
@@ -166,8 +176,14 @@ mod tests {
         fn new(period: Duration) -> Self {
             let clients = Gauge::new("clients", "c").unwrap();
             let snapshots = IntCounter::new("snapshots", "s").unwrap();
-            let hub = FeedHub { period, ..FeedHub::new(clients, snapshots) };
-            Self { hub: Arc::new(hub), renders: Arc::default() }
+            let hub = FeedHub {
+                period,
+                ..FeedHub::new(clients, snapshots)
+            };
+            Self {
+                hub: Arc::new(hub),
+                renders: Arc::default(),
+            }
         }
 
         /// A page; the snapshots count up, and the one with the number `last` ends the feed.
@@ -211,7 +227,10 @@ mod tests {
     async fn pages_share_snapshots_and_a_late_one_gets_the_latest_at_once() {
         let scene = Scene::new(LONG);
         let (mut first, mut second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
-        assert_eq!((next(&mut first).await, next(&mut second).await), (Some(1), Some(1)));
+        assert_eq!(
+            (next(&mut first).await, next(&mut second).await),
+            (Some(1), Some(1))
+        );
         let mut late = scene.page(0).unwrap();
         assert_eq!(next(&mut late).await, Some(1));
         assert_eq!((scene.rendered(), scene.hub.snapshots.get()), (1, 1));
@@ -224,7 +243,10 @@ mod tests {
         assert!(next(&mut page).await.is_some());
         let before = scene.rendered();
         scene.until(|scene| scene.rendered() > before + 10).await;
-        assert!(next(&mut page).await > Some(before + 9), "one snapshot waits, not ten");
+        assert!(
+            next(&mut page).await > Some(before + 9),
+            "one snapshot waits, not ten"
+        );
     }
 
     #[tokio::test]

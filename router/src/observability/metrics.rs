@@ -62,8 +62,12 @@ macro_rules! metric_family {
     };
 }
 
-metric_family!(IntCounterVec, IntCounter, COUNTER, |spec| Opts::new(spec.name, spec.help));
-metric_family!(GaugeVec, Gauge, GAUGE, |spec| Opts::new(spec.name, spec.help));
+metric_family!(IntCounterVec, IntCounter, COUNTER, |spec| Opts::new(
+    spec.name, spec.help
+));
+metric_family!(GaugeVec, Gauge, GAUGE, |spec| Opts::new(
+    spec.name, spec.help
+));
 metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
     HistogramOpts::new(spec.name, spec.help).buckets(seconds_buckets())
 });
@@ -71,15 +75,24 @@ metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
 /// Histograms of the request stages, in the order of [`STAGE_NAMES`].
 struct StageHistograms([Histogram; 7]);
 
-const STAGE_NAMES: [&str; 7] =
-    ["read", "queue", "parse", "tokenize", "decide", "connect", "first_token"];
+const STAGE_NAMES: [&str; 7] = [
+    "read",
+    "queue",
+    "parse",
+    "tokenize",
+    "decide",
+    "connect",
+    "first_token",
+];
 
 impl MetricFamily for StageHistograms {
     const KIND: MetricType = MetricType::HISTOGRAM;
 
     fn register(exposed: &Exposed, spec: &MetricSpec) -> prometheus::Result<Self> {
         let family = HistogramVec::register(exposed, spec)?;
-        Ok(Self(STAGE_NAMES.map(|stage| family.with_label_values(&[stage]))))
+        Ok(Self(
+            STAGE_NAMES.map(|stage| family.with_label_values(&[stage])),
+        ))
     }
 }
 
@@ -255,7 +268,10 @@ router_metrics! {
 impl RouterMetrics {
     pub fn new() -> prometheus::Result<Self> {
         let metrics = Self::register()?;
-        metrics.build_info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1.0);
+        metrics
+            .build_info
+            .with_label_values(&[env!("CARGO_PKG_VERSION")])
+            .set(1.0);
         Ok(metrics)
     }
 
@@ -271,12 +287,20 @@ impl RouterMetrics {
     /// A first token that had been predicted was seen.
     pub fn first_token(&self, role: &str, forecast: PrefillForecast, took_ms: u64) {
         let predicted_ms = u64::from(forecast.ttft_ms);
-        let sign = if took_ms < predicted_ms { "early" } else { "late" };
+        let sign = if took_ms < predicted_ms {
+            "early"
+        } else {
+            "late"
+        };
         let regret_ms = took_ms.saturating_sub(u64::from(forecast.best_ttft_ms));
         for (family, labels, ms) in [
             (&self.forecast, &[role][..], predicted_ms),
             (&self.observed, &[role], took_ms),
-            (&self.forecast_error, &[role, sign], took_ms.abs_diff(predicted_ms)),
+            (
+                &self.forecast_error,
+                &[role, sign],
+                took_ms.abs_diff(predicted_ms),
+            ),
             (&self.regret, &[role], regret_ms),
         ] {
             family.with_label_values(labels).observe(ms as f64 / 1e3);
@@ -319,7 +343,11 @@ pub fn metrics_markdown() -> String {
     for spec in METRICS {
         let kind = format!("{:?}", spec.kind).to_lowercase();
         let labels: Vec<String> = spec.labels.iter().map(|l| format!("`{l}`")).collect();
-        let labels = if labels.is_empty() { "-".to_owned() } else { labels.join(", ") };
+        let labels = if labels.is_empty() {
+            "-".to_owned()
+        } else {
+            labels.join(", ")
+        };
         out += &format!("| `{}` | {kind} | {labels} | {} |\n", spec.name, spec.help);
     }
     out
@@ -363,7 +391,10 @@ mod tests {
     #[test]
     fn all_of_the_table_registers() {
         let metrics = RouterMetrics::new().unwrap();
-        metrics.requests.with_label_values(&["a", "b", "c", "d"]).inc();
+        metrics
+            .requests
+            .with_label_values(&["a", "b", "c", "d"])
+            .inc();
         assert!(metrics.exposed.gather().len() > 1);
     }
 }

@@ -65,7 +65,9 @@ impl PairTraffic {
     /// An answer of this pair began.
     pub fn opened(&self, pair: PairId, stages: Option<&EngineStages>, now_ms: u64) {
         // Without bytes all pages were there: nothing was moved.
-        let pull = stages.and_then(|stages| stages.pull.as_ref()).filter(|pull| pull.bytes > 0);
+        let pull = stages
+            .and_then(|stages| stages.pull.as_ref())
+            .filter(|pull| pull.bytes > 0);
         self.change(pair, now_ms, |record| {
             record.requests += 1;
             if let Some(pull) = pull {
@@ -99,7 +101,10 @@ impl PairTraffic {
     pub fn snapshot(&self, is_registered: impl Fn(u64) -> bool) -> Vec<(PairId, PairRecord)> {
         let mut pairs = self.pairs.lock();
         pairs.retain(|(prefill, decode), _| is_registered(*prefill) && is_registered(*decode));
-        let mut all: Vec<_> = pairs.iter().map(|(pair, record)| (*pair, record.clone())).collect();
+        let mut all: Vec<_> = pairs
+            .iter()
+            .map(|(pair, record)| (*pair, record.clone()))
+            .collect();
         drop(pairs);
         all.sort_unstable_by_key(|(pair, _)| *pair);
         all
@@ -112,8 +117,16 @@ mod tests {
     use super::*;
 
     fn pulled(bytes: u64, pull_ms: f64) -> EngineStages {
-        let pull = PagePull { transport: "shm".into(), pages: 1, bytes, pull_ms };
-        EngineStages { queue_ms: None, pull: Some(pull) }
+        let pull = PagePull {
+            transport: "shm".into(),
+            pages: 1,
+            bytes,
+            pull_ms,
+        };
+        EngineStages {
+            queue_ms: None,
+            pull: Some(pull),
+        }
     }
 
     #[test]
@@ -124,7 +137,10 @@ mod tests {
         traffic.opened((1, 2), None, 0);
         traffic.failed((1, 2), "kv_transfer_failed", 0);
         let record = traffic.snapshot(|_| true).remove(0).1;
-        assert_eq!((record.requests, record.bytes, record.failures), (3, 1_000, 1));
+        assert_eq!(
+            (record.requests, record.bytes, record.failures),
+            (3, 1_000, 1)
+        );
         assert_eq!(record.bytes_per_s(), Some(1e6));
         assert_eq!(record.last_failure, Some("kv_transfer_failed"));
         // An hour later the old speed has no weight.
@@ -142,7 +158,10 @@ mod tests {
         let all = traffic.snapshot(|_| true);
         assert_eq!((all.len(), all[0].0), (MAX_PAIRS, (0, 1)));
         let left = traffic.snapshot(|id| id <= 2);
-        assert_eq!(left.iter().map(|(pair, _)| *pair).collect::<Vec<_>>(), [(0, 1), (0, 2)]);
+        assert_eq!(
+            left.iter().map(|(pair, _)| *pair).collect::<Vec<_>>(),
+            [(0, 1), (0, 2)]
+        );
         assert_eq!(traffic.snapshot(|_| true).len(), 2);
     }
 }

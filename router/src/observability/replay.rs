@@ -49,8 +49,11 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
     let recorded = configured(&first.flags, &[])?;
     let now = configured(&first.flags, flags)?;
     let params = now.policy_params();
-    let mut replay =
-        DecisionReplay::new(|role| recorded.policy_for(role), |role| now.policy_for(role), &params);
+    let mut replay = DecisionReplay::new(
+        |role| recorded.policy_for(role),
+        |role| now.policy_for(role),
+        &params,
+    );
     for file in &mut opened {
         read(file, &mut replay)?;
     }
@@ -70,7 +73,11 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
 
 fn configured(recorded: &[String], given: &[String]) -> Result<RouterConfig, String> {
     let name = "baton replay".to_owned();
-    let argv: Vec<String> = std::iter::once(&name).chain(recorded).chain(given).cloned().collect();
+    let argv: Vec<String> = std::iter::once(&name)
+        .chain(recorded)
+        .chain(given)
+        .cloned()
+        .collect();
     RouterConfig::parse(&argv).map_err(|stop| match stop {
         ParseStop::Help(text) | ParseStop::Bad(text) => text,
     })
@@ -87,7 +94,11 @@ fn open(name: &String) -> Result<Opened, String> {
     let header: LogHeader = serde_json::from_str(&text)
         .map_err(|err| format!("{name}: not a file of --decision-log: {err}"))?;
     match header.decision_log {
-        FORMAT => Ok(Opened { name: name.clone(), header, lines }),
+        FORMAT => Ok(Opened {
+            name: name.clone(),
+            header,
+            lines,
+        }),
         other => Err(format!(
             "{name}: format {other} of the decision log; this program reads format {FORMAT}"
         )),
@@ -101,7 +112,12 @@ fn read(file: &mut Opened, replay: &mut DecisionReplay) -> Result<(), String> {
     loop {
         text.clear();
         number += 1;
-        if file.lines.read_line(&mut text).map_err(|err| format!("{name}: {err}"))? == 0 {
+        if file
+            .lines
+            .read_line(&mut text)
+            .map_err(|err| format!("{name}: {err}"))?
+            == 0
+        {
             return Ok(());
         }
         if !text.ends_with('\n') {

@@ -41,7 +41,9 @@ impl AdmissionController {
             let (mut last, mut owed) = (Instant::now(), 0.0);
             loop {
                 let now = turn.tick().await;
-                let Some(places) = places.upgrade() else { return };
+                let Some(places) = places.upgrade() else {
+                    return;
+                };
                 owed += f64::from(rate) * (now - last).as_secs_f64();
                 last = now;
                 let (add, forget) = fill(&mut owed, places.available_permits(), size);
@@ -68,18 +70,26 @@ impl AdmissionController {
     /// taken.
     pub fn queue_place(&self, metrics: &RouterMetrics) -> Option<QueuePlace> {
         let place = self.queue.clone().try_acquire_owned().ok()?;
-        Some(QueuePlace { _place: place, _shown: GaugeGuard::new(&metrics.queued) })
+        Some(QueuePlace {
+            _place: place,
+            _shown: GaugeGuard::new(&metrics.queued),
+        })
     }
 
     /// Refuse a request that would find the queue full, before its body is read.
     pub fn check_queue(&self) -> Result<(), RouteError> {
-        let Some(places) = &self.places else { return Ok(()) };
+        let Some(places) = &self.places else {
+            return Ok(());
+        };
         let has_room = places.available_permits() > 0 || self.queue.available_permits() > 0;
         has_room.then_some(()).ok_or_else(|| self.queue_full())
     }
 
     fn queue_full(&self) -> RouteError {
-        RouteError::QueueFull { running: self.running, queued: self.queue_size }
+        RouteError::QueueFull {
+            running: self.running,
+            queued: self.queue_size,
+        }
     }
 
     /// Wait for a place. Dropping the future leaves the queue.
@@ -87,7 +97,9 @@ impl AdmissionController {
         &self,
         metrics: &RouterMetrics,
     ) -> Result<Option<OwnedSemaphorePermit>, RouteError> {
-        let Some(places) = &self.places else { return Ok(None) };
+        let Some(places) = &self.places else {
+            return Ok(None);
+        };
         if let Ok(place) = places.clone().try_acquire_owned() {
             return Ok(Some(place));
         }
@@ -145,7 +157,11 @@ mod tests {
         owed += 0.25;
         assert_eq!(fill(&mut owed, 2, 8), (1, 0));
         owed += 100.0;
-        assert_eq!((fill(&mut owed, 7, 8), owed), ((1, 0), 0.0), "a full bucket overflows");
+        assert_eq!(
+            (fill(&mut owed, 7, 8), owed),
+            ((1, 0), 0.0),
+            "a full bucket overflows"
+        );
         assert_eq!(fill(&mut owed, 11, 8), (0, 3));
     }
 }

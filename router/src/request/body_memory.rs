@@ -27,7 +27,11 @@ pub struct MemoryBudget {
 
 impl MemoryBudget {
     pub fn new(limit: usize, gauge: Option<Gauge>) -> Arc<Self> {
-        Arc::new(Self { held: AtomicUsize::new(0), limit, gauge })
+        Arc::new(Self {
+            held: AtomicUsize::new(0),
+            limit,
+            gauge,
+        })
     }
 
     /// True if a body of this length could be held now.
@@ -35,13 +39,19 @@ impl MemoryBudget {
         let held_bytes = self.held.load(Ordering::Relaxed);
         match bytes <= self.limit.saturating_sub(held_bytes) {
             true => Ok(()),
-            false => Err(RouteError::BodyMemoryFull { held_bytes, limit_bytes: self.limit }),
+            false => Err(RouteError::BodyMemoryFull {
+                held_bytes,
+                limit_bytes: self.limit,
+            }),
         }
     }
 
     /// A share without bytes yet.
     pub fn share(self: &Arc<Self>) -> MemoryShare {
-        MemoryShare { memory: self.clone(), bytes: 0 }
+        MemoryShare {
+            memory: self.clone(),
+            bytes: 0,
+        }
     }
 }
 
@@ -58,8 +68,14 @@ impl MemoryShare {
         let with_bytes = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         let order = Ordering::Relaxed;
         let taken = memory.held.fetch_update(order, order, with_bytes);
-        taken.map_err(|held_bytes| RouteError::BodyMemoryFull { held_bytes, limit_bytes })?;
-        memory.gauge.iter().for_each(|gauge| gauge.add(bytes as f64));
+        taken.map_err(|held_bytes| RouteError::BodyMemoryFull {
+            held_bytes,
+            limit_bytes,
+        })?;
+        memory
+            .gauge
+            .iter()
+            .for_each(|gauge| gauge.add(bytes as f64));
         self.bytes += bytes;
         Ok(())
     }
@@ -67,7 +83,10 @@ impl MemoryShare {
     pub fn free(&mut self) {
         let bytes = std::mem::take(&mut self.bytes);
         self.memory.held.fetch_sub(bytes, Ordering::Relaxed);
-        self.memory.gauge.iter().for_each(|gauge| gauge.sub(bytes as f64));
+        self.memory
+            .gauge
+            .iter()
+            .for_each(|gauge| gauge.sub(bytes as f64));
     }
 
     /// The body, which keeps this share as long as any slice of it lives.
@@ -106,7 +125,10 @@ mod tests {
         share.grow(6).unwrap();
         assert_eq!((memory.check(4), gauge.get()), (Ok(()), 6.0));
         let refused = memory.share().grow(5).unwrap_err();
-        assert_eq!((refused.code(), refused.status().as_u16()), ("body_memory_full", 503));
+        assert_eq!(
+            (refused.code(), refused.status().as_u16()),
+            ("body_memory_full", 503)
+        );
         assert_eq!(memory.check(5), Err(refused));
         let body = share.keep_with(Bytes::from_static(b"abcdef"));
         let slice = body.slice(2..4);

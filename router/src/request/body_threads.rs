@@ -24,7 +24,9 @@ pub struct BodyThreads {
 impl Default for BodyThreads {
     fn default() -> Self {
         let cores = available_parallelism().map_or(1, NonZeroUsize::get);
-        Self { places: Arc::new(Semaphore::new((cores / 2).max(1))) }
+        Self {
+            places: Arc::new(Semaphore::new((cores / 2).max(1))),
+        }
     }
 }
 

@@ -35,7 +35,11 @@ pub fn condensed(prompt: &[u8]) -> Option<Vec<u8>> {
     for span in spans {
         text.extend_from_slice(&prompt[from..span.start]);
         let data = &prompt[span.clone()];
-        let hash = PromptBlocks::of_text(data, None).prompt().hashes.last().copied();
+        let hash = PromptBlocks::of_text(data, None)
+            .prompt()
+            .hashes
+            .last()
+            .copied();
         let name = [hash.unwrap_or(0).to_le_bytes(), data.len().to_le_bytes()].concat();
         text.extend(name.iter().cycle().take(MEDIA_BYTES));
         from = span.end;
@@ -50,7 +54,9 @@ fn spans(prompt: &[u8]) -> Vec<Range<usize>> {
         let length = prompt[start..].iter().position(|b| !is_base64(*b));
         length.map_or(prompt.len(), |length| start + length)
     };
-    let marked = DATA_MARK.find_iter(prompt).map(|at| at + DATA_MARK.needle().len());
+    let marked = DATA_MARK
+        .find_iter(prompt)
+        .map(|at| at + DATA_MARK.needle().len());
     let marked = marked.map(|start| start..end_of(start));
     let mut spans: Vec<_> = marked.filter(|span| span.len() >= MIN_DATA_URL).collect();
     // A long run holds one of the places that are looked at.
@@ -110,8 +116,11 @@ mod tests {
     #[test]
     fn bare_base64_is_found_wherever_it_begins() {
         for before in [0, 1, 8_191, 8_192, 20_000] {
-            let text =
-                format!("{}\"{}\" and text", "word ".repeat(before / 5), base64(MIN_BASE64, 3));
+            let text = format!(
+                "{}\"{}\" and text",
+                "word ".repeat(before / 5),
+                base64(MIN_BASE64, 3)
+            );
             let spans = spans(text.as_bytes());
             assert_eq!(spans.len(), 1, "{before}");
             assert_eq!(spans[0].len(), MIN_BASE64, "{before}");

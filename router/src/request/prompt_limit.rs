@@ -42,16 +42,25 @@ impl PromptLimit {
 
     /// Limit of a request that any of two workers may take.
     pub fn or(self, other: Self) -> Self {
-        Self { tokens: self.tokens.max(other.tokens), chars: self.chars.max(other.chars) }
+        Self {
+            tokens: self.tokens.max(other.tokens),
+            chars: self.chars.max(other.chars),
+        }
     }
 
     /// Limit of a request that two workers must take.
     pub fn and(self, other: Self) -> Self {
-        Self { tokens: self.tokens.min(other.tokens), chars: self.chars.min(other.chars) }
+        Self {
+            tokens: self.tokens.min(other.tokens),
+            chars: self.chars.min(other.chars),
+        }
     }
 
     fn rest_bytes(self) -> u64 {
-        self.tokens.get().saturating_mul(REST_BYTES_PER_TOKEN).saturating_add(REST_BYTES)
+        self.tokens
+            .get()
+            .saturating_mul(REST_BYTES_PER_TOKEN)
+            .saturating_add(REST_BYTES)
     }
 }
 
@@ -60,14 +69,21 @@ impl PromptLimit {
 pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<RouteError> {
     let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
     let is_chat = scan.api == ApiKind::Chat;
-    let size = is_chat.then(|| size_of_messages(prompt, limit)).flatten().or_else(|| match ids {
-        Some(ids) => size_of_ids(ids, limit),
-        None if is_chat => None,
-        None => size_of_text(prompt, limit),
-    });
+    let size = is_chat
+        .then(|| size_of_messages(prompt, limit))
+        .flatten()
+        .or_else(|| match ids {
+            Some(ids) => size_of_ids(ids, limit),
+            None if is_chat => None,
+            None => size_of_text(prompt, limit),
+        });
     if let Some(size) = size {
         let (param, limit_tokens) = (scan.prompt_param, limit.tokens.get());
-        return Some(RouteError::PromptTooLong { param, size, limit_tokens });
+        return Some(RouteError::PromptTooLong {
+            param,
+            size,
+            limit_tokens,
+        });
     }
     let beside = ids.filter(|ids| ids.as_ptr() != prompt.as_ptr());
     let prompt_bytes = prompt.len() + beside.map_or(0, <[u8]>::len);
@@ -82,7 +98,9 @@ pub fn oversized_body(
     body: &[u8],
     limit: PromptLimit,
 ) -> Result<Option<RouteError>, RouteError> {
-    let Some(api) = ApiKind::of_path(path) else { return Ok(None) };
+    let Some(api) = ApiKind::of_path(path) else {
+        return Ok(None);
+    };
     match BodyIndex::of(body, api) {
         Ok(scan) => Ok(oversized(&scan, body, limit)),
         Err(err @ RouteError::InvalidJson { .. }) => Err(err),
@@ -93,7 +111,10 @@ pub fn oversized_body(
 /// Size of a conversation's JSON. Templates may drop text, so its characters are not compared with
 /// `limit.chars`, which would fill the context several times over.
 fn size_of_messages(json: &[u8], limit: PromptLimit) -> Option<String> {
-    let (bytes, most) = (json.len() as u64, limit.chars.saturating_mul(JSON_BYTES_PER_CHAR));
+    let (bytes, most) = (
+        json.len() as u64,
+        limit.chars.saturating_mul(JSON_BYTES_PER_CHAR),
+    );
     (bytes > most).then(|| format!("has {bytes} bytes of messages, at most {most} are accepted"))
 }
 
@@ -107,7 +128,10 @@ fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
         true => {
             let texts: Vec<&RawValue> = serde_json::from_slice(json).ok()?;
             let texts = texts.iter().map(|text| text.get().as_bytes());
-            texts.filter(|text| text.len() as u64 > limit.chars).filter_map(chars_of).max()
+            texts
+                .filter(|text| text.len() as u64 > limit.chars)
+                .filter_map(chars_of)
+                .max()
         }
     };
     let chars = chars.filter(|chars| *chars > limit.chars)?;
@@ -150,7 +174,9 @@ fn chars_of(json: &[u8]) -> Option<u64> {
         let digits = text.get(at + 2..at + 4).unwrap_or_default();
         let begins = |with: &[u8]| {
             digits.first().is_some_and(|digit| digit | 0x20 == b'd')
-                && digits.get(1).is_some_and(|digit| with.contains(&(digit | 0x20)))
+                && digits
+                    .get(1)
+                    .is_some_and(|digit| with.contains(&(digit | 0x20)))
         };
         // Digits keep their value under `| 0x20`.
         if is_high == Some(at) && begins(b"cdef") {
@@ -170,7 +196,10 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: PromptLimit = PromptLimit { tokens: NonZeroU64::new(4).unwrap(), chars: 40 };
+    const LIMIT: PromptLimit = PromptLimit {
+        tokens: NonZeroU64::new(4).unwrap(),
+        chars: 40,
+    };
 
     fn find(api: ApiKind, body: &str) -> Option<(&'static str, String)> {
         let found = oversized_body(api.path(), body.as_bytes(), LIMIT).unwrap();
@@ -189,8 +218,10 @@ mod tests {
         for character in ["a", "é", "😀", "\\n", "\\u00e9", "\\ud83d\\ude00"] {
             for (count, is_refused) in [(40, false), (41, true)] {
                 let text = format!("\"{}\"", character.repeat(count));
-                for (api, member) in [(ApiKind::Completions, "prompt"), (ApiKind::Generate, "text")]
-                {
+                for (api, member) in [
+                    (ApiKind::Completions, "prompt"),
+                    (ApiKind::Generate, "text"),
+                ] {
                     let expected = is_refused.then(|| too_long(member)).flatten();
                     let body = format!("{{\"{member}\": {text}}}");
                     assert_eq!(find(api, &body), expected, "{body}");
@@ -227,7 +258,10 @@ mod tests {
         let body = |content: &str| {
             format!("{{\"messages\": [{{\"role\":\"user\",\"content\":\"{content}\"}}]}}")
         };
-        assert_eq!(find(ApiKind::Chat, &body(&"\\ud83d\\ude00".repeat(36))), None);
+        assert_eq!(
+            find(ApiKind::Chat, &body(&"\\ud83d\\ude00".repeat(36))),
+            None
+        );
         let long = find(ApiKind::Chat, &body(&"x".repeat(480)));
         let size = "has 510 bytes of messages, at most 480 are accepted";
         assert_eq!(long, Some(("messages", size.to_owned())));
@@ -262,9 +296,17 @@ mod tests {
             assert_eq!(find(ApiKind::Chat, &body), expected);
         }
         let texts = json!({"prompt": vec!["x".repeat(40); 1 + most / 40]}).to_string();
-        assert_eq!(find(ApiKind::Completions, &texts), None, "many prompts are no excess");
+        assert_eq!(
+            find(ApiKind::Completions, &texts),
+            None,
+            "many prompts are no excess"
+        );
         let ids = json!({"prompt": vec![vec![1; 4]; 1 + most / 8]}).to_string();
-        assert_eq!(find(ApiKind::Completions, &ids), None, "many prompts are no excess");
+        assert_eq!(
+            find(ApiKind::Completions, &ids),
+            None,
+            "many prompts are no excess"
+        );
     }
 
     #[test]
@@ -273,9 +315,12 @@ mod tests {
         let (small, large) = (limit(8, 64), limit(9, 60));
         assert_eq!(small.or(large), limit(9, 64));
         assert_eq!(small.and(large), limit(8, 60));
-        for (tokens, chars) in
-            [(None, Some(1)), (Some(1), None), (Some(0), Some(1)), (Some(1), Some(0))]
-        {
+        for (tokens, chars) in [
+            (None, Some(1)),
+            (Some(1), None),
+            (Some(0), Some(1)),
+            (Some(1), Some(0)),
+        ] {
             assert_eq!(PromptLimit::of(tokens, chars), None);
         }
     }

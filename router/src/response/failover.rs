@@ -129,7 +129,11 @@ impl ResumeBuffer {
     ) -> Result<(), BrokenStream> {
         let event = &text[at.clone()];
         if event.starts_with(COMMENT) {
-            let end = event.iter().position(|b| *b == b'\n').unwrap_or(event.len() - 1) + 1;
+            let end = event
+                .iter()
+                .position(|b| *b == b'\n')
+                .unwrap_or(event.len() - 1)
+                + 1;
             if self.lost.is_none()
                 && let Err(lost) = self.comment(&event[COMMENT.len()..end])
             {
@@ -149,7 +153,11 @@ impl ResumeBuffer {
         if let Some((code, class)) = error.and_then(worth_it)
             && self.can_resume()
         {
-            return Err(BrokenStream { code, class, event: text.slice(at) });
+            return Err(BrokenStream {
+                code,
+                class,
+                event: text.slice(at),
+            });
         }
         let is_last = error.is_some() || event.starts_with(b"data: [DONE]");
         self.waiting_len += event.len();
@@ -182,7 +190,9 @@ impl ResumeBuffer {
     /// `{"ids":[1,2]}`; false: something else.
     fn parse_ids_fast(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
         let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
-        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else { return Ok(false) };
+        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else {
+            return Ok(false);
+        };
         for number in list.split(|b| *b == b',') {
             let mut id: u32 = 0;
             if number.is_empty() || number.len() > 9 {
@@ -356,7 +366,11 @@ mod tests {
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
         assert_eq!(pass(&mut buffer, next).unwrap(), "data: {\"b\":2}\n\n");
-        assert!(buffer.to_json_field().contains("[5,6,8,9],\"seed\":7,\"created\":9"));
+        assert!(
+            buffer
+                .to_json_field()
+                .contains("[5,6,8,9],\"seed\":7,\"created\":9")
+        );
     }
 
     #[test]
@@ -388,7 +402,10 @@ mod tests {
     fn what_is_lost_passes_on_as_it_comes() {
         let mut buffer = buffer();
         let plain = "data: {\"a\":1}\n\n";
-        assert_eq!(pass(&mut buffer, &format!(": baton what\n{plain}")).unwrap(), plain);
+        assert_eq!(
+            pass(&mut buffer, &format!(": baton what\n{plain}")).unwrap(),
+            plain
+        );
         assert_eq!(buffer.lost(), Some(NotResumable::Malformed));
         assert!(!buffer.can_resume());
         assert_eq!(pass(&mut buffer, plain).unwrap(), plain);
@@ -398,7 +415,10 @@ mod tests {
     fn memory_is_bounded_over_all_streams_and_given_back() {
         let memory = MemoryBudget::new(1000, None);
         let first = ResumeBuffer::new(&memory, 600);
-        assert_eq!(ResumeBuffer::new(&memory, 600).lost(), Some(NotResumable::Memory));
+        assert_eq!(
+            ResumeBuffer::new(&memory, 600).lost(),
+            Some(NotResumable::Memory)
+        );
         let mut second = ResumeBuffer::new(&memory, 300);
         let comment = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
         assert_eq!(pass(&mut second, comment).unwrap(), "data: {}\n\n");

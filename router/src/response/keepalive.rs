@@ -32,7 +32,10 @@ pub struct KeepAlive {
 impl KeepAlive {
     /// `every`: the time between two comments; zero: none.
     pub fn new(every: Duration) -> Self {
-        Self { every, timer: Box::pin(sleep(every)) }
+        Self {
+            every,
+            timer: Box::pin(sleep(every)),
+        }
     }
 
     /// The next comment, when it is due.
@@ -74,9 +77,13 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
 
 /// Headers of every stream: proxies must not keep or hold it back.
 pub fn sse_headers(headers: &mut http::HeaderMap) {
-    headers.entry(header::CONTENT_TYPE).or_insert(HeaderValue::from_static("text/event-stream"));
+    headers
+        .entry(header::CONTENT_TYPE)
+        .or_insert(HeaderValue::from_static("text/event-stream"));
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-cache"));
+    headers
+        .entry(header::CACHE_CONTROL)
+        .or_insert(HeaderValue::from_static("no-cache"));
 }
 
 /// Stream of an answer: a JSON body, most likely an error, becomes one event.

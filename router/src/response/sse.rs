@@ -55,7 +55,11 @@ impl EventSplitter {
     /// The worker ended the stream properly: its last event, if only the blank line behind it is
     /// missing.
     pub fn finish(&mut self) -> Option<Bytes> {
-        if self.part.ends_with(b"\n") { self.push(Bytes::from_static(b"\n")) } else { None }
+        if self.part.ends_with(b"\n") {
+            self.push(Bytes::from_static(b"\n"))
+        } else {
+            None
+        }
     }
 }
 
@@ -89,7 +93,10 @@ pub fn event_len(text: &[u8]) -> Option<usize> {
 /// Length of the comments and blank lines in front.
 pub fn comments_len(text: &[u8]) -> usize {
     let mut at = 0;
-    while text[at..].first().is_some_and(|byte| matches!(byte, b':' | b'\n' | b'\r')) {
+    while text[at..]
+        .first()
+        .is_some_and(|byte| matches!(byte, b':' | b'\n' | b'\r'))
+    {
         at = memchr(b'\n', &text[at..]).map_or(text.len(), |end| at + end + 1);
     }
     at
@@ -127,7 +134,10 @@ pub struct StreamTail {
 
 impl StreamTail {
     pub fn new(many: bool) -> Self {
-        Self { many, ..Self::default() }
+        Self {
+            many,
+            ..Self::default()
+        }
     }
 
     /// Put pieces into `out`, for the client.
@@ -156,7 +166,10 @@ impl StreamTail {
 
     /// True if the worker itself ended the stream with an error event.
     pub fn has_error(&self) -> bool {
-        let mut lines = self.recent.iter().flat_map(|piece| piece.split(|b| *b == b'\n'));
+        let mut lines = self
+            .recent
+            .iter()
+            .flat_map(|piece| piece.split(|b| *b == b'\n'));
         lines.any(|line| data_of(line).is_some_and(|data| data.starts_with(b"{\"error\"")))
     }
 }
@@ -273,7 +286,10 @@ mod tests {
     #[test]
     fn error_events_are_recognized_at_the_front() {
         let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
-        assert_eq!(code_of(error_event(event).unwrap()).as_deref(), Some("draining"));
+        assert_eq!(
+            code_of(error_event(event).unwrap()).as_deref(),
+            Some("draining")
+        );
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
         assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
         assert!(error_event(b": keep-alive\n\n").is_none());
@@ -297,16 +313,27 @@ mod tests {
                         [text.slice(..cut), text.slice(cut..)].map(|piece| events.push(piece));
                     let found = runs.iter().flatten().find_map(from_error).unwrap();
                     assert!(text[before.len()..].starts_with(&found), "{cut}");
-                    assert_eq!(error_event(&found).and_then(code_of).as_deref(), Some("draining"));
+                    assert_eq!(
+                        error_event(&found).and_then(code_of).as_deref(),
+                        Some("draining")
+                    );
                 }
             }
-            assert_eq!(from_error(&Bytes::from(format!("{before}data: [DONE]\n\n"))), None);
+            assert_eq!(
+                from_error(&Bytes::from(format!("{before}data: [DONE]\n\n"))),
+                None
+            );
         }
     }
 
     #[test]
     fn comments_and_blank_lines_are_not_the_beginning_of_an_answer() {
-        for comments in ["", ":\n\n", ": keep-alive\n\n\n: x\r\n\r\n", ": baton {\"ids\":[1]}\n"] {
+        for comments in [
+            "",
+            ":\n\n",
+            ": keep-alive\n\n\n: x\r\n\r\n",
+            ": baton {\"ids\":[1]}\n",
+        ] {
             assert_eq!(comments_len(comments.as_bytes()), comments.len());
             assert_eq!(
                 comments_len(format!("{comments}data: {{}}\n\n").as_bytes()),
@@ -324,13 +351,19 @@ mod tests {
         assert_eq!(passed(&[open, finished], false).1, StreamEnd::Finished);
         assert_eq!(passed(&[finished, usage], false).1, StreamEnd::Finished);
         assert_eq!(passed(&[finished], true).1, StreamEnd::Open);
-        assert_eq!(passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1, StreamEnd::Done);
+        assert_eq!(
+            passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1,
+            StreamEnd::Done
+        );
         assert_eq!(
             passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
             StreamEnd::Finished
         );
         // the model may write the word itself
-        assert_eq!(passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1, StreamEnd::Open);
+        assert_eq!(
+            passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1,
+            StreamEnd::Open
+        );
     }
 
     #[test]

@@ -46,8 +46,10 @@ mod tests {
     use super::*;
 
     fn usage_of(pieces: &[&str]) -> Option<TokenUsage> {
-        let pieces: Vec<Bytes> =
-            pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
+        let pieces: Vec<Bytes> = pieces
+            .iter()
+            .map(|piece| Bytes::copy_from_slice(piece.as_bytes()))
+            .collect();
         usage_in(pieces.iter())
     }
 
@@ -55,14 +57,20 @@ mod tests {
     fn both_dialects_are_read() {
         let openai = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\": 70,\"completion_tokens\":5,\"total_tokens\":75,\
             \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
-        let usage =
-            TokenUsage { prompt_tokens: 70, cached_tokens: Some(64), completion_tokens: Some(5) };
+        let usage = TokenUsage {
+            prompt_tokens: 70,
+            cached_tokens: Some(64),
+            completion_tokens: Some(5),
+        };
         assert_eq!(usage_of(&[openai]), Some(usage));
         let (a, b) = openai.split_at(60); // a name cut in two
         assert_eq!(usage_of(&["data: {}\n\n", a, b]), Some(usage));
         let native = "{\"text\":\"x\",\"meta_info\":{\"prompt_tokens\":9,\"completion_tokens\":1,\"cached_tokens\":0}}";
         let usage = usage_of(&[native]);
-        assert_eq!(usage.map(|u| (u.prompt_tokens, u.cached_tokens)), Some((9, Some(0))));
+        assert_eq!(
+            usage.map(|u| (u.prompt_tokens, u.cached_tokens)),
+            Some((9, Some(0)))
+        );
         assert_eq!(
             usage_of(&["{\"usage\":{\"prompt_tokens\":9}}"]).map(|u| u.cached_tokens),
             Some(None)
@@ -71,9 +79,15 @@ mod tests {
 
     #[test]
     fn text_of_the_model_and_odd_values_are_not_taken_for_counts() {
-        assert_eq!(usage_of(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]), None);
+        assert_eq!(
+            usage_of(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]),
+            None
+        );
         assert_eq!(usage_of(&["{\"usage\":{\"prompt_tokens\":null}}"]), None);
-        assert_eq!(usage_of(&["{\"usage\":{\"prompt_tokens\":99999999999}}"]), None);
+        assert_eq!(
+            usage_of(&["{\"usage\":{\"prompt_tokens\":99999999999}}"]),
+            None
+        );
         assert_eq!(usage_of(&[""]), None);
         // The last one counts, and only the end is looked at.
         let far = format!("{{\"prompt_tokens\":1}}{}", " ".repeat(LOOKED_AT));

@@ -44,7 +44,13 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         metrics: Arc<RouterMetrics>,
         header_timeout: HeaderReadTimeout,
     ) -> Self {
-        Self { stream, answer: Bytes::new(), max_header_bytes, metrics, header_timeout }
+        Self {
+            stream,
+            answer: Bytes::new(),
+            max_header_bytes,
+            metrics,
+            header_timeout,
+        }
     }
 
     fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -64,7 +70,9 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
             b"400" => RouteError::MalformedHead {
                 problem: "the request line or a header is not valid HTTP/1.1",
             },
-            b"414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
+            b"414" => RouteError::TargetTooLong {
+                limit_bytes: MAX_TARGET_BYTES,
+            },
             b"431" => RouteError::HeadTooLarge {
                 limit_bytes: self.max_header_bytes,
                 limit_headers: MAX_HEADERS,
@@ -76,7 +84,10 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         if !is_whole || !head.contains(NO_BODY) || head.contains(REQUEST_ID.as_str()) {
             return None;
         }
-        self.metrics.requests.with_label_values(&["unmatched", "other", "4xx", err.code()]).inc();
+        self.metrics
+            .requests
+            .with_label_values(&["unmatched", "other", "4xx", err.code()])
+            .inc();
         let (body, id) = (err.body(), new_request_id("req-"));
         let id = id.to_str().unwrap_or_default();
         let headers = format!(

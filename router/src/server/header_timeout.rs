@@ -22,7 +22,11 @@ pub struct HeaderReadTimeout {
 
 impl HeaderReadTimeout {
     pub fn new(idle: Duration, head: Duration) -> Self {
-        Self { idle, head, head_started: Arc::default() }
+        Self {
+            idle,
+            head,
+            head_started: Arc::default(),
+        }
     }
 
     /// True if a head was begun, and, as the connection ended for its time, never finished.
@@ -41,7 +45,11 @@ impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.head_started.store(false, Ordering::Relaxed);
         let sleep = Box::pin(tokio::time::sleep(self.idle));
-        Box::pin(Wait { limits: self.clone(), is_head: false, sleep })
+        Box::pin(Wait {
+            limits: self.clone(),
+            is_head: false,
+            sleep,
+        })
     }
 
     fn sleep_until(&self, _deadline: std::time::Instant) -> Pin<Box<dyn Sleep>> {

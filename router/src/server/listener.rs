@@ -136,9 +136,16 @@ async fn accept_one(
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
     if places.available_permits() == 0 && full.count(Instant::now()).is_some() {
         let limit = limits.max_connections;
-        tracing::warn!(limit, "all --max-connections are in use; new clients wait until one ends");
+        tracing::warn!(
+            limit,
+            "all --max-connections are in use; new clients wait until one ends"
+        );
     }
-    let place = places.clone().acquire_owned().await.map_err(std::io::Error::other)?;
+    let place = places
+        .clone()
+        .acquire_owned()
+        .await
+        .map_err(std::io::Error::other)?;
     let (stream, _) = listener.accept().await?;
     Ok((stream, place))
 }
@@ -153,7 +160,11 @@ struct ThrottledWarning {
 
 impl ThrottledWarning {
     fn new(pause: Duration) -> Self {
-        Self { pause, warned: None, count: 0 }
+        Self {
+            pause,
+            warned: None,
+            count: 0,
+        }
     }
 
     /// Adds an occasion; returns how many a warning that is due now is about.
@@ -208,7 +219,10 @@ async fn run(
 /// silence.
 async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool> {
     let mut first = [0; PREFACE.len()];
-    let mut len = timeout(terms.limits.idle_timeout(), stream.peek(&mut first)).await.ok()?.ok()?;
+    let mut len = timeout(terms.limits.idle_timeout(), stream.peek(&mut first))
+        .await
+        .ok()?
+        .ok()?;
     let until = Instant::now() + terms.limits.header_read_timeout();
     let mut pause = PEEK_BACKOFF_MIN;
     // A peek with some bytes there returns at once, so it cannot wait for more of them.
@@ -236,7 +250,12 @@ where
         HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
     let metrics = terms.metrics.clone();
-    let stream = HeadErrors::new(stream, limits.max_header_bytes, metrics, header_timeout.clone());
+    let stream = HeadErrors::new(
+        stream,
+        limits.max_header_bytes,
+        metrics,
+        header_timeout.clone(),
+    );
     let connection = http1::Builder::new()
         .timer(header_timeout.clone())
         .header_read_timeout(limits.idle_timeout())
@@ -337,7 +356,9 @@ impl Streams {
         let (mut open, mut stalled) = (0, 0);
         let now_ms = now_ms();
         self.0.lock().retain(|stream| {
-            let Some(stream) = stream.upgrade() else { return false };
+            let Some(stream) = stream.upgrade() else {
+                return false;
+            };
             open += 1;
             let handed_ms = stream.handed_ms.load(Ordering::Relaxed);
             let is_stalled =
@@ -387,11 +408,20 @@ impl http_body::Body for Watched {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.body.lock().as_ref().is_some_and(http_body::Body::is_end_stream)
+        self.0
+            .body
+            .lock()
+            .as_ref()
+            .is_some_and(http_body::Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.body.lock().as_ref().map(http_body::Body::size_hint).unwrap_or_default()
+        self.0
+            .body
+            .lock()
+            .as_ref()
+            .map(http_body::Body::size_hint)
+            .unwrap_or_default()
     }
 }
 

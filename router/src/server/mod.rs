@@ -70,7 +70,11 @@ pub fn run(argv: Vec<String>) -> i32 {
         Ok(config) => config,
         Err(ParseStop::Help(text)) => return print(&text, 0),
         Err(ParseStop::Bad(text)) => {
-            return fail(argv.first().map_or("baton-router", String::as_str), &text, 2);
+            return fail(
+                argv.first().map_or("baton-router", String::as_str),
+                &text,
+                2,
+            );
         }
     };
     if config.observe.print_flags {
@@ -111,7 +115,9 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
     let level = config.observe.log_filter();
     let filter = tracing_subscriber::EnvFilter::try_new(&level)
         .map_err(|err| format!("--log-level {level}: {err}"))?;
-    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let logs = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     // An error means the process has a subscriber already (a test, an embedding program): it stays.
     let _ = if config.observe.log_format == "json" {
         logs.json().flatten_event(true).try_init()
@@ -123,7 +129,10 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 }
 
 async fn until_signal(config: RouterConfig) -> i32 {
-    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    let signals = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    );
     let (Ok(mut term), Ok(mut int)) = signals else {
         return fail("baton-router", "cannot listen for signals", 1);
     };
@@ -182,8 +191,15 @@ impl RunningServer {
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
-            let service = TraceService { name: "baton-router".to_owned(), attributes: Vec::new() };
-            Arc::new(SpanExporter::start(endpoint, service, metrics.trace_spans.clone()))
+            let service = TraceService {
+                name: "baton-router".to_owned(),
+                attributes: Vec::new(),
+            };
+            Arc::new(SpanExporter::start(
+                endpoint,
+                service,
+                metrics.trace_spans.clone(),
+            ))
         });
         let mut app = AppState::new(config, metrics, deciders, to_workers, cut_seen);
         app.sinks.tracer = tracer;
@@ -215,7 +231,16 @@ impl RunningServer {
         if let Some(text) = exposure_warning(&app.config.listen, addr) {
             tracing::warn!("{text}");
         }
-        Ok(Self { addr, metrics_addr, _metrics_open, app, log, cut, close, accepting })
+        Ok(Self {
+            addr,
+            metrics_addr,
+            _metrics_open,
+            app,
+            log,
+            cut,
+            close,
+            accepting,
+        })
     }
 
     /// The way down; returns when all requests are answered or the grace is over.
@@ -256,7 +281,11 @@ impl RunningServer {
 /// Make --max-connections fit the limit of open files.
 fn share_descriptors(config: &mut RouterConfig) {
     let limit = descriptors::raise_limit();
-    let legs = if config.workers.pd_disaggregation { 2 } else { 1 };
+    let legs = if config.workers.pd_disaggregation {
+        2
+    } else {
+        1
+    };
     let wanted = config.limits.max_connections;
     let given = descriptors::client_connections(limit, wanted, legs);
     if given < wanted {
@@ -277,9 +306,15 @@ pub fn deciders(
 ) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
     let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
     let observe = &config.observe;
-    let Some(path) = observe.decision_log.clone() else { return Ok((deciders, None)) };
+    let Some(path) = observe.decision_log.clone() else {
+        return Ok((deciders, None));
+    };
     let (max_bytes, max_files) = (observe.decision_log_max_bytes, observe.decision_log_files);
-    let place = decision_log::LogLocation { path, max_bytes, max_files };
+    let place = decision_log::LogLocation {
+        path,
+        max_bytes,
+        max_files,
+    };
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;
@@ -328,7 +363,12 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
 
 fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
     let (limits, metrics) = (app.config.limits.clone(), app.metrics.clone());
-    ConnectionConfig { routes, tls, limits, metrics }
+    ConnectionConfig {
+        routes,
+        tls,
+        limits,
+        metrics,
+    }
 }
 
 fn evict_regularly(app: &Arc<AppState>) {
@@ -363,11 +403,20 @@ mod tests {
             let listen = RouterConfig::parse(&argv).unwrap().listen;
             exposure_warning(&listen, addr.parse().unwrap())
         };
-        let (key, control) = (["--api-key", "k"], ["--control-plane-api-keys", "a:b:admin:c"]);
+        let (key, control) = (
+            ["--api-key", "k"],
+            ["--control-plane-api-keys", "a:b:admin:c"],
+        );
         let open = warning("0.0.0.0:8000", &[]).unwrap();
-        assert!(open.contains("0.0.0.0:8000") && open.contains("--api-key and"), "{open}");
+        assert!(
+            open.contains("0.0.0.0:8000") && open.contains("--api-key and"),
+            "{open}"
+        );
         let control_open = warning("10.0.0.1:8000", &key).unwrap();
-        assert!(control_open.contains("set --control-plane-api-keys"), "{control_open}");
+        assert!(
+            control_open.contains("set --control-plane-api-keys"),
+            "{control_open}"
+        );
         let client_open = warning("[::]:8000", &control).unwrap();
         assert!(client_open.contains("set --api-key"), "{client_open}");
         assert_eq!(warning("0.0.0.0:8000", &[key, control].concat()), None);

@@ -17,7 +17,13 @@ pub fn raise_limit() -> Option<u64> {
     if current == maximum {
         return current;
     }
-    match setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+    match setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: maximum,
+            maximum,
+        },
+    ) {
         Ok(()) => maximum,
         Err(err) => {
             tracing::warn!(%err, ?current, ?maximum, "cannot raise the limit of open files");
@@ -35,7 +41,13 @@ pub fn client_connections(limit: Option<u64>, wanted: usize, legs: u64) -> usize
 
 /// True if a connection failed for lack of something on this machine: descriptors, ports, memory.
 pub fn is_exhausted(err: &io::Error) -> bool {
-    let lacks = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS, Errno::NOMEM];
+    let lacks = [
+        Errno::MFILE,
+        Errno::NFILE,
+        Errno::ADDRNOTAVAIL,
+        Errno::NOBUFS,
+        Errno::NOMEM,
+    ];
     Errno::from_io_error(err).is_some_and(|errno| lacks.contains(&errno))
 }
 

@@ -25,7 +25,9 @@ pub fn remove_hop_by_hop(headers: &mut HeaderMap, more: &[HeaderName]) {
         .collect();
     // Comparing a name is much cheaper than looking it up, and most are not there.
     let is_removed = |name: &&HeaderName| {
-        [&HOP_BY_HOP, more, &nominated].iter().any(|names| names.contains(name))
+        [&HOP_BY_HOP, more, &nominated]
+            .iter()
+            .any(|names| names.contains(name))
     };
     let removed: Vec<HeaderName> = headers.keys().filter(is_removed).cloned().collect();
     for name in removed {

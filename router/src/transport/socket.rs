@@ -26,7 +26,10 @@ pub fn tune_listener(listener: &TcpListener) -> io::Result<()> {
 /// A connection to a worker.
 pub fn tune_upstream(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    let probing = TcpKeepalive::new().with_time(IDLE).with_interval(INTERVAL).with_retries(PROBES);
+    let probing = TcpKeepalive::new()
+        .with_time(IDLE)
+        .with_interval(INTERVAL)
+        .with_retries(PROBES);
     SockRef::from(stream).set_tcp_keepalive(&probing)
 }
 

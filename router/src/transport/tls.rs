@@ -33,7 +33,11 @@ pub fn acceptor(flags: &TlsFlags, has_h2: bool) -> Result<Option<TlsAcceptor>, S
         .with_no_client_auth()
         .with_single_cert(chain, private_key)
         .map_err(refused)?;
-    let protocols: &[&[u8]] = if has_h2 { &[HTTP_2, HTTP_1_1] } else { &[HTTP_1_1] };
+    let protocols: &[&[u8]] = if has_h2 {
+        &[HTTP_2, HTTP_1_1]
+    } else {
+        &[HTTP_1_1]
+    };
     config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
     Ok(Some(TlsAcceptor::from(Arc::new(config))))
 }
@@ -46,7 +50,9 @@ pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String>
     let mut roots = RootCertStore::empty();
     for path in &flags.ca_cert_paths {
         for cert in certificates("--ca-cert-paths", path)? {
-            roots.add(cert).map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
+            roots
+                .add(cert)
+                .map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
         }
     }
     let builder = ClientConfig::builder().with_root_certificates(roots);
@@ -78,7 +84,12 @@ pub fn expiries(flags: &TlsFlags) -> Result<Vec<(&'static str, i64)>, String> {
             let parsed = Certificate::from_der(&cert).map_err(|err| {
                 format!("{flag} {path}: a certificate cannot be parsed: {err}; give X.509 in PEM")
             })?;
-            let end = parsed.tbs_certificate.validity.not_after.to_unix_duration().as_secs();
+            let end = parsed
+                .tbs_certificate
+                .validity
+                .not_after
+                .to_unix_duration()
+                .as_secs();
             earliest = earliest.min(i64::try_from(end).unwrap_or(i64::MAX));
         }
         expiries.push((label, earliest));
@@ -91,7 +102,9 @@ fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, 
     let read = CertificateDer::pem_file_iter(path).map_err(refused)?;
     let certs: Vec<_> = read.collect::<Result<_, _>>().map_err(refused)?;
     match certs.is_empty() {
-        true => Err(format!("{flag} {path}: holds no certificate; give a PEM file with one")),
+        true => Err(format!(
+            "{flag} {path}: holds no certificate; give a PEM file with one"
+        )),
         false => Ok(certs),
     }
 }

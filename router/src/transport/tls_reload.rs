@@ -86,12 +86,18 @@ impl TlsFiles {
     pub fn for_workers(&self) -> Option<WorkerTls> {
         let name = self.flags.worker_tls_name.clone();
         let name = name.and_then(|name| ServerName::try_from(name).ok()); // checked with the flags
-        self.to_workers.as_ref().map(|sender| WorkerTls { config: sender.subscribe(), name })
+        self.to_workers.as_ref().map(|sender| WorkerTls {
+            config: sender.subscribe(),
+            name,
+        })
     }
 
     pub fn show_expiries(&self, metrics: &RouterMetrics) {
         for (certificate, end) in &self.expiries {
-            metrics.certificate_expiry.with_label_values(&[certificate]).set(*end as f64);
+            metrics
+                .certificate_expiry
+                .with_label_values(&[certificate])
+                .set(*end as f64);
         }
     }
 
@@ -146,7 +152,12 @@ pub fn follow(files: TlsFiles, metrics: Arc<RouterMetrics>) {
                 return; // the runtime ends, or the reading panicked and says so itself
             };
             files = back;
-            let count = |result| metrics.certificate_reloads.with_label_values(&[result]).inc();
+            let count = |result| {
+                metrics
+                    .certificate_reloads
+                    .with_label_values(&[result])
+                    .inc()
+            };
             match outcome {
                 Ok(true) => {
                     count("applied");
@@ -157,7 +168,10 @@ pub fn follow(files: TlsFiles, metrics: Arc<RouterMetrics>) {
                 Ok(false) => failure = None,
                 Err(why) if failure.as_ref() != Some(&why) => {
                     count("failed");
-                    tracing::error!(why, "changed certificates cannot be used, the old ones stay");
+                    tracing::error!(
+                        why,
+                        "changed certificates cannot be used, the old ones stay"
+                    );
                     failure = Some(why);
                 }
                 Err(_) => {}

@@ -82,7 +82,12 @@ pub struct RequestHead {
 
 impl RequestHead {
     pub fn new(method: Method, uri: Uri, headers: HeaderMap) -> Self {
-        Self { method, uri, headers: Arc::new(headers), more: HeaderMap::new() }
+        Self {
+            method,
+            uri,
+            headers: Arc::new(headers),
+            more: HeaderMap::new(),
+        }
     }
 
     pub fn headers(&self) -> &HeaderMap {
@@ -130,7 +135,14 @@ impl ConnectionPool {
         let tls = tls.filter(|_| url.is_tls);
         let host =
             HeaderValue::try_from(url.authority()).unwrap_or(HeaderValue::from_static("worker"));
-        Arc::new(Self { url, host, tls, idle: Mutex::default(), heard: AtomicU64::new(0), cut })
+        Arc::new(Self {
+            url,
+            host,
+            tls,
+            idle: Mutex::default(),
+            heard: AtomicU64::new(0),
+            cut,
+        })
     }
 
     /// Heads and pieces of answers received so far: while it grows, the worker lives.
@@ -170,7 +182,8 @@ impl ConnectionPool {
     ) -> Result<Response<ResponseBody>, SendError> {
         let mut connection = self.connect().await?;
         connection.is_kept = false;
-        self.exchange(connection, head, BodySegments::default()).await
+        self.exchange(connection, head, BodySegments::default())
+            .await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
@@ -184,11 +197,14 @@ impl ConnectionPool {
             _ => SendError::Connect(err.to_string()),
         })?;
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
-        let Some(tls) = &self.tls else { return self.drive(stream).await };
+        let Some(tls) = &self.tls else {
+            return self.drive(stream).await;
+        };
         let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
         let shaken = timeout(CONNECT_TIMEOUT, tls.handshake(&self.url.host, stream)).await;
         let shaken = shaken.map_err(|_| failed(format!("no handshake for {CONNECT_TIMEOUT:?}")))?;
-        self.drive(shaken.map_err(|err| failed(err.to_string()))?).await
+        self.drive(shaken.map_err(|err| failed(err.to_string()))?)
+            .await
     }
 
     async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>
@@ -207,7 +223,12 @@ impl ConnectionPool {
             }
         });
         let (task, used_at) = (task.abort_handle(), Instant::now());
-        Ok(Connection { sender, task, used_at, is_kept: true })
+        Ok(Connection {
+            sender,
+            task,
+            used_at,
+            is_kept: true,
+        })
     }
 
     async fn exchange(
@@ -228,7 +249,11 @@ impl ConnectionPool {
         self.heard.fetch_add(1, Ordering::Relaxed);
         Ok(response.map(|incoming| {
             let connection = Some(connection);
-            let mut answer = ResponseBody { incoming, connection, pool: self.clone() };
+            let mut answer = ResponseBody {
+                incoming,
+                connection,
+                pool: self.clone(),
+            };
             if answer.incoming.is_end_stream() {
                 answer.release();
             }
@@ -288,7 +313,11 @@ pub struct ResponseBody {
 impl ResponseBody {
     /// Put the connection back, if it is to be kept.
     fn release(&mut self) {
-        if let Some(connection) = self.connection.take().filter(|connection| connection.is_kept) {
+        if let Some(connection) = self
+            .connection
+            .take()
+            .filter(|connection| connection.is_kept)
+        {
             self.pool.put_idle(connection);
         }
     }

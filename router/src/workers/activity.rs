@@ -58,7 +58,10 @@ mod tests {
             queued_tokens: 0,
             running: None,
             queued_requests: None,
-            totals: Some(TokenTotals { prefilled, generated }),
+            totals: Some(TokenTotals {
+                prefilled,
+                generated,
+            }),
             age_ms,
         }
     }
@@ -71,7 +74,10 @@ mod tests {
         activity.reported(report(200, 0, 0), 10_500);
         assert_eq!(activity.rates, None, "half a second says little");
         activity.reported(report(500, 30, 1_000), 13_000);
-        let rates = TokenRates { prefill_tokens_per_s: 200.0, decode_tokens_per_s: 15.0 };
+        let rates = TokenRates {
+            prefill_tokens_per_s: 200.0,
+            decode_tokens_per_s: 15.0,
+        };
         assert_eq!(activity.rates, Some(rates));
         assert_eq!(activity.last(14_000).map(|(_, age_ms)| age_ms), Some(2_000));
         activity.reported(report(500, 30, 0), 17_000);

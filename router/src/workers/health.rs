@@ -103,10 +103,18 @@ struct Watch {
 /// Weak references: the task must keep neither the router nor a removed worker alive.
 async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Option<PendingProbe>) {
     let (registered, pause, slowest) = (Instant::now(), FIRST_PAUSE, Duration::ZERO);
-    let mut seen = Watch { counter: None, registered, is_reported_late: false, pause, slowest };
+    let mut seen = Watch {
+        counter: None,
+        registered,
+        is_reported_late: false,
+        pause,
+        slowest,
+    };
     let mut is_silent = false;
     loop {
-        let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else { return };
+        let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else {
+            return;
+        };
         if fleet.config.health.disable_health_check {
             // Whatever is registered counts as healthy; what it tells about itself is still asked
             // for, until it tells.
@@ -158,17 +166,27 @@ impl Watch {
             return self.starting(fleet, worker, reason);
         }
         let config = &fleet.config.health;
-        let (failures, successes) =
-            (config.health_failure_threshold, config.health_success_threshold);
-        let counter = self.counter.get_or_insert_with(|| HealthCounter::new(failures, successes));
+        let (failures, successes) = (
+            config.health_failure_threshold,
+            config.health_success_threshold,
+        );
+        let counter = self
+            .counter
+            .get_or_insert_with(|| HealthCounter::new(failures, successes));
         let change = match &probe {
             Probe::Unsent(reason) => {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
                 None
             }
             Probe::Good | Probe::Draining => counter.record(true),
-            Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
-            Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => {
+            Probe::Bad(_)
+            | Probe::Silent {
+                is_certain: false, ..
+            } => counter.record(false),
+            Probe::Refused(_)
+            | Probe::Silent {
+                is_certain: true, ..
+            } => {
                 // A certain failure counts as all that the verdict takes.
                 (0..failures).find_map(|_| counter.record(false))
             }
@@ -192,7 +210,11 @@ impl Watch {
         }
         let interval = Duration::from_secs(config.health_check_interval_secs);
         // A worker that is out may return.
-        if is_out { interval.min(RECOVERY_PAUSE) } else { interval }
+        if is_out {
+            interval.min(RECOVERY_PAUSE)
+        } else {
+            interval
+        }
     }
 
     /// A probe failed before the first good one.
@@ -211,7 +233,9 @@ impl Watch {
     /// How long a worker whose requests are silent has for a probe.
     fn silence_limit(&self, fleet: &WorkerFleet) -> Duration {
         let least = SILENCE_STEP * fleet.config.health.health_failure_threshold.max(1);
-        (self.slowest * SILENCE_FACTOR).max(least).min(probe_timeout(fleet))
+        (self.slowest * SILENCE_FACTOR)
+            .max(least)
+            .min(probe_timeout(fleet))
     }
 
     fn longer_pause(&self, fleet: &WorkerFleet) -> Duration {
@@ -247,7 +271,10 @@ async fn probe(
     };
     let probe = match answer {
         Err(_) if worker.pool.heard() == heard => Probe::Silent {
-            reason: format!("{path} gave no answer for {:.1} s", begin.elapsed().as_secs_f64()),
+            reason: format!(
+                "{path} gave no answer for {:.1} s",
+                begin.elapsed().as_secs_f64()
+            ),
             is_certain: is_silent,
         },
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
@@ -257,7 +284,11 @@ async fn probe(
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
-    fleet.metrics.probes.with_label_values(&[worker.role().into_str(), (&probe).into()]).inc();
+    fleet
+        .metrics
+        .probes
+        .with_label_values(&[worker.role().into_str(), (&probe).into()])
+        .inc();
     probe
 }
 
@@ -293,13 +324,18 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
 
 /// Body of a good answer that comes within --health-check-timeout-secs.
 async fn get_in_time(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Vec<u8>> {
-    timeout(probe_timeout(fleet), get(fleet, worker, path)).await.ok()?.ok()
+    timeout(probe_timeout(fleet), get(fleet, worker, path))
+        .await
+        .ok()?
+        .ok()
 }
 
 /// Ask the worker about itself; both names of the path are tried.
 async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescription> {
     for path in ["/get_server_info", "/server_info"] {
-        let Some(body) = get_in_time(fleet, worker, path).await else { continue };
+        let Some(body) = get_in_time(fleet, worker, path).await else {
+            continue;
+        };
         match serde_json::from_slice(&body) {
             Ok(description) => return Some(description),
             Err(err) => {
@@ -325,16 +361,24 @@ async fn ask(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Value> 
 /// The names under which a worker of OpenAI's API takes requests.
 async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>> {
     let answer = ask(fleet, worker, "/v1/models").await?;
-    let names = answer["data"].as_array()?.iter().map(|model| model["id"].as_str());
+    let names = answer["data"]
+        .as_array()?
+        .iter()
+        .map(|model| model["id"].as_str());
     names.map(|name| name.map(str::to_owned)).collect()
 }
 
 /// Learn which models a vLLM worker serves by now.
 async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
-    let Some(names) = model_names(fleet, worker).await else { return };
+    let Some(names) = model_names(fleet, worker).await else {
+        return;
+    };
     let known = worker.description();
     if known.served_model_names != names {
-        let description = WorkerDescription { served_model_names: names, ..(*known).clone() };
+        let description = WorkerDescription {
+            served_model_names: names,
+            ..(*known).clone()
+        };
         fleet.set_state(worker, WorkerState::Ready, Some(description));
     }
 }
@@ -365,7 +409,9 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
         description.dp_size = Some(given);
     }
     let objection = objection(worker, &description);
-    let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected { reason });
+    let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected {
+        reason,
+    });
     let is_news = fleet.set_state(worker, state, Some(description));
     if is_news && let Some(why) = fleet.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
@@ -376,7 +422,16 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
 /// Why this worker cannot serve in its role.
 fn objection(worker: &Worker, description: &WorkerDescription) -> Option<String> {
     let role = worker.role();
-    let wanted = if role == Role::Regular { "null" } else { role.into_str() };
-    let mode = description.disaggregation_mode.as_deref().filter(|mode| *mode != wanted)?;
-    Some(format!("its --disaggregation-mode is {mode}, it is registered as {role} worker"))
+    let wanted = if role == Role::Regular {
+        "null"
+    } else {
+        role.into_str()
+    };
+    let mode = description
+        .disaggregation_mode
+        .as_deref()
+        .filter(|mode| *mode != wanted)?;
+    Some(format!(
+        "its --disaggregation-mode is {mode}, it is registered as {role} worker"
+    ))
 }

@@ -76,20 +76,37 @@ impl Candidate {
 
     /// True if this rank of the worker is all that the candidate stands for.
     fn is_rank(&self, rank: u32) -> bool {
-        self.rank.map_or_else(|| self.worker.dp_size() == 1, |own| own == rank)
+        self.rank
+            .map_or_else(|| self.worker.dp_size() == 1, |own| own == rank)
     }
 
     /// A report that has just arrived: for the web page, and for its policy.
     pub(super) fn take_report(&self, report: LoadReport, deciders: &PolicySet) {
         let now_ms = now_ms();
         self.activity.lock().reported(report, now_ms);
-        let (worker, LoadReport { queued_tokens, running, age_ms, .. }) = (self.id, report);
-        let event = PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms };
+        let (
+            worker,
+            LoadReport {
+                queued_tokens,
+                running,
+                age_ms,
+                ..
+            },
+        ) = (self.id, report);
+        let event = PolicyEvent::Reported {
+            worker,
+            queued_tokens,
+            running,
+            age_ms,
+            now_ms,
+        };
         deciders.observe(self.worker.role(), &event);
     }
 
     pub fn circuit(&self) -> BreakerState {
-        self.breaker.as_ref().map_or(BreakerState::Closed, |b| b.lock().state(now_ms()))
+        self.breaker
+            .as_ref()
+            .map_or(BreakerState::Closed, |b| b.lock().state(now_ms()))
     }
 }
 
@@ -135,10 +152,15 @@ impl LoadGuard {
         }
         self.timeline.first_token();
         let (ticket, worker, now_ms) = (self.ticket, self.candidate.id, now_ms());
-        self.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+        self.observe(&PolicyEvent::FirstToken {
+            ticket,
+            worker,
+            now_ms,
+        });
         if let Some(forecast) = self.why.forecast() {
             let took_ms = now_ms.saturating_sub(self.sent_ms);
-            self.metrics.first_token(self.role().into_str(), forecast, took_ms);
+            self.metrics
+                .first_token(self.role().into_str(), forecast, took_ms);
         }
     }
 
@@ -166,17 +188,35 @@ impl LoadGuard {
         if !std::mem::take(&mut self.counts) {
             return;
         }
-        let Some(usage) = usage_in(pieces) else { return };
+        let Some(usage) = usage_in(pieces) else {
+            return;
+        };
         self.timeline.usage(usage);
         let (ticket, worker) = (self.ticket, self.candidate.id);
-        self.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        self.observe(&PolicyEvent::Usage {
+            ticket,
+            worker,
+            usage,
+        });
         let role = self.role().into_str();
         if let (Some(forecast), Some(cached)) = (self.why.forecast(), usage.cached_tokens) {
-            self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
+            self.metrics
+                .counted(role, usage.prompt_tokens, forecast, cached);
         }
-        if let Some(tokens) = self.blocks.as_ref().and_then(|blocks| blocks.prompt().tokens) {
-            let result = if tokens == usage.prompt_tokens { "equal" } else { "different" };
-            self.metrics.token_counts.with_label_values(&[role, result]).inc();
+        if let Some(tokens) = self
+            .blocks
+            .as_ref()
+            .and_then(|blocks| blocks.prompt().tokens)
+        {
+            let result = if tokens == usage.prompt_tokens {
+                "equal"
+            } else {
+                "different"
+            };
+            self.metrics
+                .token_counts
+                .with_label_values(&[role, result])
+                .inc();
         }
     }
 }
@@ -194,7 +234,10 @@ impl Drop for LoadGuard {
             ticket: self.ticket,
             worker: candidate.id,
             is_kept: self.outcome == RequestOutcome::Success,
-            hashes: self.blocks.as_ref().map_or(&[], |blocks| blocks.prompt().hashes),
+            hashes: self
+                .blocks
+                .as_ref()
+                .map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
     }

@@ -38,7 +38,10 @@ pub struct TokenTotals {
 
 impl TokenTotals {
     fn of(prefilled: Option<u64>, generated: Option<u64>) -> Option<Self> {
-        Some(Self { prefilled: prefilled?, generated: generated? })
+        Some(Self {
+            prefilled: prefilled?,
+            generated: generated?,
+        })
     }
 }
 
@@ -89,9 +92,19 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);
     }
-    let rank = rank.and_then(|rank| u32::try_from(rank).ok()).ok_or(MalformedReport)?;
-    let Some(queued) = queued else { return Ok(None) };
-    let running = || Some(running_load(running?.saturating_add(waiting?), pages_free?, pages?));
+    let rank = rank
+        .and_then(|rank| u32::try_from(rank).ok())
+        .ok_or(MalformedReport)?;
+    let Some(queued) = queued else {
+        return Ok(None);
+    };
+    let running = || {
+        Some(running_load(
+            running?.saturating_add(waiting?),
+            pages_free?,
+            pages?,
+        ))
+    };
     Ok(Some(LoadReport {
         rank,
         queued_tokens: started.ok_or(MalformedReport)?.saturating_add(queued),
@@ -154,7 +167,11 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
 }
 
 fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
-    RunningLoad { requests, pages_used: pages.saturating_sub(pages_free), pages }
+    RunningLoad {
+        requests,
+        pages_used: pages.saturating_sub(pages_free),
+        pages,
+    }
 }
 
 /// Load of a candidate that stands for all these ranks.
@@ -173,7 +190,10 @@ pub fn sum(reports: &[LoadReport]) -> Option<LoadReport> {
         rank: sum.rank,
         queued_tokens: plus(sum.queued_tokens, report.queued_tokens),
         running: sum.running.zip(report.running).map(add_running),
-        queued_requests: sum.queued_requests.zip(report.queued_requests).map(|(a, b)| plus(a, b)),
+        queued_requests: sum
+            .queued_requests
+            .zip(report.queued_requests)
+            .map(|(a, b)| plus(a, b)),
         totals: sum.totals.zip(report.totals).map(add_totals),
         age_ms: sum.age_ms.max(report.age_ms),
     })
@@ -196,9 +216,16 @@ mod tests {
         let wanted = LoadReport {
             rank: 3,
             queued_tokens: 570,
-            running: Some(RunningLoad { requests: 2, pages_used: 52, pages: 64 }),
+            running: Some(RunningLoad {
+                requests: 2,
+                pages_used: 52,
+                pages: 64,
+            }),
             queued_requests: Some(1),
-            totals: Some(TokenTotals { prefilled: 700, generated: 80 }),
+            totals: Some(TokenTotals {
+                prefilled: 700,
+                generated: 80,
+            }),
             age_ms: 40,
         };
         assert_eq!(read(FULL), Ok(Some(wanted)));
@@ -240,15 +267,29 @@ mod tests {
                 "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
             {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
         let reports = of_loads(body).unwrap();
-        assert_eq!(reports.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2, 3]);
+        assert_eq!(
+            reports.iter().map(|r| r.rank).collect::<Vec<_>>(),
+            [0, 2, 3]
+        );
         let all = sum(&reports[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
         assert_eq!(all.queued_requests, Some(2));
-        let totals = TokenTotals { prefilled: 105, generated: 21 };
+        let totals = TokenTotals {
+            prefilled: 105,
+            generated: 21,
+        };
         assert_eq!(all.totals, Some(totals));
-        let running = RunningLoad { requests: 7, pages_used: 7, pages: 32 };
+        let running = RunningLoad {
+            requests: 7,
+            pages_used: 7,
+            pages: 32,
+        };
         assert_eq!(all.running, Some(running));
-        assert_eq!(sum(&reports).unwrap().running, None, "one rank does not tell");
+        assert_eq!(
+            sum(&reports).unwrap().running,
+            None,
+            "one rank does not tell"
+        );
         assert_eq!(sum(&[]), None);
         assert!(of_loads(b"[]").is_err());
     }

@@ -46,7 +46,10 @@ impl WorkerState {
 
     /// A good probe makes it serve: it never has, or it is out for a reason that may have ended.
     pub fn awaits_admission(&self) -> bool {
-        matches!(self, Self::Starting { .. } | Self::Rejected { .. } | Self::Draining)
+        matches!(
+            self,
+            Self::Starting { .. } | Self::Rejected { .. } | Self::Draining
+        )
     }
 
     /// Source of a drain, for GET /workers.
@@ -119,7 +122,11 @@ impl WorkerDescription {
     /// `NAME:ADAPTER` asks SGLang for a LoRA adapter of the model NAME.
     pub fn serves(&self, model: &str) -> bool {
         let single = [&self.served_model_name, &self.model_path].into_iter();
-        let mut names = self.served_model_names.iter().chain(single.flatten()).peekable();
+        let mut names = self
+            .served_model_names
+            .iter()
+            .chain(single.flatten())
+            .peekable();
         let is_of = |name: &String| {
             let rest = model.strip_prefix(name.as_str());
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
@@ -193,7 +200,10 @@ impl Worker {
         let is_hung = |state: &(WorkerState, _)| {
             matches!(state.0, WorkerState::Unhealthy { is_hung: true, .. })
         };
-        let hung = state.wait_for(is_hung).await.expect("the sender lives as long as `self`");
+        let hung = state
+            .wait_for(is_hung)
+            .await
+            .expect("the sender lives as long as `self`");
         hung.0.reason().unwrap_or_default().to_owned()
     }
 
@@ -202,7 +212,9 @@ impl Worker {
     /// answers it.
     pub async fn unless_hung<T>(&self, answering: impl Future<Output = T>) -> Result<T, String> {
         let asking_for_probes = async {
-            let Some(pause) = self.probe_after else { return std::future::pending().await };
+            let Some(pause) = self.probe_after else {
+                return std::future::pending().await;
+            };
             loop {
                 sleep(pause).await;
                 self.silent.notify_one();
@@ -227,7 +239,11 @@ impl Worker {
 
     /// Requests in flight to all its ranks.
     pub fn load(&self) -> usize {
-        self.loads.lock().values().map(|load| load.load(Ordering::Relaxed)).sum()
+        self.loads
+            .lock()
+            .values()
+            .map(|load| load.load(Ordering::Relaxed))
+            .sum()
     }
 
     /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment
@@ -255,7 +271,11 @@ impl Worker {
     }
 
     pub(super) fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
-        self.loads.lock().entry(rank.unwrap_or(0)).or_default().clone()
+        self.loads
+            .lock()
+            .entry(rank.unwrap_or(0))
+            .or_default()
+            .clone()
     }
 
     /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).
@@ -273,7 +293,9 @@ impl Worker {
         WorkerFacts {
             is_cacheless: description.disable_radix_cache == Some(true)
                 || (is_sglang_decode && !has_decode_cache),
-            capacity_tokens: description.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            capacity_tokens: description
+                .max_total_num_tokens
+                .filter(|tokens| *tokens > 0),
             order,
             domain: self.spec.topology.as_deref().map(number_of),
         }
@@ -296,7 +318,10 @@ impl Worker {
 
     /// True if it can do something of docs/protocol.md §2.
     pub fn has_feature(&self, name: &str) -> bool {
-        self.description().baton_features.iter().any(|feature| feature == name)
+        self.description()
+            .baton_features
+            .iter()
+            .any(|feature| feature == name)
     }
 
     /// True if it takes token ids beside a body, and would have come to the same.
@@ -306,7 +331,10 @@ impl Worker {
     }
 
     pub fn dp_size(&self) -> u32 {
-        self.description().dp_size.unwrap_or(1).clamp(1, MAX_DP_SIZE)
+        self.description()
+            .dp_size
+            .unwrap_or(1)
+            .clamp(1, MAX_DP_SIZE)
     }
 }
 

@@ -70,16 +70,24 @@ const ROUTES: &[(&str, &str, &str, u16)] = &[
 ];
 
 const API_KEY: [&str; 2] = ["--api-key", "shared"];
-const CONTROL_KEYS: [&str; 3] =
-    ["--control-plane-api-keys", "ci:CI:admin:boss", "mon:Monitoring:user:guest"];
+const CONTROL_KEYS: [&str; 3] = [
+    "--control-plane-api-keys",
+    "ci:CI:admin:boss",
+    "mon:Monitoring:user:guest",
+];
 
 /// A request to this path of the table.
 async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &str) -> u16 {
-    let path =
-        path.replace("{id}", "99").replace("{file}", "app.js").replace("{*rest}", "unheard/of");
+    let path = path
+        .replace("{id}", "99")
+        .replace("{file}", "app.js")
+        .replace("{*rest}", "unheard/of");
     let method = Method::from_bytes(method.as_bytes()).unwrap();
     let key = format!("Bearer {key}");
-    let headers = [("authorization", key.as_str()), ("x-baton-explain", explain)];
+    let headers = [
+        ("authorization", key.as_str()),
+        ("x-baton-explain", explain),
+    ];
     let body = match path.starts_with("/workers") {
         true => "{}".to_owned(),
         false => chat(false).to_string(),
@@ -99,7 +107,10 @@ async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &
 async fn ready_router(mock: &Mock, flags: &[&str]) -> Router {
     let url = mock.url();
     let router = Router::start(&[&["--worker-urls", &url], flags].concat()).await;
-    eventually("the worker is ready", || async { router.get("/readyz").await.status == 200 }).await;
+    eventually("the worker is ready", || async {
+        router.get("/readyz").await.status == 200
+    })
+    .await;
     router
 }
 
@@ -123,10 +134,14 @@ async fn each_route_takes_its_key_and_workers_never_see_a_control_key() {
             let with_key = *with_key;
             let expected = match *level {
                 "open" => [(&both, [with_key; 4]), (&api_only, [with_key; 4])],
-                "client" => {
-                    [(&both, [401, with_key, 401, 401]), (&api_only, [401, with_key, 401, 401])]
-                }
-                _ => [(&both, [401, 401, 403, with_key]), (&api_only, [401, with_key, 401, 401])],
+                "client" => [
+                    (&both, [401, with_key, 401, 401]),
+                    (&api_only, [401, with_key, 401, 401]),
+                ],
+                _ => [
+                    (&both, [401, 401, 403, with_key]),
+                    (&api_only, [401, with_key, 401, 401]),
+                ],
             };
             let without_api_key = match *level {
                 "control" => [401, 401, 403, with_key],
@@ -145,10 +160,17 @@ async fn each_route_takes_its_key_and_workers_never_see_a_control_key() {
             assert_eq!((dry_run("shared").await, dry_run("boss").await), (401, 200));
         }
         let seen = mock.seen();
-        assert!(seen.iter().any(|seen| seen.path == "/v1/requests/99/suspend"));
+        assert!(
+            seen.iter()
+                .any(|seen| seen.path == "/v1/requests/99/suspend")
+        );
         let leaked: Vec<_> = seen
             .iter()
-            .filter(|seen| seen.headers.get("authorization").is_some_and(|v| v == "Bearer boss"))
+            .filter(|seen| {
+                seen.headers
+                    .get("authorization")
+                    .is_some_and(|v| v == "Bearer boss")
+            })
             .map(|seen| seen.path.as_str())
             .collect();
         assert_eq!(leaked, [] as [&str; 0]);

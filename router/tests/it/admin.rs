@@ -12,12 +12,19 @@ async fn workers_come_and_go_over_rest() {
         let router = Router::start(&[]).await;
         assert_eq!(router.chat().await.code(), "no_worker");
 
-        let added =
-            router.post("/workers", &json!({"url": mock.url(), "worker_type": "regular"})).await;
+        let added = router
+            .post(
+                "/workers",
+                &json!({"url": mock.url(), "worker_type": "regular"}),
+            )
+            .await;
         assert_eq!(added.status, 202);
         let id = added.json()["id"].as_str().unwrap().to_owned();
         let again = router.post("/workers", &json!({"url": mock.url()})).await;
-        assert_eq!((again.status, again.code().as_str()), (409, "duplicate_worker"));
+        assert_eq!(
+            (again.status, again.code().as_str()),
+            (409, "duplicate_worker")
+        );
         router.all_ready(1).await;
         assert_eq!(router.chat().await.status, 200);
 
@@ -26,9 +33,14 @@ async fn workers_come_and_go_over_rest() {
         assert_eq!(shown["worker_type"], "regular");
         assert_eq!(shown["is_healthy"], true);
 
-        let gone = router.send(Method::DELETE, &format!("/workers/{id}"), &[], "").await;
+        let gone = router
+            .send(Method::DELETE, &format!("/workers/{id}"), &[], "")
+            .await;
         assert_eq!(gone.status, 202);
-        assert_eq!(router.get(&format!("/workers/{id}")).await.code(), "not_found");
+        assert_eq!(
+            router.get(&format!("/workers/{id}")).await.code(),
+            "not_found"
+        );
         assert_eq!(router.get("/workers").await.json()["total"], 0);
         assert_eq!(router.chat().await.status, 503);
     })
@@ -76,10 +88,17 @@ async fn the_first_request_waits_for_the_first_probe() {
             reply = &mut a => (reply, b),
             reply = &mut b => (reply, a),
         };
-        assert_eq!(refused.unwrap().status, 429, "the other one waits for the worker");
+        assert_eq!(
+            refused.unwrap().status,
+            429,
+            "the other one waits for the worker"
+        );
         let worker = axum::Router::new()
             .route("/health", axum::routing::get(|| async {}))
-            .route("/v1/chat/completions", axum::routing::post(|| async { "here" }));
+            .route(
+                "/v1/chat/completions",
+                axum::routing::post(|| async { "here" }),
+            );
         let serving = tokio::spawn(async { axum::serve(listener, worker).await });
         let reply = waiting.await.unwrap();
         assert_eq!((reply.status, reply.text().as_str()), (200, "here"));
@@ -114,13 +133,21 @@ async fn a_drained_worker_finishes_its_request_and_goes() {
         let id = listed["workers"][0]["id"].as_str().unwrap().to_owned();
         let drain = format!("/workers/{id}/drain");
         let drained = router.post(&drain, &Value::Null).await;
-        assert_eq!((drained.status, drained.json()["load"].as_u64()), (202, Some(1)));
+        assert_eq!(
+            (drained.status, drained.json()["load"].as_u64()),
+            (202, Some(1))
+        );
         assert_eq!(router.chat().await.code(), "no_worker");
         assert_eq!(router.post(&drain, &Value::Null).await.status, 202);
         let shown = router.get(&format!("/workers/{id}")).await.json();
-        assert_eq!((&shown["state"], &shown["load"]), (&json!("draining"), &json!(1)));
         assert_eq!(
-            router.metric("baton_router_workers{role=\"regular\",state=\"draining\"}").await,
+            (&shown["state"], &shown["load"]),
+            (&json!("draining"), &json!(1))
+        );
+        assert_eq!(
+            router
+                .metric("baton_router_workers{role=\"regular\",state=\"draining\"}")
+                .await,
             1.0
         );
 
@@ -130,7 +157,11 @@ async fn a_drained_worker_finishes_its_request_and_goes() {
         router.post("/workers", &json!({"url": busy.url()})).await;
         eventually("both new ones are ready", || async {
             let list = router.get("/workers").await.json();
-            let states = list["workers"].as_array().unwrap().iter().map(|w| w["state"].clone());
+            let states = list["workers"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|w| w["state"].clone());
             states.collect::<Vec<_>>() == ["draining", "ready", "ready"]
         })
         .await;
@@ -153,19 +184,40 @@ async fn the_older_worker_paths_work_too() {
         let mock = Mock::start(&[]).await;
         let router = Router::start(&[]).await;
         let url = mock.url();
-        assert_eq!(router.post(&format!("/add_worker?url={url}"), &Value::Null).await.status, 200);
-        router.all_ready(1).await;
-        assert_eq!(router.get("/list_workers").await.json()["urls"], json!([url]));
-        assert_eq!(router.get("/get_loads").await.json()["workers"][0]["load"], 0);
         assert_eq!(
-            router.post(&format!("/remove_worker?url={url}"), &Value::Null).await.status,
+            router
+                .post(&format!("/add_worker?url={url}"), &Value::Null)
+                .await
+                .status,
+            200
+        );
+        router.all_ready(1).await;
+        assert_eq!(
+            router.get("/list_workers").await.json()["urls"],
+            json!([url])
+        );
+        assert_eq!(
+            router.get("/get_loads").await.json()["workers"][0]["load"],
+            0
+        );
+        assert_eq!(
+            router
+                .post(&format!("/remove_worker?url={url}"), &Value::Null)
+                .await
+                .status,
             200
         );
         assert_eq!(
-            router.post(&format!("/remove_worker?url={url}"), &Value::Null).await.status,
+            router
+                .post(&format!("/remove_worker?url={url}"), &Value::Null)
+                .await
+                .status,
             404
         );
-        assert_eq!(router.post("/add_worker", &Value::Null).await.code(), "missing_field");
+        assert_eq!(
+            router.post("/add_worker", &Value::Null).await.code(),
+            "missing_field"
+        );
     })
     .await;
 }
@@ -177,8 +229,14 @@ async fn bad_registrations_say_why() {
         for (body, code) in [
             (json!({"url": "https://x:1"}), "invalid_value"),
             (json!({"url": "ftp://x:1"}), "invalid_value"),
-            (json!({"url": "http://x:1", "worker_type": "decode"}), "invalid_value"),
-            (json!({"url": "http://x:1", "worker_type": "boss"}), "invalid_json"),
+            (
+                json!({"url": "http://x:1", "worker_type": "decode"}),
+                "invalid_value",
+            ),
+            (
+                json!({"url": "http://x:1", "worker_type": "boss"}),
+                "invalid_json",
+            ),
             (json!({}), "invalid_json"),
         ] {
             let reply = router.post("/workers", &body).await;
@@ -241,16 +299,28 @@ async fn errors_are_json_on_every_path() {
         let reply = router.get("/v1/audio/speech").await;
         assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"));
         let reply = router.get("/v1/chat/completions").await;
-        assert_eq!((reply.status, reply.code().as_str()), (405, "method_not_allowed"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (405, "method_not_allowed")
+        );
         assert!(reply.headers["allow"].to_str().unwrap().contains("POST"));
         assert!(reply.headers.contains_key("x-request-id"));
         for body in ["", "{", "[]", "{\"a\":tru}"] {
-            let reply = router.send(Method::POST, "/v1/chat/completions", &[], body).await;
-            assert_eq!((reply.status, reply.code().as_str()), (400, "invalid_json"), "{body}");
+            let reply = router
+                .send(Method::POST, "/v1/chat/completions", &[], body)
+                .await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (400, "invalid_json"),
+                "{body}"
+            );
         }
         let long = json!({"prompt": "x".repeat(2000)});
         let reply = router.post("/v1/completions", &long).await;
-        assert_eq!((reply.status, reply.code().as_str()), (413, "payload_too_large"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (413, "payload_too_large")
+        );
         assert_eq!(mock.count(), 0);
         for counted in [
             "route=\"unmatched\",status=\"4xx\"",
@@ -275,19 +345,34 @@ async fn the_key_is_wanted_everywhere_but_at_probes() {
         let mock = Mock::start(&[]).await;
         let url = mock.url();
         let router = Router::start(&["--worker-urls", &url, "--api-key", "secret"]).await;
-        eventually("ready without a key", || async { router.get("/readyz").await.status == 200 })
-            .await;
+        eventually("ready without a key", || async {
+            router.get("/readyz").await.status == 200
+        })
+        .await;
         assert_eq!(router.get("/metrics").await.status, 200);
-        for headers in
-            [&[][..], &[("authorization", "Bearer secreT")], &[("authorization", "secret")]]
-        {
-            let reply = router.send(Method::POST, "/v1/chat/completions", headers, "{}").await;
-            assert_eq!((reply.status, reply.code().as_str()), (401, "invalid_api_key"));
+        for headers in [
+            &[][..],
+            &[("authorization", "Bearer secreT")],
+            &[("authorization", "secret")],
+        ] {
+            let reply = router
+                .send(Method::POST, "/v1/chat/completions", headers, "{}")
+                .await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (401, "invalid_api_key")
+            );
         }
         let good = [("authorization", "Bearer secret")];
-        assert_eq!(router.send(Method::GET, "/workers", &good, "").await.status, 200);
         assert_eq!(
-            router.send(Method::POST, "/v1/chat/completions", &good, "{}").await.status,
+            router.send(Method::GET, "/workers", &good, "").await.status,
+            200
+        );
+        assert_eq!(
+            router
+                .send(Method::POST, "/v1/chat/completions", &good, "{}")
+                .await
+                .status,
             200
         );
         assert_eq!(mock.seen()[0].headers["authorization"], "Bearer secret");
@@ -313,7 +398,10 @@ async fn the_queue_is_bounded_and_moves_on() {
         })
         .await;
         let reply = router.chat().await;
-        assert_eq!((reply.status, reply.code().as_str()), (429, "rate_limit_exceeded"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (429, "rate_limit_exceeded")
+        );
         assert_eq!(reply.headers["retry-after"], "1");
 
         mock.release();
@@ -329,13 +417,21 @@ async fn the_queue_is_bounded_and_moves_on() {
 async fn a_queue_without_places_times_out() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
-        let flags = ["--max-concurrent-requests", "1", "--queue-timeout-secs", "0"];
+        let flags = [
+            "--max-concurrent-requests",
+            "1",
+            "--queue-timeout-secs",
+            "0",
+        ];
         let router = Router::regular(&[&mock], &flags).await;
         let mut first = Client::connect(router.running.addr).await;
         let mut running = first.chat(true).await;
         running.piece().await.unwrap();
         let reply = router.chat().await;
-        assert_eq!((reply.status, reply.code().as_str()), (503, "queue_timeout"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (503, "queue_timeout")
+        );
     })
     .await;
 }
@@ -346,14 +442,29 @@ async fn fan_out_reaches_all_and_forwarding_one() {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &[]).await;
         assert_eq!(router.post("/flush_cache", &json!({})).await.status, 200);
-        assert_eq!(router.post("/abort_request", &json!({"rid": "x"})).await.status, 200);
+        assert_eq!(
+            router
+                .post("/abort_request", &json!({"rid": "x"}))
+                .await
+                .status,
+            200
+        );
         for mock in [&a, &b] {
             let paths: Vec<_> = mock.seen().iter().map(|s| s.path.clone()).collect();
             assert_eq!(paths, ["/flush_cache", "/abort_request"]);
             assert_eq!(mock.seen()[1].body["rid"], "x");
         }
-        assert_eq!(router.get("/get_model_info").await.json(), json!({"ok": true}));
-        assert_eq!(router.post("/tokenize", &json!({"prompt": "x"})).await.status, 200);
+        assert_eq!(
+            router.get("/get_model_info").await.json(),
+            json!({"ok": true})
+        );
+        assert_eq!(
+            router
+                .post("/tokenize", &json!({"prompt": "x"}))
+                .await
+                .status,
+            200
+        );
         assert_eq!(a.count() + b.count(), 6);
     })
     .await;
@@ -363,11 +474,18 @@ async fn fan_out_reaches_all_and_forwarding_one() {
 async fn browsers_are_let_in_by_origin() {
     timed(async {
         let router = Router::start(&["--cors-allowed-origins", "http://ui"]).await;
-        let asked = [("origin", "http://ui"), ("access-control-request-method", "POST")];
-        let reply = router.send(Method::OPTIONS, "/v1/chat/completions", &asked, "").await;
+        let asked = [
+            ("origin", "http://ui"),
+            ("access-control-request-method", "POST"),
+        ];
+        let reply = router
+            .send(Method::OPTIONS, "/v1/chat/completions", &asked, "")
+            .await;
         assert_eq!(reply.status, 204);
         assert_eq!(reply.headers["access-control-allow-origin"], "http://ui");
-        let other = router.send(Method::GET, "/health", &[("origin", "http://evil")], "").await;
+        let other = router
+            .send(Method::GET, "/health", &[("origin", "http://evil")], "")
+            .await;
         assert!(!other.headers.contains_key("access-control-allow-origin"));
     })
     .await;
@@ -381,8 +499,11 @@ async fn a_connection_serves_many_requests() {
         let mut client = Client::connect(router.running.addr).await;
         for stream in [false, true, false] {
             let body = chat(stream).to_string();
-            let reply =
-                client.send(Method::POST, "/v1/chat/completions", &[], &body).await.read().await;
+            let reply = client
+                .send(Method::POST, "/v1/chat/completions", &[], &body)
+                .await
+                .read()
+                .await;
             assert_eq!(reply.status, 200);
         }
     })
@@ -395,9 +516,17 @@ async fn metrics_can_have_a_port_of_their_own() {
         let router = Router::start(&["--prometheus-port", "0"]).await;
         let addr = router.running.metrics_addr.unwrap();
         let mut client = Client::connect(addr).await;
-        let reply = client.send(Method::GET, "/metrics", &[], "").await.read().await;
+        let reply = client
+            .send(Method::GET, "/metrics", &[], "")
+            .await
+            .read()
+            .await;
         assert!(reply.text().contains("baton_router_build_info"));
-        let reply = client.send(Method::GET, "/workers", &[], "").await.read().await;
+        let reply = client
+            .send(Method::GET, "/workers", &[], "")
+            .await
+            .read()
+            .await;
         assert_eq!(reply.code(), "not_found");
     })
     .await;
@@ -410,7 +539,10 @@ async fn a_port_in_use_is_said_so() {
         let port = router.running.addr.port().to_string();
         let argv = ["baton-router", "--host", "127.0.0.1", "--port", &port].map(str::to_owned);
         let config = baton_router::RouterConfig::parse(&argv).unwrap();
-        let err = baton_router::RunningServer::start(config).await.err().unwrap();
+        let err = baton_router::RunningServer::start(config)
+            .await
+            .err()
+            .unwrap();
         assert!(err.contains(&port) && err.contains("in use"), "{err}");
     })
     .await;

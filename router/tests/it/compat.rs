@@ -41,7 +41,10 @@ fn requests() -> Vec<(&'static str, Value)> {
 const HEADERS: [(&str, &str); 4] = [
     ("authorization", "Bearer client"),
     ("x-custom", "kept"),
-    ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+    (
+        "traceparent",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    ),
     ("x-request-id", "r-1"),
 ];
 
@@ -55,17 +58,24 @@ async fn direct(peer: &Peer, path: &str, body: &Value) -> Reply {
 /// Status, type and bytes are the worker's, whatever was asked.
 async fn is_transparent(router: &Router, peer: &Peer) {
     for (path, body) in requests() {
-        let through = router.send(Method::POST, path, &HEADERS, &body.to_string()).await;
+        let through = router
+            .send(Method::POST, path, &HEADERS, &body.to_string())
+            .await;
         let direct = direct(peer, path, &body).await;
         let what = format!("{path} {body}");
         assert_eq!(through.status, direct.status, "{what}");
-        assert_eq!(through.headers["content-type"], direct.headers["content-type"], "{what}");
+        assert_eq!(
+            through.headers["content-type"], direct.headers["content-type"],
+            "{what}"
+        );
         assert_eq!(through.text(), direct.text(), "{what}");
         assert_eq!(through.headers["x-request-id"], "r-1", "{what}");
     }
     let seen = peer.seen();
     for pair in seen.chunks(2) {
-        let [through, direct] = pair else { panic!("{seen:?}") };
+        let [through, direct] = pair else {
+            panic!("{seen:?}")
+        };
         assert_eq!(through.2, direct.2, "no field added, none lost");
         for (name, value) in HEADERS {
             assert_eq!(through.1[name], value);
@@ -83,8 +93,14 @@ async fn sglang_regular() {
             is_transparent(&router, &peer).await;
             let bad = json!({"model": "m", "messages": [], "temperature": -1});
             let reply = router.post("/v1/chat/completions", &bad).await;
-            assert_eq!((reply.status, reply.json()["code"].clone()), (400, json!(400)));
-            assert_eq!(router.get("/v1/models").await.json()["data"][0]["owned_by"], "sglang");
+            assert_eq!(
+                (reply.status, reply.json()["code"].clone()),
+                (400, json!(400))
+            );
+            assert_eq!(
+                router.get("/v1/models").await.json()["data"][0]["owned_by"],
+                "sglang"
+            );
             assert_eq!(router.post("/flush_cache", &json!({})).await.status, 200);
         }
     })
@@ -103,9 +119,15 @@ async fn vllm_regular() {
             router.post("/v1/completions", &body).await
         };
         let reply = ask().await;
-        assert_eq!((reply.status, reply.code().as_str()), (404, "model_not_found"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (404, "model_not_found")
+        );
         assert_eq!(peer.seen().len(), before, "no worker serves it");
-        assert_eq!(router.get("/v1/models").await.json()["data"][0]["owned_by"], "vllm");
+        assert_eq!(
+            router.get("/v1/models").await.json()["data"][0]["owned_by"],
+            "vllm"
+        );
     })
     .await;
 }
@@ -208,17 +230,32 @@ async fn cookies_stay_here() {
 async fn sglang_prefill_and_decode() {
     timed(async {
         let rooms = Rooms::new();
-        let (p, d) = (Peer::sglang("prefill", &rooms).await, Peer::sglang("decode", &rooms).await);
+        let (p, d) = (
+            Peer::sglang("prefill", &rooms).await,
+            Peer::sglang("decode", &rooms).await,
+        );
         // No port: the worker tells it.
         let (p_url, d_url) = (p.url(), d.url());
-        let flags = ["--pd-disaggregation", "--prefill", &p_url, "--decode", &d_url];
+        let flags = [
+            "--pd-disaggregation",
+            "--prefill",
+            &p_url,
+            "--decode",
+            &d_url,
+        ];
         let router = Router::start(&flags).await;
         router.all_ready(2).await;
         let plain = Peer::sglang("null", &Rooms::new()).await;
         for (path, body) in requests() {
-            let reply = router.send(Method::POST, path, &HEADERS, &body.to_string()).await;
+            let reply = router
+                .send(Method::POST, path, &HEADERS, &body.to_string())
+                .await;
             let wanted = direct(&plain, path, &body).await;
-            assert_eq!((reply.status, reply.text()), (200, wanted.text()), "{path} {body}");
+            assert_eq!(
+                (reply.status, reply.text()),
+                (200, wanted.text()),
+                "{path} {body}"
+            );
         }
         let (p, d) = (p.seen(), d.seen());
         assert_eq!(p.len(), requests().len());

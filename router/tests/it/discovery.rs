@@ -33,7 +33,10 @@ async fn urls(router: &Router) -> Vec<String> {
 async fn serve_exactly(router: &Router, mocks: &[&Mock]) {
     let mut wanted: Vec<String> = mocks.iter().map(|mock| mock.url()).collect();
     wanted.sort();
-    eventually("exactly these serve", || async { urls(router).await == wanted }).await;
+    eventually("exactly these serve", || async {
+        urls(router).await == wanted
+    })
+    .await;
 }
 
 async fn stale(router: &Router, source: &str, is: bool) {
@@ -49,7 +52,10 @@ const ANSWERED: &str = "baton_router_discovery_last_answer_timestamp_seconds";
 /// Waits until the source gave data after `since` [Unix seconds]; returns when.
 async fn answers_after(router: &Router, source: &str, since: f64) -> f64 {
     let line = format!("{ANSWERED}{{source=\"{source}\"}}");
-    eventually("the source answers", || async { router.metric(&line).await > since }).await;
+    eventually("the source answers", || async {
+        router.metric(&line).await > since
+    })
+    .await;
     router.metric(&line).await
 }
 
@@ -75,7 +81,11 @@ async fn a_changed_file_changes_the_workers_and_a_broken_one_nothing() {
         serve_exactly(&router, &[&a]).await;
         stale(&router, "file", false).await;
 
-        file.write(&format!("workers:\n- url: {}\n- url: {}\n", a.url(), b.url()));
+        file.write(&format!(
+            "workers:\n- url: {}\n- url: {}\n",
+            a.url(),
+            b.url()
+        ));
         serve_exactly(&router, &[&a, &b]).await;
 
         for broken in ["[{\"url\":", "[]", "- {url: 'http://x:1', role: decode}"] {
@@ -129,7 +139,10 @@ async fn a_file_wrong_from_the_start_ends_the_start() {
             "{text}"
         );
         let text = refused_start(&["--discovery-file", "/nowhere/at/all"]).await;
-        assert!(text.contains("--discovery-file /nowhere/at/all: cannot be read"), "{text}");
+        assert!(
+            text.contains("--discovery-file /nowhere/at/all: cannot be read"),
+            "{text}"
+        );
     })
     .await;
 }
@@ -178,7 +191,10 @@ impl Api {
             news: watch::channel((0, 0)).0,
         };
         let routes = axum::Router::new()
-            .route("/api/v1/namespaces/{namespace}/pods", axum::routing::get(pods))
+            .route(
+                "/api/v1/namespaces/{namespace}/pods",
+                axum::routing::get(pods),
+            )
             .with_state(api.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await });
         api
@@ -212,7 +228,9 @@ impl Api {
             pod["metadata"]["resourceVersion"] = cluster.version.to_string().into();
             let is_new = cluster.pods.insert(name.into(), pod.clone()).is_none();
             let kind = if is_new { "ADDED" } else { "MODIFIED" };
-            cluster.log.push((cluster.version, json!({"type": kind, "object": pod})));
+            cluster
+                .log
+                .push((cluster.version, json!({"type": kind, "object": pod})));
         });
     }
 
@@ -221,7 +239,9 @@ impl Api {
             cluster.version += 1;
             let mut pod = cluster.pods.remove(name).unwrap();
             pod["metadata"]["resourceVersion"] = cluster.version.to_string().into();
-            cluster.log.push((cluster.version, json!({"type": "DELETED", "object": pod})));
+            cluster
+                .log
+                .push((cluster.version, json!({"type": "DELETED", "object": pod})));
         });
     }
 
@@ -272,7 +292,9 @@ fn status(code: u16, reason: &str) -> Value {
 
 fn matches(pod: &Value, selector: &str) -> bool {
     let labels = &pod["metadata"]["labels"];
-    let mut wanted = selector.split(',').filter_map(|label| label.split_once('='));
+    let mut wanted = selector
+        .split(',')
+        .filter_map(|label| label.split_once('='));
     wanted.all(|(key, value)| labels[key] == value)
 }
 
@@ -318,7 +340,13 @@ async fn pods(
                 if seen.1 != cuts {
                     return None;
                 }
-                let next = api.cluster.lock().log.iter().find(|(v, _)| *v > since).cloned();
+                let next = api
+                    .cluster
+                    .lock()
+                    .log
+                    .iter()
+                    .find(|(v, _)| *v > since)
+                    .cloned();
                 match next {
                     Some((version, event))
                         if event["type"] == "BOOKMARK" || matches(&event["object"], &selector) =>
@@ -363,7 +391,10 @@ async fn pods_behind_tls_show_the_name_of_their_service() {
         let flags = [&flags[..], &ca[..]].concat();
         let named = [&flags[..], &["--worker-tls-name", "engine.serving.svc"]].concat();
         let router = api.router(&kubeconfig, port, &named).await;
-        eventually("the pod serves", || async { urls(&router).await == [url.as_str()] }).await;
+        eventually("the pod serves", || async {
+            urls(&router).await == [url.as_str()]
+        })
+        .await;
         assert_eq!(router.chat().await.status, 200);
         let unnamed = api.router(&kubeconfig, port, &flags).await;
         eventually("a probe of the address fails", || async {
@@ -394,7 +425,10 @@ async fn ready_pods_serve_and_deleted_ones_drain() {
         serve_exactly(&router, &[&mocks[0], &mocks[1]]).await;
         let listed = router.get("/workers").await.json();
         let workers = listed["workers"].as_array().unwrap();
-        let prefill = workers.iter().find(|w| w["worker_type"] == "prefill").unwrap();
+        let prefill = workers
+            .iter()
+            .find(|w| w["worker_type"] == "prefill")
+            .unwrap();
         assert_eq!(prefill["bootstrap_port"], 8998);
 
         let mut client = Client::connect(router.running.addr).await;
@@ -406,7 +440,9 @@ async fn ready_pods_serve_and_deleted_ones_drain() {
         api.delete("d-0");
         serve_exactly(&router, &[&mocks[0], &mocks[2]]).await;
         assert_eq!(
-            router.metric("baton_router_workers{role=\"decode\",state=\"draining\"}").await,
+            router
+                .metric("baton_router_workers{role=\"decode\",state=\"draining\"}")
+                .await,
             1.0
         );
         mocks[1].release();
@@ -420,7 +456,10 @@ async fn ready_pods_serve_and_deleted_ones_drain() {
         api.delete("d-1");
         serve_exactly(&router, &[&mocks[0]]).await;
         let asked = api.asked();
-        assert!(asked.iter().all(|q| q["labelSelector"].starts_with("app=")), "{asked:?}");
+        assert!(
+            asked.iter().all(|q| q["labelSelector"].starts_with("app=")),
+            "{asked:?}"
+        );
         let watches = asked.iter().filter(|q| q.contains_key("watch"));
         assert!(
             watches.clone().all(|q| q["allowWatchBookmarks"] == "true") && watches.count() >= 2
@@ -436,7 +475,9 @@ async fn a_cut_watch_goes_on_at_the_last_bookmark() {
         let api = Api::start().await;
         api.put("a", pod("127.0.0.1", "x", true));
         let kubeconfig = api.kubeconfig();
-        let router = api.router(&kubeconfig, port, &["--selector", "app=x"]).await;
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
         serve_exactly(&router, &[&mocks[0]]).await;
         let answered = answers_after(&router, "regular_pods", 0.0).await;
         // Behind the bookmark, so that the watch is known to have passed it.
@@ -449,7 +490,9 @@ async fn a_cut_watch_goes_on_at_the_last_bookmark() {
         api.cut();
         eventually("it watches again from where it was", || async {
             let asked = api.asked();
-            asked.last().is_some_and(|q| q.get("resourceVersion").is_some_and(|v| v == "801"))
+            asked
+                .last()
+                .is_some_and(|q| q.get("resourceVersion").is_some_and(|v| v == "801"))
         })
         .await;
         api.put("c", pod("127.0.0.3", "x", true));
@@ -466,7 +509,9 @@ async fn a_version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothin
         let api = Api::start().await;
         api.put("a", pod("127.0.0.1", "x", true));
         let kubeconfig = api.kubeconfig();
-        let router = api.router(&kubeconfig, port, &["--selector", "app=x"]).await;
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
         serve_exactly(&router, &[&mocks[0]]).await;
         api.lose_all();
         api.cut();
@@ -491,7 +536,9 @@ async fn a_refusal_by_the_api_server_is_reported_and_the_workers_stay() {
         api.put("a", pod("127.0.0.1", "x", true));
         api.change(|cluster| cluster.is_forbidden = true);
         let kubeconfig = api.kubeconfig();
-        let router = api.router(&kubeconfig, port, &["--selector", "app=x"]).await;
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
         stale(&router, "regular_pods", true).await;
         assert!(urls(&router).await.is_empty());
         api.change(|cluster| cluster.is_forbidden = false);
@@ -522,7 +569,9 @@ async fn a_real_api_server_speaks_tls_and_wants_a_token() {
             json!({"server": server, "certificate-authority": authority.cert.path()}),
             json!({"token": "t0ken"}),
         );
-        let router = api.router(&kubeconfig, port, &["--selector", "app=x"]).await;
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
         serve_exactly(&router, &[&mocks[0]]).await;
     })
     .await;
@@ -531,7 +580,13 @@ async fn a_real_api_server_speaks_tls_and_wants_a_token() {
 #[tokio::test]
 async fn a_cluster_that_cannot_be_found_ends_the_start() {
     timed(async {
-        let flags = ["--service-discovery", "--selector", "a=b", "--kubeconfig", "/nowhere/at/all"];
+        let flags = [
+            "--service-discovery",
+            "--selector",
+            "a=b",
+            "--kubeconfig",
+            "/nowhere/at/all",
+        ];
         let text = refused_start(&flags).await;
         assert!(
             text.contains("--kubeconfig /nowhere/at/all")

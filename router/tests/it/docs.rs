@@ -4,12 +4,15 @@ use std::path::Path;
 
 /// The section of `page` that begins like `wanted`, up to the next heading of its level.
 fn section(page: &str, wanted: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(page);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../docs")
+        .join(page);
     let text = std::fs::read_to_string(&path).unwrap();
     let heading = wanted.lines().next().unwrap();
-    let start =
-        text.find(&format!("\n{heading}\n")).unwrap_or_else(|| panic!("{page} has no '{heading}'"))
-            + 1;
+    let start = text
+        .find(&format!("\n{heading}\n"))
+        .unwrap_or_else(|| panic!("{page} has no '{heading}'"))
+        + 1;
     let rest = &text[start..];
     let end = rest[1..].find("\n## ").map_or(rest.len(), |at| at + 2);
     rest[..end].trim_end().to_owned()

@@ -49,10 +49,16 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
             (&reply["status"], &reply["drained_by"]),
             (&json!("draining"), &json!("worker"))
         );
-        assert_eq!((&reply["left"]["streams"], &reply["load"]), (&json!(1), &json!(1)));
+        assert_eq!(
+            (&reply["left"]["streams"], &reply["load"]),
+            (&json!(1), &json!(1))
+        );
         assert!(d1.is_draining());
         let here = shown(&a, &d1).await;
-        assert_eq!((&here["state"], &here["drained_by"]), (&json!("draining"), &json!("worker")));
+        assert_eq!(
+            (&here["state"], &here["drained_by"]),
+            (&json!("draining"), &json!("worker"))
+        );
         let line = "baton_router_workers{role=\"decode\",state=\"draining\"}";
         assert_eq!(a.metric(line).await, 1.0);
 
@@ -68,9 +74,16 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
                 assert_eq!(router.chat().await.status, 200);
             }
         }
-        assert_eq!((d1.count(), d2.count()), (1, 14), "nothing new at the draining one");
+        assert_eq!(
+            (d1.count(), d2.count()),
+            (1, 14),
+            "nothing new at the draining one"
+        );
 
-        let reply = b.get(&format!("/workers/{}/drain", id_of(&b, &d1).await)).await.json();
+        let reply = b
+            .get(&format!("/workers/{}/drain", id_of(&b, &d1).await))
+            .await
+            .json();
         assert_eq!(
             (&reply["drained_by"], &reply["left"]["streams"]),
             (&json!("worker"), &json!(1))
@@ -81,8 +94,13 @@ async fn drain_by_one_router_is_seen_by_another_and_undone_there() {
         assert_eq!(shown(&a, &d1).await["load"], 0, "it stays in the list");
 
         let id = id_of(&b, &d1).await;
-        let reply = b.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
-        assert_eq!((reply.status, &reply.json()["worker_id"]), (202, &json!(id)));
+        let reply = b
+            .post(&format!("/workers/{id}/undrain"), &Value::Null)
+            .await;
+        assert_eq!(
+            (reply.status, &reply.json()["worker_id"]),
+            (202, &json!(id))
+        );
         assert!(!d1.is_draining());
         for router in [&a, &b] {
             is_in(router, &d1, "ready").await;
@@ -168,13 +186,18 @@ async fn worker_without_the_route_is_drained_by_this_router_alone_and_the_answer
         let other = Mock::start(&[]).await;
         let router = Router::regular(&[&mock, &other], &RARELY).await;
         let id = id_of(&router, &mock).await;
-        let reply = router.post(&format!("/workers/{id}/drain"), &Value::Null).await;
+        let reply = router
+            .post(&format!("/workers/{id}/drain"), &Value::Null)
+            .await;
         assert_eq!(reply.status, 202);
         let reply = reply.json();
         assert_eq!(reply["drained_by"], "router");
         assert!(reply["reason"].as_str().unwrap().contains("404"), "{reply}");
         assert!(
-            reply["message"].as_str().unwrap().contains("other routers still send to it"),
+            reply["message"]
+                .as_str()
+                .unwrap()
+                .contains("other routers still send to it"),
             "{reply}"
         );
         eventually("it is gone", || async {
@@ -196,15 +219,24 @@ async fn undrain_of_a_worker_that_this_router_drains_registers_it_again() {
         let mut answering = client.chat(true).await;
         assert!(answering.piece().await.is_some());
         let id = id_of(&router, &busy).await;
-        router.post(&format!("/workers/{id}/drain"), &Value::Null).await;
+        router
+            .post(&format!("/workers/{id}/drain"), &Value::Null)
+            .await;
         assert_eq!(shown(&router, &busy).await["drained_by"], "router");
         let left = router.get(&format!("/workers/{id}/drain")).await.json();
-        assert_eq!((&left["left"], &left["is_drained"]), (&json!({"requests": 1}), &json!(false)));
-        let reply = router.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
+        assert_eq!(
+            (&left["left"], &left["is_drained"]),
+            (&json!({"requests": 1}), &json!(false))
+        );
+        let reply = router
+            .post(&format!("/workers/{id}/undrain"), &Value::Null)
+            .await;
         assert_eq!(reply.status, 202, "{}", reply.text());
         let again = reply.json()["worker_id"].as_str().unwrap().to_owned();
         assert_ne!(again, id);
-        let twice = router.post(&format!("/workers/{id}/undrain"), &Value::Null).await;
+        let twice = router
+            .post(&format!("/workers/{id}/undrain"), &Value::Null)
+            .await;
         assert_eq!(twice.json()["worker_id"], json!(again));
         eventually("the new one serves", || async {
             router.get(&format!("/workers/{again}")).await.json()["state"] == "ready"
@@ -231,7 +263,10 @@ async fn orders_carry_the_routers_own_key_and_refusals_come_back() {
             "1:ops:admin:opskey",
         ];
         let router = Router::start(&flags).await;
-        eventually("it is ready", || async { router.get("/readyz").await.status == 200 }).await;
+        eventually("it is ready", || async {
+            router.get("/readyz").await.status == 200
+        })
+        .await;
         let ops = [("authorization", "Bearer opskey")];
         let post = async |path: &str| router.send(http::Method::POST, path, &ops, "").await;
         assert_eq!(post("/workers/1/drain").await.status, 202);
@@ -244,10 +279,20 @@ async fn orders_carry_the_routers_own_key_and_refusals_come_back() {
         mock_says(409, json!({"error": error}));
         let reply = post("/workers/1/undrain").await;
         assert_eq!((reply.status, reply.code().as_str()), (409, "wrong_state"));
-        mock_says(401, json!({"error": {"message": "wrong key", "code": "invalid_api_key"}}));
+        mock_says(
+            401,
+            json!({"error": {"message": "wrong key", "code": "invalid_api_key"}}),
+        );
         let reply = post("/workers/1/undrain").await;
-        assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
-        assert!(reply.text().contains("401 Unauthorized, wrong key"), "{}", reply.text());
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
+        assert!(
+            reply.text().contains("401 Unauthorized, wrong key"),
+            "{}",
+            reply.text()
+        );
     })
     .await;
 }
@@ -259,11 +304,19 @@ async fn unreachable_worker_is_drained_here() {
         let router = Router::regular(&[&mock], &RARELY).await;
         let id = id_of(&router, &mock).await;
         mock.stop().await;
-        let reply = router.post(&format!("/workers/{id}/drain"), &Value::Null).await.json();
+        let reply = router
+            .post(&format!("/workers/{id}/drain"), &Value::Null)
+            .await
+            .json();
         assert_eq!(reply["drained_by"], "router");
-        assert!(reply["reason"].as_str().unwrap().contains("not there"), "{reply}");
-        eventually("it is gone", || async { router.get("/workers").await.json()["total"] == 0 })
-            .await;
+        assert!(
+            reply["reason"].as_str().unwrap().contains("not there"),
+            "{reply}"
+        );
+        eventually("it is gone", || async {
+            router.get("/workers").await.json()["total"] == 0
+        })
+        .await;
     })
     .await;
 }
@@ -283,8 +336,16 @@ async fn router_that_has_served_stays_ready_without_workers_and_answers_503_itse
         })
         .await;
         let ready = router.get("/readyz").await;
-        assert_eq!((ready.status, &ready.json()["status"]), (200, &json!("ready")));
-        assert!(ready.json()["reason"].as_str().unwrap().contains("no regular worker"));
+        assert_eq!(
+            (ready.status, &ready.json()["status"]),
+            (200, &json!("ready"))
+        );
+        assert!(
+            ready.json()["reason"]
+                .as_str()
+                .unwrap()
+                .contains("no regular worker")
+        );
         let reply = router.post("/v1/chat/completions", &chat(false)).await;
         assert_eq!((reply.status, reply.code().as_str()), (503, "no_worker"));
         assert_eq!(router.get("/health_generate").await.code(), "no_worker");
@@ -303,10 +364,15 @@ async fn router_with_discovery_is_ready_once_every_source_was_read() {
         assert_eq!((ready.status, ready.code().as_str()), (503, "no_worker"));
         assert!(ready.text().contains("0 of 1 sources"), "{}", ready.text());
         file.write(&json!([{"url": mock.url()}]).to_string());
-        eventually("the list was read", || async { router.get("/readyz").await.status == 200 })
-            .await;
+        eventually("the list was read", || async {
+            router.get("/readyz").await.status == 200
+        })
+        .await;
         let ready = router.get("/readyz").await.json();
-        assert_eq!((&ready["serves"], &ready["regular"]["known"]), (&json!(false), &json!(1)));
+        assert_eq!(
+            (&ready["serves"], &ready["regular"]["known"]),
+            (&json!(false), &json!(1))
+        );
 
         // Workers of flags must have been ready once all the same.
         let url = mock.url();

@@ -30,15 +30,25 @@ async fn ended_request(router: &Router, id: &str) -> Value {
 #[tokio::test]
 async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
     timed(async {
-        let (p, q, d) = (Mock::start(&[]).await, Mock::start(&[]).await, Mock::start(&[]).await);
+        let (p, q, d) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        );
         let router = Router::pd(&[&p, &q], &[&d], &["--policy", "cost"]).await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run")]).await;
         assert_eq!(reply.status, 200);
         let explained = reply.json();
         assert_eq!(explained["dry_run"], true);
         let [prefill, decode] = [&explained["decisions"][0], &explained["decisions"][1]];
-        assert_eq!((&prefill["role"], &decode["role"]), (&json!("prefill"), &json!("decode")));
-        assert_eq!((&prefill["why"], &decode["why"]), (&json!("no_prefix"), &json!("only")));
+        assert_eq!(
+            (&prefill["role"], &decode["role"]),
+            (&json!("prefill"), &json!("decode"))
+        );
+        assert_eq!(
+            (&prefill["why"], &decode["why"]),
+            (&json!("no_prefix"), &json!("only"))
+        );
         assert_eq!(decode["worker"], d.url());
         let explanation = &prefill["explanation"];
         assert_eq!(
@@ -46,7 +56,9 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             (&json!("cost"), &json!("least_cost"))
         );
         assert_eq!(explanation["equals"], 2);
-        let names: Vec<&Value> = [0, 1].map(|at| &explanation["candidates"][at]["worker"]).into();
+        let names: Vec<&Value> = [0, 1]
+            .map(|at| &explanation["candidates"][at]["worker"])
+            .into();
         assert!(
             names.contains(&&json!(p.url())) && names.contains(&&json!(q.url())),
             "{explained}"
@@ -60,15 +72,23 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             "uncached_tokens",
             "load",
         ] {
-            assert!(explanation["candidates"][0][term].is_number(), "{term} in {explained}");
+            assert!(
+                explanation["candidates"][0][term].is_number(),
+                "{term} in {explained}"
+            );
         }
         assert_eq!(
-            (p.count() + q.count() + d.count(), explained["decisions"][2].is_null()),
+            (
+                p.count() + q.count() + d.count(),
+                explained["decisions"][2].is_null()
+            ),
             (0, true)
         );
         // The policy has not counted it either.
-        let backlog =
-            format!("baton_router_backlog_seconds{{role=\"prefill\",worker=\"{}\"}}", p.url());
+        let backlog = format!(
+            "baton_router_backlog_seconds{{role=\"prefill\",worker=\"{}\"}}",
+            p.url()
+        );
         assert_eq!(router.metric(&backlog).await, 0.0);
     })
     .await;
@@ -93,15 +113,29 @@ async fn an_explained_request_is_served_and_its_timeline_reported() {
         );
 
         let request = ended_request(&router, "mine").await;
-        assert_eq!((&request["outcome"], &request["status"]), (&json!("ok"), &json!(200)));
+        assert_eq!(
+            (&request["outcome"], &request["status"]),
+            (&json!("ok"), &json!(200))
+        );
         let leg = &request["legs"][0];
         assert_eq!(leg["worker"], explained["legs"][0]["worker"]);
-        assert_eq!(leg["explanation"]["candidates"].as_array().unwrap().len(), 2);
+        assert_eq!(
+            leg["explanation"]["candidates"].as_array().unwrap().len(),
+            2
+        );
         let timeline = &request["timeline"];
-        let stages =
-            ["read_ms", "admitted_ms", "parsed_ms", "tokenized_ms", "first_byte_ms", "ended_ms"];
-        let mut at: Vec<f64> =
-            stages.iter().map(|stage| timeline[stage].as_f64().unwrap()).collect();
+        let stages = [
+            "read_ms",
+            "admitted_ms",
+            "parsed_ms",
+            "tokenized_ms",
+            "first_byte_ms",
+            "ended_ms",
+        ];
+        let mut at: Vec<f64> = stages
+            .iter()
+            .map(|stage| timeline[stage].as_f64().unwrap())
+            .collect();
         for time in ["chosen_ms", "sent_ms", "first_token_ms"] {
             at.insert(at.len() - 2, leg[time].as_f64().unwrap());
         }
@@ -117,7 +151,9 @@ async fn an_explained_request_is_served_and_its_timeline_reported() {
         assert!(request["legs"][0]["cached_tokens"].as_u64().unwrap() > 100);
         assert!(request["legs"][0]["explanation"].is_null());
         assert_eq!(
-            router.metric("baton_router_stage_seconds_count{stage=\"first_token\"}").await,
+            router
+                .metric("baton_router_stage_seconds_count{stage=\"first_token\"}")
+                .await,
             2.0
         );
         assert_eq!(router.get("/v1/requests/unheard-of").await.status, 404);
@@ -131,17 +167,34 @@ async fn failed_attempts_stay_in_the_timeline() {
         let (a, b) = (Mock::start(&[Act::Drop]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &[]).await;
         for id in ["one", "two"] {
-            assert_eq!(ask(&router, &prompt("a", 1), &[("x-request-id", id)]).await.status, 200);
+            assert_eq!(
+                ask(&router, &prompt("a", 1), &[("x-request-id", id)])
+                    .await
+                    .status,
+                200
+            );
         }
-        let requests = [ended_request(&router, "one").await, ended_request(&router, "two").await];
-        let retried = requests.iter().find(|request| request["legs"][1].is_object()).unwrap();
+        let requests = [
+            ended_request(&router, "one").await,
+            ended_request(&router, "two").await,
+        ];
+        let retried = requests
+            .iter()
+            .find(|request| request["legs"][1].is_object())
+            .unwrap();
         assert_eq!(retried["failed_attempts"][0]["reason"], "reset");
         assert_eq!(
-            (&retried["legs"][0]["worker"], &retried["legs"][0]["outcome"]),
+            (
+                &retried["legs"][0]["worker"],
+                &retried["legs"][0]["outcome"]
+            ),
             (&json!(a.url()), &json!("failed"))
         );
         assert_eq!(
-            (&retried["legs"][1]["worker"], &retried["legs"][1]["attempt"]),
+            (
+                &retried["legs"][1]["worker"],
+                &retried["legs"][1]["attempt"]
+            ),
             (&json!(b.url()), &json!(2))
         );
     })
@@ -154,10 +207,17 @@ async fn wrong_header_is_refused_and_control_keys_guard_what_shows_the_fleet() {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &[]).await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "all")]).await;
-        assert_eq!((reply.status, reply.code().as_str()), (400, "invalid_value"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (400, "invalid_value")
+        );
 
-        let keys =
-            ["--worker-urls", &mock.url(), "--control-plane-api-keys", "id:ops:admin:opskey"];
+        let keys = [
+            "--worker-urls",
+            &mock.url(),
+            "--control-plane-api-keys",
+            "id:ops:admin:opskey",
+        ];
         let router = Router::start(&keys).await;
         let ops = ("authorization", "Bearer opskey");
         eventually("the worker is ready", || async {
@@ -165,15 +225,28 @@ async fn wrong_header_is_refused_and_control_keys_guard_what_shows_the_fleet() {
         })
         .await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run")]).await;
-        assert_eq!((reply.status, reply.code().as_str()), (401, "invalid_api_key"));
-        let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run"), ops]).await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (401, "invalid_api_key")
+        );
+        let reply = ask(
+            &router,
+            &prompt("a", 1),
+            &[("x-baton-explain", "dry-run"), ops],
+        )
+        .await;
         assert_eq!(reply.json()["dry_run"], true);
-        let reply =
-            ask(&router, &prompt("a", 1), &[("x-baton-explain", "1"), ("x-request-id", "it")])
-                .await;
+        let reply = ask(
+            &router,
+            &prompt("a", 1),
+            &[("x-baton-explain", "1"), ("x-request-id", "it")],
+        )
+        .await;
         assert!(reply.status == 200 && !reply.headers.contains_key("x-baton-explain"));
         assert_eq!(router.get("/v1/requests/it").await.status, 401);
-        let reply = router.send(Method::GET, "/v1/requests/it", &[ops], "").await;
+        let reply = router
+            .send(Method::GET, "/v1/requests/it", &[ops], "")
+            .await;
         assert!(reply.json()["legs"][0]["explanation"].is_object());
     })
     .await;

@@ -54,12 +54,18 @@ async fn every_cut_is_gone_on_with_and_the_client_gets_the_same_bytes() {
                 dying.acts(&[Act::CountTo(writes, bytes, End::Break)]);
                 let before = (good.count(), p.count());
                 let reply = meets(&router, &dying).await;
-                assert_eq!(reply.text(), whole(), "after {writes} writes and {bytes} bytes");
+                assert_eq!(
+                    reply.text(),
+                    whole(),
+                    "after {writes} writes and {bytes} bytes"
+                );
                 let last = good.seen().last().unwrap().clone();
                 assert!(good.count() > before.0 && p.count() >= before.1 + 2);
                 let first = dying.seen().last().unwrap().clone();
                 assert_ne!(first.body["bootstrap_room"], last.body["bootstrap_room"]);
-                let known = last.body["baton_resume"]["ids"].as_array().map_or(0, Vec::len);
+                let known = last.body["baton_resume"]["ids"]
+                    .as_array()
+                    .map_or(0, Vec::len);
                 assert_eq!(known, writes, "what the client has");
                 let prefill = p.seen().last().unwrap().clone();
                 assert_eq!(prefill.body["baton_resume"], last.body["baton_resume"]);
@@ -118,13 +124,18 @@ async fn failover_is_reported_in_the_timeline() {
         let reply = meets(&router, &dying).await;
         let id = reply.headers["x-request-id"].to_str().unwrap().to_owned();
         let path = format!("/v1/requests/{id}");
-        eventually("it has ended", || async { router.get(&path).await.json()["state"] == "ended" })
-            .await;
+        eventually("it has ended", || async {
+            router.get(&path).await.json()["state"] == "ended"
+        })
+        .await;
         let request = router.get(&path).await.json();
         assert_eq!(request["outcome"], "ok");
         let failed = &request["failed_attempts"][0];
         assert_eq!(failed["failover_at_token"], 2, "{request}");
-        assert_eq!((&failed["role"], &failed["reason"]), (&json!("decode"), &json!("reset")));
+        assert_eq!(
+            (&failed["role"], &failed["reason"]),
+            (&json!("decode"), &json!("reset"))
+        );
         let workers = |attempt: u64| {
             let legs = request["legs"].as_array().unwrap().iter();
             legs.filter(|leg| leg["attempt"] == attempt && leg["role"] == "decode")
@@ -133,7 +144,12 @@ async fn failover_is_reported_in_the_timeline() {
         };
         assert_eq!(workers(1), [(json!(dying.url()), json!("failed"))]);
         assert_eq!(workers(2), [(json!(good.url()), json!("ok"))]);
-        assert_eq!(router.metric("baton_router_failover_pause_seconds_count").await, 1.0);
+        assert_eq!(
+            router
+                .metric("baton_router_failover_pause_seconds_count")
+                .await,
+            1.0
+        );
     })
     .await;
 }
@@ -141,7 +157,10 @@ async fn failover_is_reported_in_the_timeline() {
 /// The one error event of a stream that got as far as token 2.
 fn broke_off(reply: &Reply) -> String {
     let text = reply.text();
-    assert!(text.contains("w2 ") && !text.contains("w3 ") && !text.contains(": baton"), "{text}");
+    assert!(
+        text.contains("w2 ") && !text.contains("w3 ") && !text.contains(": baton"),
+        "{text}"
+    );
     assert_eq!(text.matches("w2 ").count(), 1);
     assert_eq!(text.matches("finish_reason\":\"").count(), 0);
     reply.error_event()
@@ -162,10 +181,13 @@ async fn without_a_worker_that_can_resume_the_stream_ends_with_the_error() {
         ] {
             let mut info = resumes();
             info["fingerprint"] = json!({"model": "a"});
-            let dying =
-                Mock::start(&[Act::CountTo(3, 9, End::Break), Act::Drop]).await.with_info(info);
+            let dying = Mock::start(&[Act::CountTo(3, 9, End::Break), Act::Drop])
+                .await
+                .with_info(info);
             let is_able = other.as_ref() == Some(&resumes());
-            let good = Mock::start(&[answers]).await.with_info(other.clone().unwrap_or(json!({})));
+            let good = Mock::start(&[answers])
+                .await
+                .with_info(other.clone().unwrap_or(json!({})));
             let all = match other {
                 Some(_) => vec![&dying, &good],
                 None => vec![&dying],
@@ -178,10 +200,16 @@ async fn without_a_worker_that_can_resume_the_stream_ends_with_the_error() {
                 }
             };
             assert_eq!(broke_off(&reply), "upstream_error");
-            assert!(reply.text().contains("no other worker went on with it"), "{}", reply.text());
+            assert!(
+                reply.text().contains("no other worker went on with it"),
+                "{}",
+                reply.text()
+            );
             let asked_to_resume = |mock: &Mock| {
                 let seen = mock.seen();
-                seen.iter().filter(|seen| !seen.body["baton_resume"].is_null()).count()
+                seen.iter()
+                    .filter(|seen| !seen.body["baton_resume"].is_null())
+                    .count()
             };
             assert_eq!(asked_to_resume(&good), usize::from(is_able), "{other:?}");
             let failed = "baton_router_failovers_total{outcome=\"failed\",role=\"regular\"}";
@@ -202,7 +230,9 @@ async fn memory_limit_leaves_streams_unresumable() {
         let router = Router::pd(&[&p], &[&dying, &good], &flags).await;
         assert_eq!(broke_off(&meets(&router, &dying).await), "upstream_error");
         assert_eq!(outcome(&router, "refused").await, 0.0);
-        let lost = router.metric("baton_router_unresumable_streams_total{reason=\"memory\"}").await;
+        let lost = router
+            .metric("baton_router_unresumable_streams_total{reason=\"memory\"}")
+            .await;
         assert!(lost >= 1.0);
         router.no_load().await;
     })
@@ -229,12 +259,18 @@ async fn token_comments_are_not_requested_where_no_worker_could_resume() {
             let path = "/v1/chat/completions";
             router.send(Method::POST, path, &header, &of(change)).await;
             let seen = mock.seen().last().unwrap().clone();
-            assert!(!seen.headers.contains_key("x-baton-emit-tokens"), "{}", seen.body);
+            assert!(
+                !seen.headers.contains_key("x-baton-emit-tokens"),
+                "{}",
+                seen.body
+            );
         }
         for flag in [&["--disable-failover"][..], &["--disable-retries"]] {
             let router = Router::regular(&[&mock], flag).await;
             let path = "/v1/chat/completions";
-            let reply = router.send(Method::POST, path, &header, &of(json!({}))).await;
+            let reply = router
+                .send(Method::POST, path, &header, &of(json!({})))
+                .await;
             assert_eq!(reply.text(), whole());
             let seen = mock.seen().last().unwrap().clone();
             assert!(!seen.headers.contains_key("x-baton-emit-tokens"));
@@ -324,7 +360,12 @@ async fn a_silent_worker_is_replaced_after_the_limit_or_when_its_health_fails() 
         let router = Router::pd(&[&p], &[&silent, &good], &flags).await;
         assert_eq!(meets(&router, &silent).await.text(), whole());
         router.no_load().await;
-        let flags = ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"];
+        let flags = [
+            "--health-check-interval-secs",
+            "1",
+            "--health-failure-threshold",
+            "1",
+        ];
         let router = Router::pd(&[&p], &[&silent, &good], &flags).await;
         let before = silent.count();
         let ask = async {
@@ -350,7 +391,12 @@ async fn silent_stream_brings_a_probe_and_leaves_a_hung_worker() {
         let hung = ours(&[Act::CountTo(2, 10, End::Hang)]).await;
         let good = ours(&[Act::Count]).await;
         // No probe comes by itself.
-        let flags = ["--health-check-interval-secs", "600", "--health-check-timeout-secs", "600"];
+        let flags = [
+            "--health-check-interval-secs",
+            "600",
+            "--health-check-timeout-secs",
+            "600",
+        ];
         let router = Router::pd(&[&p], &[&hung, &good], &flags).await;
         let hang = async {
             eventually("its stream has begun", || async { hung.count() > 0 }).await;
@@ -376,17 +422,27 @@ async fn the_clients_deadline_goes_on_while_others_are_asked() {
         body["ttft_deadline_ms"] = json!(300);
         let headers = [("x-deadline-remaining-ms", "500"), ("x-slo-ttft-ms", "350")];
         let path = "/v1/chat/completions";
-        let reply = router.send(Method::POST, path, &headers, &body.to_string()).await;
+        let reply = router
+            .send(Method::POST, path, &headers, &body.to_string())
+            .await;
         // Round robin begins with the first decode worker.
         assert_eq!(dying.count(), 1);
         assert_eq!(broke_off(&reply), "timeout");
         let second = hanging.seen().last().unwrap().clone();
         let left = second.body["deadline_ms"].as_u64().unwrap();
         assert!((1..=400).contains(&left));
-        assert!(second.body.get("ttft_deadline_ms").is_none(), "{}", second.body);
+        assert!(
+            second.body.get("ttft_deadline_ms").is_none(),
+            "{}",
+            second.body
+        );
         assert!(!second.headers.contains_key("x-slo-ttft-ms"));
         assert!(second.headers.contains_key("x-deadline-remaining-ms"));
-        assert_eq!(dying.seen()[0].body["deadline_ms"], 400, "the first attempt has it all");
+        assert_eq!(
+            dying.seen()[0].body["deadline_ms"],
+            400,
+            "the first attempt has it all"
+        );
         router.no_load().await;
     })
     .await;

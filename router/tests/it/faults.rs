@@ -38,7 +38,14 @@ fn row(
     legs: [Leg; 2],
 ) -> Row {
     let (status, code) = answer;
-    Row { what, prefill, decode, status, code, legs }
+    Row {
+        what,
+        prefill,
+        decode,
+        status,
+        code,
+        legs,
+    }
 }
 
 fn rows() -> Vec<Row> {
@@ -47,12 +54,48 @@ fn rows() -> Vec<Row> {
     let silent = || Stream(vec![TOKEN], End::Hang);
     vec![
         row("nothing", Answer, Answer, (200, ""), [(1, 0), (1, 0)]),
-        row("P drops the connection", Drop, Hang, (502, "upstream_error"), [(2, 0), (2, 2)]),
-        row("D drops the connection", Hang, Drop, (502, "upstream_error"), [(2, 2), (2, 0)]),
-        row("P answers 500, unexplained", Status(500, "x"), Hang, (500, "x"), [(2, 0), (2, 2)]),
-        row("D answers 500, unexplained", Hang, Status(500, "x"), (500, "x"), [(2, 2), (2, 0)]),
-        row("P answers 400", Status(400, "bad"), Hang, (400, "bad"), [(1, 0), (1, 1)]),
-        row("D answers 400", Hang, Status(400, "bad"), (400, "bad"), [(1, 1), (1, 0)]),
+        row(
+            "P drops the connection",
+            Drop,
+            Hang,
+            (502, "upstream_error"),
+            [(2, 0), (2, 2)],
+        ),
+        row(
+            "D drops the connection",
+            Hang,
+            Drop,
+            (502, "upstream_error"),
+            [(2, 2), (2, 0)],
+        ),
+        row(
+            "P answers 500, unexplained",
+            Status(500, "x"),
+            Hang,
+            (500, "x"),
+            [(2, 0), (2, 2)],
+        ),
+        row(
+            "D answers 500, unexplained",
+            Hang,
+            Status(500, "x"),
+            (500, "x"),
+            [(2, 2), (2, 0)],
+        ),
+        row(
+            "P answers 400",
+            Status(400, "bad"),
+            Hang,
+            (400, "bad"),
+            [(1, 0), (1, 1)],
+        ),
+        row(
+            "D answers 400",
+            Hang,
+            Status(400, "bad"),
+            (400, "bad"),
+            [(1, 1), (1, 0)],
+        ),
         row(
             "P answers 429",
             Status(429, "queue_full"),
@@ -81,11 +124,41 @@ fn rows() -> Vec<Row> {
             (502, "upstream_error"),
             [(2, 2), (2, 0)],
         ),
-        row("P and D are silent", Hang, Hang, (504, "timeout"), [(1, 1), (1, 1)]),
-        row("D is silent", Answer, Hang, (504, "timeout"), [(1, 0), (1, 1)]),
-        row("P never ends, D answers", Hang, Answer, (200, ""), [(1, 0), (1, 0)]),
-        row("D breaks in the stream", Answer, broken(), (200, "upstream_error"), [(1, 0), (1, 0)]),
-        row("D falls silent in the stream", Answer, silent(), (200, "timeout"), [(1, 0), (1, 1)]),
+        row(
+            "P and D are silent",
+            Hang,
+            Hang,
+            (504, "timeout"),
+            [(1, 1), (1, 1)],
+        ),
+        row(
+            "D is silent",
+            Answer,
+            Hang,
+            (504, "timeout"),
+            [(1, 0), (1, 1)],
+        ),
+        row(
+            "P never ends, D answers",
+            Hang,
+            Answer,
+            (200, ""),
+            [(1, 0), (1, 0)],
+        ),
+        row(
+            "D breaks in the stream",
+            Answer,
+            broken(),
+            (200, "upstream_error"),
+            [(1, 0), (1, 0)],
+        ),
+        row(
+            "D falls silent in the stream",
+            Answer,
+            silent(),
+            (200, "timeout"),
+            [(1, 0), (1, 1)],
+        ),
         row(
             "D breaks behind the finish",
             Answer,
@@ -113,9 +186,15 @@ fn code_of(reply: &Reply, stream: bool) -> String {
         return String::new();
     }
     let events = reply.events();
-    assert_eq!(events.iter().filter(|e| *e == "[DONE]").count(), 1, "{events:?}");
+    assert_eq!(
+        events.iter().filter(|e| *e == "[DONE]").count(),
+        1,
+        "{events:?}"
+    );
     let is_error = events.iter().any(|e| e.starts_with("{\"error\""));
-    let is_finished = events.iter().any(|e| e.contains("\"finish_reason\":\"stop\""));
+    let is_finished = events
+        .iter()
+        .any(|e| e.contains("\"finish_reason\":\"stop\""));
     assert!(is_error != is_finished, "one terminal event: {events:?}");
     match is_error {
         true => reply.error_event(),
@@ -134,7 +213,10 @@ async fn table() {
             timed(one(&row, stream)).await;
         }
         let [(p, p_cut), (d, d_cut)] = row.legs;
-        println!("| {} | {} {} | {p}, {p_cut} | {d}, {d_cut} |", row.what, row.status, row.code);
+        println!(
+            "| {} | {} {} | {p}, {p_cut} | {d}, {d_cut} |",
+            row.what, row.status, row.code
+        );
     }
 }
 
@@ -159,7 +241,9 @@ async fn one(row: &Row, stream: bool) {
     // Every attempt had a room of its own, the same on both sides.
     let rooms = |mock: &Mock| {
         let seen = mock.seen();
-        let rooms = seen.iter().map(|seen| seen.body["bootstrap_room"].as_u64().unwrap());
+        let rooms = seen
+            .iter()
+            .map(|seen| seen.body["bootstrap_room"].as_u64().unwrap());
         rooms.collect::<Vec<_>>()
     };
     let mut distinct = rooms(&p);
@@ -177,7 +261,10 @@ async fn all_workers_down_is_reported_at_once() {
         d.stop().await;
         let reply = router.chat().await;
         assert!(matches!(reply.status, 502 | 503), "{}", reply.text());
-        assert!(matches!(reply.code().as_str(), "upstream_error" | "no_worker"));
+        assert!(matches!(
+            reply.code().as_str(),
+            "upstream_error" | "no_worker"
+        ));
         eventually("no worker is left", || async {
             let reply = router.chat_stream().await;
             (reply.status, reply.code().as_str()) == (503, "no_worker")
@@ -197,7 +284,9 @@ async fn a_body_of_ten_megabytes_passes_unchanged() {
         let text = "é\\u00e9\\n ".repeat(1 << 20);
         let body = format!("{{\"prompt\": \"{text}\", \"x\" : 1.0e0}}");
         assert!(body.len() > 10 << 20);
-        let reply = router.send(Method::POST, "/v1/completions", &[], &body).await;
+        let reply = router
+            .send(Method::POST, "/v1/completions", &[], &body)
+            .await;
         assert_eq!(reply.status, 200);
         // D may have answered before P has read its copy.
         eventually("P has read the body", || async { p.count() == 1 }).await;
@@ -222,11 +311,21 @@ async fn invalid_requests_reach_no_worker() {
             ("[]", 400, "invalid_json"),
             ("\"text\"", 400, "invalid_json"),
             ("{\"prompt\": \"\u{1}\"}", 400, "invalid_json"),
-            ("{\"prompt\": [\"a\", \"b\"], \"n\": 4097}", 400, "invalid_value"),
+            (
+                "{\"prompt\": [\"a\", \"b\"], \"n\": 4097}",
+                400,
+                "invalid_value",
+            ),
             (&long, 413, "payload_too_large"),
         ] {
-            let reply = router.send(Method::POST, "/v1/completions", &[], body).await;
-            assert_eq!((reply.status, reply.code().as_str()), (status, code), "{body}");
+            let reply = router
+                .send(Method::POST, "/v1/completions", &[], body)
+                .await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (status, code),
+                "{body}"
+            );
         }
         // Half a body, and a client that is gone: nothing to answer, nothing to count as running.
         let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
@@ -236,7 +335,10 @@ async fn invalid_requests_reach_no_worker() {
         stream.shutdown().await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 400"), "{answer}");
+        assert!(
+            answer.is_empty() || answer.starts_with("HTTP/1.1 400"),
+            "{answer}"
+        );
         assert_eq!((p.count(), d.count()), (0, 0));
         router.no_load().await;
     })
@@ -264,8 +366,10 @@ async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
                 assert_eq!(answer, "");
             }
             drop(stream);
-            eventually("its worker sees the client leave", || async { mock.cancelled() == count })
-                .await;
+            eventually("its worker sees the client leave", || async {
+                mock.cancelled() == count
+            })
+            .await;
         }
         router.no_load().await;
     })
@@ -300,8 +404,11 @@ async fn rooms_of_clients_are_replaced_by_distinct_ones() {
         for _ in 0..20 {
             assert_eq!(router.post("/v1/completions", &body).await.status, 200);
         }
-        let mut rooms: Vec<u64> =
-            d.seen().iter().filter_map(|s| s.body["bootstrap_room"].as_u64()).collect();
+        let mut rooms: Vec<u64> = d
+            .seen()
+            .iter()
+            .filter_map(|s| s.body["bootstrap_room"].as_u64())
+            .collect();
         rooms.sort_unstable();
         rooms.dedup();
         assert_eq!(rooms.len(), 20);
@@ -313,9 +420,11 @@ async fn rooms_of_clients_are_replaced_by_distinct_ones() {
 #[tokio::test]
 async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
     timed(async {
-        for (stream, decode) in
-            [(false, Act::Hang), (true, Act::Hang), (true, Act::Stream(vec![TOKEN], End::Hang))]
-        {
+        for (stream, decode) in [
+            (false, Act::Hang),
+            (true, Act::Hang),
+            (true, Act::Stream(vec![TOKEN], End::Hang)),
+        ] {
             let p = Mock::start(&[Act::Hang]).await;
             let d = Mock::start(std::slice::from_ref(&decode)).await;
             let router = Router::pd(&[&p], &[&d], &[]).await;
@@ -324,14 +433,21 @@ async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
                 let mut client = Client::connect(addr).await;
                 let _answer = client.chat(stream).await.read().await;
             });
-            eventually("both have it", || async { (p.count(), d.count()) == (1, 1) }).await;
+            eventually("both have it", || async {
+                (p.count(), d.count()) == (1, 1)
+            })
+            .await;
             client.abort();
             eventually("both legs are cancelled", || async {
                 (p.cancelled(), d.cancelled()) == (1, 1)
             })
             .await;
             router.no_load().await;
-            assert_eq!((p.count(), d.count()), (1, 1), "nothing is run again without a client");
+            assert_eq!(
+                (p.count(), d.count()),
+                (1, 1),
+                "nothing is run again without a client"
+            );
         }
     })
     .await;
@@ -342,7 +458,9 @@ async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
 async fn a_slow_reader_gets_all_of_its_stream() {
     timed(async {
         const EVENTS: usize = 4000;
-        let pieces = std::iter::repeat_n(TOKEN, EVENTS).chain([FINISH, DONE]).collect();
+        let pieces = std::iter::repeat_n(TOKEN, EVENTS)
+            .chain([FINISH, DONE])
+            .collect();
         let d = Mock::start(&[Act::Stream(pieces, End::Clean)]).await;
         let p = Mock::start(&[]).await;
         let router = Router::pd(&[&p], &[&d], &[]).await;

@@ -29,8 +29,12 @@ async fn cuts(router: &Router, reason: &str) -> f64 {
 async fn a_head_that_drips_is_cut_and_an_idle_connection_lives_longer() {
     timed(async {
         for first in ["P", "POST /v1/chat/completions HTTP/1.1\r\nx-a: "] {
-            let flags =
-                ["--header-read-timeout-secs", "1", "--idle-connection-timeout-secs", "600"];
+            let flags = [
+                "--header-read-timeout-secs",
+                "1",
+                "--idle-connection-timeout-secs",
+                "600",
+            ];
             let router = Router::regular(&[&Mock::start(&[]).await], &flags).await;
             let mut kept = Client::connect(router.running.addr).await;
             let path = "/health";
@@ -116,7 +120,10 @@ async fn a_head_too_long_is_a_431() {
         let head = format!("GET /health HTTP/1.1\r\nx-long: {}", "x".repeat(310_000));
         let _ = stream.write_all(head.as_bytes()).await; // it may hang up before the last byte
         let answer = rest(&mut stream).await;
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
+        assert!(
+            answer.is_empty() || answer.starts_with("HTTP/1.1 431"),
+            "{answer}"
+        );
         assert_eq!(mock.count(), 1);
     })
     .await;
@@ -229,9 +236,15 @@ async fn http2_can_be_turned_off() {
     timed(async {
         let router = Router::start(&["--http2-max-streams", "0"]).await;
         let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
-        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
         let answer = rest(&mut stream).await;
-        assert!(!answer.as_bytes().contains(&0), "no HTTP/2 frame: {answer:?}");
+        assert!(
+            !answer.as_bytes().contains(&0),
+            "no HTTP/2 frame: {answer:?}"
+        );
         assert!(router.get("/health").await.status == 200);
     })
     .await;
@@ -246,10 +259,16 @@ async fn an_http2_client_that_leaves_or_stalls_frees_its_worker() {
         let mut client = H2::connect(&router).await;
         let left = client.post(&chat(true)).await;
         drop(left); // RST_STREAM; the connection stays
-        eventually("the worker sees the client leave", || async { mock.cancelled() == 1 }).await;
+        eventually("the worker sees the client leave", || async {
+            mock.cancelled() == 1
+        })
+        .await;
         // The stream's window fills and is not opened again, while the connection answers pings.
         let _unread = client.post(&chat(true)).await;
-        eventually("the stalled stream is cut", || async { mock.cancelled() == 2 }).await;
+        eventually("the stalled stream is cut", || async {
+            mock.cancelled() == 2
+        })
+        .await;
         assert_eq!(cuts(&router, "stalled").await, 1.0);
         assert!(mock.flooded() < 64 << 20, "{} bytes", mock.flooded());
         router.no_load().await;
@@ -265,7 +284,10 @@ async fn an_http1_client_that_takes_nothing_is_cut() {
         let router = Router::regular(&[&mock], &flags).await;
         let mut client = Client::connect(router.running.addr).await;
         let _unread = client.chat(true).await;
-        eventually("the kernel gives up on it", || async { mock.cancelled() == 1 }).await;
+        eventually("the kernel gives up on it", || async {
+            mock.cancelled() == 1
+        })
+        .await;
         router.no_load().await;
     })
     .await;
@@ -313,10 +335,21 @@ async fn predicted_ttft_above_limit_returns_retry_after() {
         // Nothing is known yet; the first answer reports the load.
         assert_eq!(router.chat().await.status, 200);
         for reply in [router.chat().await, router.chat_stream().await] {
-            assert_eq!((reply.status, reply.code().as_str()), (503, "ttft_too_late"));
-            let secs: u64 = reply.headers["retry-after"].to_str().unwrap().parse().unwrap();
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (503, "ttft_too_late")
+            );
+            let secs: u64 = reply.headers["retry-after"]
+                .to_str()
+                .unwrap()
+                .parse()
+                .unwrap();
             assert!((60..=81).contains(&secs), "{secs}");
-            assert!(reply.text().contains("the limit is 20000 ms"), "{}", reply.text());
+            assert!(
+                reply.text().contains("the limit is 20000 ms"),
+                "{}",
+                reply.text()
+            );
         }
         assert_eq!(busy.count(), 1);
         let shed = "baton_router_shed_requests_total{role=\"regular\"}";
@@ -346,7 +379,9 @@ async fn a_request_may_have_less_time_than_all() {
             assert_eq!(reply.status, 200, "{}", reply.text());
         }
         for header in ["x-slo-ttft-ms", "x-deadline-remaining-ms"] {
-            let reply = router.send(Method::POST, path, &[(header, "500")], &plain).await;
+            let reply = router
+                .send(Method::POST, path, &[(header, "500")], &plain)
+                .await;
             assert_eq!(reply.code(), "ttft_too_late", "{header}");
         }
         for (field, value, code) in [
@@ -383,7 +418,12 @@ async fn raw(router: &Router, bytes: &str) -> String {
 async fn all_bodies_together_are_bounded_until_their_memory_is_released() {
     timed(async {
         let mock = Mock::start(&[Act::Hang, Act::Answer]).await;
-        let flags = ["--max-payload-size", "1000", "--max-total-body-bytes", "1500"];
+        let flags = [
+            "--max-payload-size",
+            "1000",
+            "--max-total-body-bytes",
+            "1500",
+        ];
         let router = Router::regular(&[&mock], &flags).await;
         let held = async || router.metric("baton_router_request_body_bytes").await;
         let body = json!({"messages": [{"role": "user", "content": "x".repeat(800)}]}).to_string();
@@ -393,12 +433,18 @@ async fn all_bodies_together_are_bounded_until_their_memory_is_released() {
             let body = body.clone();
             async move { client.send(Method::POST, path, &[], &body).await }
         });
-        eventually("the first request waits for its worker", || async { mock.count() == 1 }).await;
+        eventually("the first request waits for its worker", || async {
+            mock.count() == 1
+        })
+        .await;
         assert_eq!(held().await, body.len() as f64);
         // Refused from its head alone; without a length, when it has grown too long.
         let head = format!("POST {path} HTTP/1.1\r\nhost: r\r\n");
         let announced = format!("{head}content-length: {}\r\n\r\n", body.len());
-        let chunked = format!("{head}transfer-encoding: chunked\r\n\r\n{:x}\r\n{body}", body.len());
+        let chunked = format!(
+            "{head}transfer-encoding: chunked\r\n\r\n{:x}\r\n{body}",
+            body.len()
+        );
         for request in [announced, chunked] {
             let answer = raw(&router, &request).await;
             assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
@@ -422,14 +468,19 @@ async fn full_queue_refuses_before_the_body_dry_runs_and_passed_on_work_too() {
         let router = Router::regular(&[&mock], &flags).await;
         let embed = json!({"input": "x"});
         let reply = router.post("/v1/embeddings", &embed).await;
-        assert_eq!((reply.status, &reply.headers["x-mock"]), (200, &"yes".parse().unwrap()));
+        assert_eq!(
+            (reply.status, &reply.headers["x-mock"]),
+            (200, &"yes".parse().unwrap())
+        );
         let line =
             "baton_router_requests_total{method=\"POST\",outcome=\"ok\",route=\"/v1/embeddings\"";
         assert_eq!(router.metric(line).await, 1.0);
         let mut client = Client::connect(router.running.addr).await;
         let waiting = tokio::spawn(async move {
             let body = json!({"input": "x"}).to_string();
-            client.send(Method::POST, "/v1/embeddings", &[], &body).await
+            client
+                .send(Method::POST, "/v1/embeddings", &[], &body)
+                .await
         });
         eventually("it waits for its worker", || async { mock.count() == 2 }).await;
         let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-length: 500\r\n\r\n";
@@ -437,13 +488,22 @@ async fn full_queue_refuses_before_the_body_dry_runs_and_passed_on_work_too() {
         assert!(answer.starts_with("HTTP/1.1 429"), "{answer}");
         let headers = [("x-baton-explain", "dry-run")];
         let body = chat(false).to_string();
-        for (path, body) in [("/v1/chat/completions", body), ("/v1/embeddings", embed.to_string())]
-        {
+        for (path, body) in [
+            ("/v1/chat/completions", body),
+            ("/v1/embeddings", embed.to_string()),
+        ] {
             let reply = router.send(Method::POST, path, &headers, &body).await;
             let code = reply.code();
-            assert_eq!((reply.status, code.as_str()), (429, "rate_limit_exceeded"), "{path}");
+            assert_eq!(
+                (reply.status, code.as_str()),
+                (429, "rate_limit_exceeded"),
+                "{path}"
+            );
         }
-        assert_eq!(router.get("/health_generate").await.code(), "rate_limit_exceeded");
+        assert_eq!(
+            router.get("/health_generate").await.code(),
+            "rate_limit_exceeded"
+        );
         waiting.abort();
     })
     .await;
@@ -457,19 +517,49 @@ async fn requests_no_handler_can_read_get_json_errors_with_an_id() {
         let chat_path = "/v1/chat/completions";
         let long = "x".repeat(20_000);
         for (method, path, header, wanted) in [
-            ("POST", chat_path, ("content-encoding", "gzip"), (415, "unsupported_media_type")),
+            (
+                "POST",
+                chat_path,
+                ("content-encoding", "gzip"),
+                (415, "unsupported_media_type"),
+            ),
             (
                 "POST",
                 chat_path,
                 ("content-type", "multipart/form-data; boundary=x"),
                 (415, "unsupported_media_type"),
             ),
-            ("POST", chat_path, ("content-encoding", "identity"), (200, "no code")),
-            ("POST", "/add_worker?worker_type=foo", ("x-a", "b"), (400, "invalid_value")),
-            ("POST", "/remove_worker?url=%ff", ("x-a", "b"), (400, "invalid_value")),
+            (
+                "POST",
+                chat_path,
+                ("content-encoding", "identity"),
+                (200, "no code"),
+            ),
+            (
+                "POST",
+                "/add_worker?worker_type=foo",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
+            (
+                "POST",
+                "/remove_worker?url=%ff",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
             ("GET", "/workers/%ff", ("x-a", "b"), (400, "invalid_value")),
-            ("POST", "/v1/requests/%ff/suspend", ("x-a", "b"), (400, "invalid_value")),
-            ("GET", "/health", ("x-long", &long[..20_000]), (431, "head_too_large")),
+            (
+                "POST",
+                "/v1/requests/%ff/suspend",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
+            (
+                "GET",
+                "/health",
+                ("x-long", &long[..20_000]),
+                (431, "head_too_large"),
+            ),
         ] {
             let method = Method::from_bytes(method.as_bytes()).unwrap();
             let body = chat(false).to_string();
@@ -511,8 +601,16 @@ async fn heads_beyond_the_limits_and_malformed_ones_get_json_errors_with_an_id()
             ("no request", "GARBAGE\r\n\r\n".to_owned(), malformed),
             ("no header", head("/health", "no header\r\n"), malformed),
             ("two hosts", head("/health", "host: s\r\n"), malformed),
-            ("no host", "GET /health HTTP/1.1\r\nconnection: close\r\n\r\n".to_owned(), malformed),
-            ("no host in HTTP/1.0", "GET /health HTTP/1.0\r\n\r\n".to_owned(), good),
+            (
+                "no host",
+                "GET /health HTTP/1.1\r\nconnection: close\r\n\r\n".to_owned(),
+                malformed,
+            ),
+            (
+                "no host in HTTP/1.0",
+                "GET /health HTTP/1.0\r\n\r\n".to_owned(),
+                good,
+            ),
         ] {
             let answer = raw(&router, &request).await;
             let line = answer.lines().next().unwrap_or_default();

@@ -42,7 +42,10 @@ async fn spread(load: &'static str, result: &str) -> [usize; 2] {
     for _ in 0..2 {
         ask(&router, false).await;
     }
-    assert_eq!(router.metric(&reports("regular", "answer", result)).await, 2.0);
+    assert_eq!(
+        router.metric(&reports("regular", "answer", result)).await,
+        2.0
+    );
     let (a, b) = (a.count(), b.count());
     [a.max(b), a.min(b)]
 }
@@ -78,7 +81,10 @@ async fn an_old_report_has_run_off_and_calls_for_a_draw() {
 #[tokio::test]
 async fn unusable_load_reports_are_counted_and_change_nothing() {
     timed(async {
-        for malformed in ["busy", "rank=0;queued_tokens=many;started_tokens=0;age_ms=0"] {
+        for malformed in [
+            "busy",
+            "rank=0;queued_tokens=many;started_tokens=0;age_ms=0",
+        ] {
             assert_eq!(spread(malformed, "malformed").await, [2, 0]);
         }
         assert_eq!(spread("rank=0;reqs=1;tokens=7", "unused").await, [2, 0]);
@@ -115,7 +121,10 @@ async fn clients_do_not_see_the_header_and_see_all_others() {
         refusing.acts(&[Act::Status(400, "invalid_value")]);
         let router = Router::regular(&[&refusing], &["--policy", "round_robin"]).await;
         let refused = router.chat().await;
-        assert_eq!((refused.status, refused.code().as_str()), (400, "invalid_value"));
+        assert_eq!(
+            (refused.status, refused.code().as_str()),
+            (400, "invalid_value")
+        );
         assert!(!refused.headers.contains_key("x-baton-load"));
         assert_eq!(refused.headers["x-mock"], "yes");
     })
@@ -152,13 +161,22 @@ async fn idle_engines_of_ours_are_asked_and_others_left_alone() {
             ]})
         };
         let ours = json!({"engine": "baton"});
-        let busy = Mock::start(&[]).await.with_info(ours.clone()).with_loads(loads(1_000_000));
-        let idle = Mock::start(&[]).await.with_info(ours.clone()).with_loads(loads(0));
+        let busy = Mock::start(&[])
+            .await
+            .with_info(ours.clone())
+            .with_loads(loads(1_000_000));
+        let idle = Mock::start(&[])
+            .await
+            .with_info(ours.clone())
+            .with_loads(loads(0));
         let odd = Mock::start(&[]).await.with_info(ours).with_loads(json!([]));
         let other = Mock::start(&[]).await.with_loads(loads(1_000_000));
         let router = Router::regular(&[&busy, &idle], &["--policy", "cost"]).await;
         let taken = reports("regular", "poll", "taken");
-        eventually("both have reported", || async { router.metric(&taken).await >= 2.0 }).await;
+        eventually("both have reported", || async {
+            router.metric(&taken).await >= 2.0
+        })
+        .await;
         for _ in 0..4 {
             let body = json!({"messages": [{"role": "user", "content": "hi"}]});
             assert_eq!(router.post("/v1/chat/completions", &body).await.status, 200);
@@ -167,7 +185,10 @@ async fn idle_engines_of_ours_are_asked_and_others_left_alone() {
 
         let router = Router::regular(&[&odd, &other], &["--policy", "cost"]).await;
         let malformed = reports("regular", "poll", "malformed");
-        eventually("it was asked", || async { router.metric(&malformed).await >= 1.0 }).await;
+        eventually("it was asked", || async {
+            router.metric(&malformed).await >= 1.0
+        })
+        .await;
         assert_eq!(other.polls(), 0);
         assert_eq!(router.metric(&taken).await, 0.0);
     })

@@ -13,7 +13,9 @@ async fn a_decode_worker_that_dies_costs_no_second_prefill() {
     timed(async {
         // P's answer is still to come, and has come already.
         for first in [Act::Gated(200, "x"), Act::Answer] {
-            let p = Mock::start(&[first.clone(), Act::Answer]).await.with_info(reopens(8998));
+            let p = Mock::start(&[first.clone(), Act::Answer])
+                .await
+                .with_info(reopens(8998));
             let bad = Mock::start(&[Act::Drop]).await;
             let good = Mock::start(&[]).await;
             let router = Router::pd(&[&p], &[&bad, &good], &["--retry-max-retries", "2"]).await;
@@ -34,8 +36,10 @@ async fn a_decode_worker_that_dies_costs_no_second_prefill() {
             }
             assert_eq!((p.count(), bad.count(), good.count()), (2, 1, 2));
             let room = |mock: &Mock, at: usize| mock.seen()[at].body["bootstrap_room"].clone();
-            let at =
-                good.seen().iter().position(|seen| seen.body["bootstrap_room"] == room(&bad, 0));
+            let at = good
+                .seen()
+                .iter()
+                .position(|seen| seen.body["bootstrap_room"] == room(&bad, 0));
             assert!(at.is_some(), "the same room goes to the other one");
             let opened = "baton_router_decode_retries_total{result=\"opened\"}";
             assert_eq!(router.metric(opened).await, 1.0);
@@ -54,7 +58,12 @@ async fn pages_that_are_gone_are_computed_again_by_the_same_worker() {
             Mock::start(&[Act::Drop, Act::Answer]).await,
             Mock::start(&[Act::Status(502, "kv_transfer_failed"), Act::Answer]).await,
         ];
-        let flags = ["--prefill-policy", "cache_aware", "--retry-max-retries", "3"];
+        let flags = [
+            "--prefill-policy",
+            "cache_aware",
+            "--retry-max-retries",
+            "3",
+        ];
         let router = Router::pd(&[&p, &other_p], &[&d[0], &d[1]], &flags).await;
         let mut answered = 0;
         while d[0].count() == 0 || d[1].count() == 0 {
@@ -81,8 +90,11 @@ async fn a_worker_that_does_not_keep_pages_prefills_again() {
             assert_eq!(router.chat().await.status, 200);
         }
         assert_eq!((p.count(), bad.count(), good.count()), (3, 1, 2));
-        let mut rooms: Vec<_> =
-            p.seen().iter().map(|seen| seen.body["bootstrap_room"].as_u64().unwrap()).collect();
+        let mut rooms: Vec<_> = p
+            .seen()
+            .iter()
+            .map(|seen| seen.body["bootstrap_room"].as_u64().unwrap())
+            .collect();
         rooms.sort_unstable();
         rooms.dedup();
         assert_eq!(rooms.len(), 3);
@@ -120,7 +132,10 @@ async fn input_logprobs_come_with_the_first_event_of_a_stream() {
 async fn decode_workers_prefill_where_that_is_quicker_or_no_prefill_worker_can() {
     timed(async {
         let info = json!({"engine": "baton", "baton_features": ["local_prefill"]});
-        let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await.with_info(info));
+        let (p, d) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await.with_info(info),
+        );
         let router = Router::pd(&[&p], &[&d], &["--local-prefill-max-tokens", "4"]).await;
         let ask = async |prompt: Value| {
             let body = json!({"prompt": prompt, "bootstrap_room": 7});
@@ -151,8 +166,14 @@ async fn decode_workers_prefill_where_that_is_quicker_or_no_prefill_worker_can()
 async fn without_a_prefill_worker_others_are_not_asked_to_prefill() {
     timed(async {
         let baton = json!({"engine": "baton", "baton_features": ["local_prefill"]});
-        for (info, flags) in [(json!({}), &[][..]), (baton, &["--disable-local-prefill"][..])] {
-            let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await.with_info(info));
+        for (info, flags) in [
+            (json!({}), &[][..]),
+            (baton, &["--disable-local-prefill"][..]),
+        ] {
+            let (p, d) = (
+                Mock::start(&[]).await,
+                Mock::start(&[]).await.with_info(info),
+            );
             let router = Router::pd(&[&p], &[&d], flags).await;
             p.stop().await;
             eventually("no worker prefills", || async {
@@ -160,7 +181,11 @@ async fn without_a_prefill_worker_others_are_not_asked_to_prefill() {
                 reply.status == 503 && reply.code() == "no_worker"
             })
             .await;
-            assert!(d.seen().iter().all(|seen| !seen.body["bootstrap_room"].is_null()));
+            assert!(
+                d.seen()
+                    .iter()
+                    .all(|seen| !seen.body["bootstrap_room"].is_null())
+            );
         }
     })
     .await;
@@ -203,7 +228,10 @@ async fn several_answers_of_vllm_workers_come_from_decode_alone() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &["--pd-protocol", "vllm"]).await;
-        for body in [json!({"prompt": ["a", "b"]}), json!({"prompt": "a", "n": 2})] {
+        for body in [
+            json!({"prompt": ["a", "b"]}),
+            json!({"prompt": "a", "n": 2}),
+        ] {
             assert_eq!(router.post("/v1/completions", &body).await.status, 200);
             assert_eq!(d.seen().last().unwrap().body, body);
         }
@@ -261,7 +289,10 @@ async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
         let router = Router::pd(&[&p], &[&d], &[]).await;
         let mut client = Client::connect(router.running.addr).await;
         let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
-        eventually("both have it", || async { p.count() == 1 && d.count() == 1 }).await;
+        eventually("both have it", || async {
+            p.count() == 1 && d.count() == 1
+        })
+        .await;
         asking.abort();
         eventually("P is asked to release", || async {
             p.cancelled() == 1 && p.released().len() == 1
@@ -298,7 +329,10 @@ async fn a_prefill_that_no_decode_worker_will_fetch_is_released() {
         eventually("it is prefilled", is_prefilled(2)).await;
         d.release();
         assert_eq!(asking.await.unwrap().status, 400);
-        eventually("P is asked to release", || async { p.released().len() == 1 }).await;
+        eventually("P is asked to release", || async {
+            p.released().len() == 1
+        })
+        .await;
         let room = |at: usize| json!([d.seen()[at].body["bootstrap_room"]]);
         assert_eq!(p.released(), [room(1)]);
         // The client leaves.
@@ -306,7 +340,10 @@ async fn a_prefill_that_no_decode_worker_will_fetch_is_released() {
         let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
         eventually("it is prefilled", is_prefilled(3)).await;
         asking.abort();
-        eventually("P is asked to release again", || async { p.released().len() == 2 }).await;
+        eventually("P is asked to release again", || async {
+            p.released().len() == 2
+        })
+        .await;
         assert_eq!(p.released()[1], json!([d.seen()[2].body["bootstrap_room"]]));
         assert_eq!(router.metric(sent).await, 2.0);
         router.no_load().await;

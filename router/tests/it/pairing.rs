@@ -18,7 +18,9 @@ async fn node(role: &str, version: &str) -> Mock {
 /// Rooms of the requests a worker got, in order of the rooms.
 fn rooms(mock: &Mock) -> Vec<u64> {
     let seen = mock.seen();
-    let rooms = seen.iter().filter_map(|s| s.body["bootstrap_room"].as_u64());
+    let rooms = seen
+        .iter()
+        .filter_map(|s| s.body["bootstrap_room"].as_u64());
     let mut rooms: Vec<u64> = rooms.collect();
     rooms.sort_unstable();
     rooms

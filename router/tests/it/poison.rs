@@ -17,11 +17,17 @@ async fn request_that_breaks_workers_is_tried_on_one_other() {
         let router = Router::regular(&all, &FREE).await;
         let broken = || workers.iter().map(Mock::count).sum::<usize>();
         let reply = router.chat().await;
-        assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
         assert_eq!(broken(), 2);
         // Again, and nothing is sent; another body is.
         let reply = router.chat().await;
-        assert_eq!((reply.status, reply.code().as_str()), (422, "poison_request"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (422, "poison_request")
+        );
         assert_eq!(broken(), 2);
         let other = json!({"model": "m", "messages": []});
         let reply = router.post("/v1/chat/completions", &other).await;

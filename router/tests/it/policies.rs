@@ -24,7 +24,9 @@ fn answer(prompt_tokens: u32, cached_tokens: u32) -> Act {
 /// Requests with `word` in them.
 fn with(mock: &Mock, word: &str) -> usize {
     let seen = mock.seen();
-    seen.iter().filter(|s| s.body.to_string().contains(word)).count()
+    seen.iter()
+        .filter(|s| s.body.to_string().contains(word))
+        .count()
 }
 
 #[tokio::test]
@@ -66,11 +68,17 @@ async fn cost_compares_forecasts_with_first_tokens_of_streams_and_prefills() {
         let mocks = [Mock::start(&[]).await, Mock::start(&[]).await];
         let router = Router::regular(&[&mocks[0], &mocks[1]], &["--policy", "cost"]).await;
         router.post("/v1/chat/completions", &turn("hi", true)).await;
-        router.post("/v1/chat/completions", &turn("hi", false)).await;
+        router
+            .post("/v1/chat/completions", &turn("hi", false))
+            .await;
         router.no_load().await;
         let observed = "baton_router_observed_ttft_seconds_count";
         let streamed = format!("{observed}{{role=\"regular\"}}");
-        assert_eq!(router.metric(&streamed).await, 1.0, "the other shows no first token");
+        assert_eq!(
+            router.metric(&streamed).await,
+            1.0,
+            "the other shows no first token"
+        );
 
         let (p, d) = ([answer(50, 40)], [Act::Answer]);
         let ps = [Mock::start(&p).await, Mock::start(&p).await];
@@ -93,7 +101,9 @@ async fn a_failed_prompt_leaves_nothing_in_the_index() {
     timed(async {
         let mock = Mock::start(&[Act::Status(400, "invalid_value")]).await;
         let router = Router::regular(&[&mock], &["--policy", "cost"]).await;
-        let reply = router.post("/v1/chat/completions", &turn(&"x".repeat(4_000), false)).await;
+        let reply = router
+            .post("/v1/chat/completions", &turn(&"x".repeat(4_000), false))
+            .await;
         assert_eq!(reply.status, 400);
         router.no_load().await;
         assert_eq!(router.metric("baton_router_index_blocks").await, 0.0);
@@ -107,14 +117,26 @@ async fn pairs_are_chosen_also_when_the_policies_differ_or_a_side_is_missing() {
     timed(async {
         let mocks = [Mock::start(&[]).await, Mock::start(&[]).await];
         for flags in [
-            ["--prefill-policy", "cost", "--decode-policy", "power_of_two"],
+            [
+                "--prefill-policy",
+                "cost",
+                "--decode-policy",
+                "power_of_two",
+            ],
             ["--prefill-policy", "manual", "--decode-policy", "cost"],
         ] {
             let router = Router::pd(&[&mocks[0]], &[&mocks[1]], &flags).await;
             assert_eq!(router.chat().await.status, 200, "{flags:?}");
         }
         let url = mocks[0].url();
-        let flags = ["--policy", "cost", "--pd-disaggregation", "--prefill", &url, "8998"];
+        let flags = [
+            "--policy",
+            "cost",
+            "--pd-disaggregation",
+            "--prefill",
+            &url,
+            "8998",
+        ];
         let router = Router::start(&flags).await;
         router.all_ready(1).await;
         let reply = router.chat().await;
@@ -128,7 +150,11 @@ async fn pairs_are_chosen_also_when_the_policies_differ_or_a_side_is_missing() {
 #[tokio::test]
 async fn manual_follows_the_clients_key() {
     timed(async {
-        let mocks = [Mock::start(&[]).await, Mock::start(&[]).await, Mock::start(&[]).await];
+        let mocks = [
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        ];
         let flags = ["--policy", "manual", "--assignment-mode", "min_group"];
         let router = Router::regular(&[&mocks[0], &mocks[1], &mocks[2]], &flags).await;
         for round in 0..4 {
@@ -136,7 +162,13 @@ async fn manual_follows_the_clients_key() {
                 let body = turn(&format!("{key} {round}"), false).to_string();
                 let headers = [("x-smg-routing-key", key)];
                 let path = "/v1/chat/completions";
-                assert_eq!(router.send(Method::POST, path, &headers, &body).await.status, 200);
+                assert_eq!(
+                    router
+                        .send(Method::POST, path, &headers, &body)
+                        .await
+                        .status,
+                    200
+                );
             }
         }
         for key in ["ann", "bob", "eve"] {
@@ -145,7 +177,12 @@ async fn manual_follows_the_clients_key() {
             assert_eq!(counts, [0, 0, 4], "{key}");
         }
         assert!(mocks.iter().all(|mock| mock.count() == 4));
-        assert_eq!(router.metric("baton_router_routing_keys{role=\"regular\"}").await, 3.0);
+        assert_eq!(
+            router
+                .metric("baton_router_routing_keys{role=\"regular\"}")
+                .await,
+            3.0
+        );
     })
     .await;
 }

@@ -36,7 +36,14 @@ impl Started {
 
     /// The same, with the lines that follow.
     fn with_log(flags: &[&str]) -> (Started, std::net::SocketAddr, Receiver<String>) {
-        let mut all = vec!["--host", "127.0.0.1", "--port", "0", "--policy", "round_robin"];
+        let mut all = vec![
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--policy",
+            "round_robin",
+        ];
         all.extend(flags);
         Self::of(command(&all))
     }
@@ -57,13 +64,25 @@ impl Started {
                 let _ = read.send(line); // an error: the log is no longer read
             }
         });
-        let addr = line.split("http://").nth(1).unwrap().split(' ').next().unwrap();
+        let addr = line
+            .split("http://")
+            .nth(1)
+            .unwrap()
+            .split(' ')
+            .next()
+            .unwrap();
         (started, addr.parse().unwrap(), log)
     }
 
     fn signal(&self, name: &str) {
         let pid = self.0.id().to_string();
-        assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+        assert!(
+            Command::new("kill")
+                .args([name, &pid])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 
     async fn exit_code(&mut self) -> Option<i32> {
@@ -144,7 +163,10 @@ async fn running_out_of_descriptors_blames_no_worker() {
         let workers = client.lock().await.get("/workers").await;
         let workers: serde_json::Value = serde_json::from_str(&workers).unwrap();
         let worker = &workers["workers"][0];
-        assert_eq!((&worker["state"], &worker["circuit"]), (&"ready".into(), &"closed".into()));
+        assert_eq!(
+            (&worker["state"], &worker["circuit"]),
+            (&"ready".into(), &"closed".into())
+        );
         drop(held);
     })
     .await;
@@ -162,7 +184,10 @@ async fn request_id_cannot_look_like_fields_of_the_access_line() {
         let line =
             tokio::task::spawn_blocking(move || log.iter().find(|line| line.contains("abc")));
         let line = line.await.unwrap().unwrap();
-        assert!(line.contains(r#"rid="abc status=200 outcome=\"ok\"" route="#), "{line}");
+        assert!(
+            line.contains(r#"rid="abc status=200 outcome=\"ok\"" route="#),
+            "{line}"
+        );
     })
     .await;
 }
@@ -175,7 +200,13 @@ async fn a_second_signal_does_not_wait_for_streams() {
             Started::new(&["--worker-urls", &mock.url(), "--shutdown-delay-ms", "0"]);
         eventually("it is ready", || async {
             let mut client = Client::connect(addr).await;
-            client.send(http::Method::GET, "/readyz", &[], "").await.read().await.status == 200
+            client
+                .send(http::Method::GET, "/readyz", &[], "")
+                .await
+                .read()
+                .await
+                .status
+                == 200
         })
         .await;
         let mut client = Client::connect(addr).await;
@@ -186,7 +217,10 @@ async fn a_second_signal_does_not_wait_for_streams() {
             tokio::net::TcpStream::connect(addr).await.is_err()
         })
         .await;
-        assert!(started.0.try_wait().unwrap().is_none(), "it did not wait for the stream");
+        assert!(
+            started.0.try_wait().unwrap().is_none(),
+            "it did not wait for the stream"
+        );
         started.signal("-INT");
         assert_eq!(started.exit_code().await, Some(1));
     })
@@ -205,7 +239,12 @@ async fn talk(addr: std::net::SocketAddr) {
             let headers = [("x-smg-routing-key", key.as_str())];
             let mut client = Client::connect(addr).await;
             let answer = client
-                .send(http::Method::POST, "/v1/chat/completions", &headers, &body.to_string())
+                .send(
+                    http::Method::POST,
+                    "/v1/chat/completions",
+                    &headers,
+                    &body.to_string(),
+                )
                 .await;
             assert_eq!(answer.read().await.status, 200);
         }
@@ -237,15 +276,23 @@ async fn a_decision_log_is_decided_again_as_it_was() {
             }
         }
         let urls: Vec<String> = mocks.iter().map(Mock::url).collect();
-        for (policy, other) in
-            [("cost", "round_robin"), ("cache_aware", "cost"), ("manual", "power_of_two")]
-        {
+        for (policy, other) in [
+            ("cost", "round_robin"),
+            ("cache_aware", "cost"),
+            ("manual", "power_of_two"),
+        ] {
             let log = std::env::temp_dir()
                 .join(format!("baton-decisions-{policy}-{}", std::process::id()));
             let (first, path) = (log.with_extension("1"), log.to_str().unwrap());
             for pairs in [false, true] {
-                let mut flags =
-                    vec!["--policy", policy, "--decision-log", path, "--decision-log-files", "1"];
+                let mut flags = vec![
+                    "--policy",
+                    policy,
+                    "--decision-log",
+                    path,
+                    "--decision-log-files",
+                    "1",
+                ];
                 flags.extend(["--retry-initial-backoff-ms", "1"]);
                 if pairs {
                     flags.push("--pd-disaggregation");
@@ -263,8 +310,12 @@ async fn a_decision_log_is_decided_again_as_it_was() {
                 let ready = http::Method::GET;
                 eventually("the workers are ready", || async {
                     let mut client = Client::connect(addr).await;
-                    let workers =
-                        client.send(ready.clone(), "/workers", &[], "").await.read().await.json();
+                    let workers = client
+                        .send(ready.clone(), "/workers", &[], "")
+                        .await
+                        .read()
+                        .await
+                        .json();
                     let workers = workers["workers"].as_array().unwrap().clone();
                     workers.iter().all(|worker| worker["state"] == "ready")
                 })
@@ -284,7 +335,10 @@ async fn a_decision_log_is_decided_again_as_it_was() {
                     shown.contains("100.00 %") && !shown.contains("first difference"),
                     "{shown}"
                 );
-                let decided = text.lines().filter(|line| line.contains("\"decided\"")).count();
+                let decided = text
+                    .lines()
+                    .filter(|line| line.contains("\"decided\""))
+                    .count();
                 let role = if pairs { "prefill" } else { "regular" };
                 assert!(
                     shown.contains(&format!("{role}: {policy} recorded, {policy} again")),
@@ -301,7 +355,10 @@ async fn a_decision_log_is_decided_again_as_it_was() {
                 }
                 let (shown, code) = replay(&[path, "--policy", other]);
                 assert_eq!(code, Some(0), "{shown}");
-                assert!(shown.contains(&format!("{policy} recorded, {other} again")), "{shown}");
+                assert!(
+                    shown.contains(&format!("{policy} recorded, {other} again")),
+                    "{shown}"
+                );
                 assert!(shown.contains("first difference: line "), "{shown}");
             }
             // A changed decision is found.
@@ -343,8 +400,14 @@ fn recorded_decisions_are_made_again() {
 fn files_that_are_no_decision_log_are_refused_with_a_message() {
     let (text, code) = replay(&["Cargo.toml"]);
     assert_eq!(code, Some(2));
-    assert!(text.starts_with("baton replay: Cargo.toml: not a file of --decision-log"), "{text}");
+    assert!(
+        text.starts_with("baton replay: Cargo.toml: not a file of --decision-log"),
+        "{text}"
+    );
     let (text, code) = replay(&["/nowhere"]);
-    assert!(code == Some(2) && text.starts_with("baton replay: /nowhere: "), "{text}");
+    assert!(
+        code == Some(2) && text.starts_with("baton replay: /nowhere: "),
+        "{text}"
+    );
     assert!(replay(&[]).0.contains("usage: baton replay LOG"));
 }

@@ -20,7 +20,10 @@ fn text(chars: usize) -> Value {
 #[tokio::test]
 async fn too_long_prompt_reaches_no_engine_of_a_pair() {
     timed(async {
-        let (p, d) = (mock(info(6400, 64_000)).await, mock(info(3200, 32_000)).await);
+        let (p, d) = (
+            mock(info(6400, 64_000)).await,
+            mock(info(3200, 32_000)).await,
+        );
         let router = Router::pd(&[&p], &[&d], &["--max-payload-size", "50000000"]).await;
         let message = "this model's maximum context length is 3200 tokens here, but the prompt has \
             20000000 characters, at least 2000000 tokens; shorten it, or start the engine with a \
@@ -45,13 +48,23 @@ async fn too_long_prompt_reaches_no_engine_of_a_pair() {
             ("/v1/completions", &rest, 413, Value::Null),
         ] {
             let reply = router.post(path, body).await;
-            assert_eq!((reply.status, &reply.json()["error"]["param"]), (status, &param));
+            assert_eq!(
+                (reply.status, &reply.json()["error"]["param"]),
+                (status, &param)
+            );
         }
         assert_eq!((p.count(), d.count()), (0, 0));
         let refused =
             "baton_router_requests_total{method=\"POST\",outcome=\"context_length_exceeded\"";
-        assert!(router.metric(refused).await >= 1.0, "{}", router.get("/metrics").await.text());
-        assert_eq!(router.post("/v1/completions", &text(32_000)).await.status, 200);
+        assert!(
+            router.metric(refused).await >= 1.0,
+            "{}",
+            router.get("/metrics").await.text()
+        );
+        assert_eq!(
+            router.post("/v1/completions", &text(32_000)).await.status,
+            200
+        );
         assert_eq!((p.count(), d.count()), (1, 1));
     })
     .await;
@@ -60,13 +73,24 @@ async fn too_long_prompt_reaches_no_engine_of_a_pair() {
 #[tokio::test]
 async fn prompt_is_sent_where_some_worker_may_take_it() {
     timed(async {
-        let (small, large) = (mock(info(3200, 32_000)).await, mock(info(6400, 64_000)).await);
+        let (small, large) = (
+            mock(info(3200, 32_000)).await,
+            mock(info(6400, 64_000)).await,
+        );
         for (others, chars, status) in [
             (vec![&large], 64_000, 200),
             (vec![&large], 64_001, 400),
             // SGLang announces its context, vLLM nothing.
-            (vec![&mock(json!({"context_length": 3200})).await], 100_000, 200),
-            (vec![&mock(json!({})).await.with_version("0.33")], 100_000, 200),
+            (
+                vec![&mock(json!({"context_length": 3200})).await],
+                100_000,
+                200,
+            ),
+            (
+                vec![&mock(json!({})).await.with_version("0.33")],
+                100_000,
+                200,
+            ),
         ] {
             let workers = [vec![&small], others].concat();
             let router = Router::regular(&workers, &[]).await;

@@ -68,7 +68,10 @@ async fn requests_that_fail_everywhere_close_no_circuit_and_no_fleet() {
         assert_eq!((a.count(), b.count()), (20, 20), "one second opinion each");
         assert_eq!(router.chat().await.status, 200);
         let ready = router.get("/readyz").await;
-        assert_eq!((ready.status, &ready.json()["regular"]["open_circuits"]), (200, &json!(0)));
+        assert_eq!(
+            (ready.status, &ready.json()["regular"]["open_circuits"]),
+            (200, &json!(0))
+        );
     })
     .await;
 }
@@ -87,7 +90,10 @@ async fn worker_that_alone_fails_unexplained_opens_its_circuit() {
         let workers = router.get("/workers").await.json();
         assert_eq!(workers["workers"][0]["circuit"], "open", "{workers}");
         let ready = router.get("/readyz").await;
-        assert_eq!((ready.status, &ready.json()["regular"]["open_circuits"]), (200, &json!(1)));
+        assert_eq!(
+            (ready.status, &ready.json()["regular"]["open_circuits"]),
+            (200, &json!(1))
+        );
     })
     .await;
 }
@@ -106,7 +112,10 @@ async fn open_circuits_of_all_workers_leave_all_of_them_candidates() {
             assert_eq!(reply.status, 502);
         }
         let ready = router.get("/readyz").await;
-        assert_eq!((ready.status, &ready.json()["regular"]["open_circuits"]), (200, &json!(2)));
+        assert_eq!(
+            (ready.status, &ready.json()["regular"]["open_circuits"]),
+            (200, &json!(2))
+        );
         assert_eq!(router.chat().await.status, 200);
     })
     .await;
@@ -122,8 +131,15 @@ async fn worker_that_asks_for_long_and_is_alone_is_not_asked_again() {
         assert_eq!(reply.headers["retry-after"], "30");
         assert_eq!(mock.count(), 1);
         let workers = router.get("/workers").await.json();
-        assert!(workers["workers"][0]["passed_over_ms"].as_u64() > Some(0), "{workers}");
-        assert_eq!(router.chat().await.status, 429, "with no other it is still a candidate");
+        assert!(
+            workers["workers"][0]["passed_over_ms"].as_u64() > Some(0),
+            "{workers}"
+        );
+        assert_eq!(
+            router.chat().await.status,
+            429,
+            "with no other it is still a candidate"
+        );
     })
     .await;
 }

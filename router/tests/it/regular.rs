@@ -28,15 +28,33 @@ async fn cache_aware_keeps_a_conversation_on_its_worker() {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &["--policy", "cache_aware"]).await;
         let turn = |text: &str| json!({"messages": [{"role": "user", "content": text}]});
-        for prompt in ["first conversation, quite long", "another one that shares no words"] {
+        for prompt in [
+            "first conversation, quite long",
+            "another one that shares no words",
+        ] {
             for more in 0..4 {
                 let text = format!("{prompt} {}", "and on ".repeat(more));
-                assert_eq!(router.post("/v1/chat/completions", &turn(&text)).await.status, 200);
+                assert_eq!(
+                    router
+                        .post("/v1/chat/completions", &turn(&text))
+                        .await
+                        .status,
+                    200
+                );
             }
         }
-        let firsts =
-            |m: &Mock| m.seen().iter().filter(|s| s.body.to_string().contains("first")).count();
-        assert!(firsts(&a) == 4 || firsts(&b) == 4, "{} and {}", firsts(&a), firsts(&b));
+        let firsts = |m: &Mock| {
+            m.seen()
+                .iter()
+                .filter(|s| s.body.to_string().contains("first"))
+                .count()
+        };
+        assert!(
+            firsts(&a) == 4 || firsts(&b) == 4,
+            "{} and {}",
+            firsts(&a),
+            firsts(&b)
+        );
     })
     .await;
 }
@@ -83,8 +101,14 @@ async fn request_ids_are_made_up_with_the_apis_prefix() {
         ] {
             let reply = router.post(path, &json!({"text": "x"})).await;
             let id = reply.headers["x-request-id"].to_str().unwrap().to_owned();
-            assert!(id.starts_with(prefix) && id.len() == prefix.len() + 24, "{id}");
-            assert_eq!(mock.seen().last().unwrap().headers["x-request-id"], id.as_str());
+            assert!(
+                id.starts_with(prefix) && id.len() == prefix.len() + 24,
+                "{id}"
+            );
+            assert_eq!(
+                mock.seen().last().unwrap().headers["x-request-id"],
+                id.as_str()
+            );
         }
     })
     .await;
@@ -100,7 +124,10 @@ async fn a_bad_request_is_never_retried() {
         let router = Router::regular(&[&a, &b], &["--cb-failure-threshold", "1"]).await;
         for _ in 0..4 {
             let reply = router.chat().await;
-            assert_eq!((reply.status, reply.code().as_str()), (400, "invalid_value"));
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (400, "invalid_value")
+            );
         }
         // and it opens no breaker
         assert_eq!([a.count(), b.count()], [2, 2]);
@@ -117,9 +144,15 @@ async fn failures_are_retried_on_another_worker() {
             Act::Status(500, "whatever"),
             Act::Drop,
             Act::Stream(vec![], End::Break),
-            Act::Stream(vec!["data: {\"error\":{\"code\":\"draining\"}}\n\n", DONE], End::Clean),
+            Act::Stream(
+                vec!["data: {\"error\":{\"code\":\"draining\"}}\n\n", DONE],
+                End::Clean,
+            ),
         ] {
-            let (a, b) = (Mock::start(std::slice::from_ref(&bad)).await, Mock::start(&[]).await);
+            let (a, b) = (
+                Mock::start(std::slice::from_ref(&bad)).await,
+                Mock::start(&[]).await,
+            );
             let router = Router::regular(&[&a, &b], &[]).await;
             for _ in 0..4 {
                 let reply = router.chat_stream().await;
@@ -153,7 +186,12 @@ async fn overload_is_retried_to_the_limit_and_passed_on() {
         assert_eq!((reply.status, reply.code().as_str()), (429, "queue_full"));
         assert_eq!(reply.headers["retry-after"], "1");
         assert_eq!(mock.count(), 3);
-        assert_eq!(router.metric("baton_router_retries_total{reason=\"queue_full\"}").await, 2.0);
+        assert_eq!(
+            router
+                .metric("baton_router_retries_total{reason=\"queue_full\"}")
+                .await,
+            2.0
+        );
     })
     .await;
 }
@@ -164,7 +202,10 @@ async fn without_retries_there_is_one_attempt() {
         let mock = Mock::start(&[Act::Drop]).await;
         let router = Router::regular(&[&mock], &["--disable-retries"]).await;
         let reply = router.chat().await;
-        assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
         assert_eq!(reply.headers["retry-after"], "1");
         assert_eq!(mock.count(), 1);
     })
@@ -216,7 +257,10 @@ async fn a_silent_worker_is_a_timeout() {
         assert!(since.elapsed().as_secs() < 5);
         mock.acts(&[Act::Stream(vec![TOKEN], End::Hang)]);
         assert_eq!(router.chat_stream().await.error_event(), "timeout");
-        eventually("the connection is closed", || async { mock.cancelled() == 2 }).await;
+        eventually("the connection is closed", || async {
+            mock.cancelled() == 2
+        })
+        .await;
         router.no_load().await;
     })
     .await;
@@ -238,11 +282,16 @@ async fn a_client_that_leaves_closes_the_workers_connection() {
             });
             eventually("the worker has the request", || async { mock.count() == 1 }).await;
             client.abort();
-            eventually("the worker's connection is closed", || async { mock.cancelled() == 1 })
-                .await;
+            eventually("the worker's connection is closed", || async {
+                mock.cancelled() == 1
+            })
+            .await;
             router.no_load().await;
             let gone = "baton_router_requests_total{method=\"POST\",outcome=\"client_gone\"";
-            eventually("it is counted", || async { router.metric(gone).await == 1.0 }).await;
+            eventually("it is counted", || async {
+                router.metric(gone).await == 1.0
+            })
+            .await;
         }
     })
     .await;
@@ -268,7 +317,11 @@ async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
 
         mock.release();
         assert_eq!(router.chat().await.status, 200);
-        assert_eq!(mock.cancelled(), 0, "the worker's connection is read to its end");
+        assert_eq!(
+            mock.cancelled(),
+            0,
+            "the worker's connection is read to its end"
+        );
     })
     .await;
 }
@@ -277,7 +330,12 @@ async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
 async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
-        let flags = ["--health-check-interval-secs", "600", "--health-success-threshold", "1"];
+        let flags = [
+            "--health-check-interval-secs",
+            "600",
+            "--health-success-threshold",
+            "1",
+        ];
         let router = Router::regular(&[&a, &b], &flags).await;
         let addr = a.stop().await;
         for _ in 0..4 {
@@ -286,7 +344,10 @@ async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
         assert_eq!(b.count(), 4);
         // the refused connection led to a probe, long before the interval
         eventually("it is out", || async {
-            router.metric("baton_router_workers{role=\"regular\",state=\"unhealthy\"}").await == 1.0
+            router
+                .metric("baton_router_workers{role=\"regular\",state=\"unhealthy\"}")
+                .await
+                == 1.0
         })
         .await;
         let a = Mock::at(addr, &[]).await;
@@ -322,14 +383,19 @@ async fn an_idle_connection_that_the_worker_closed_is_no_failure() {
 #[tokio::test]
 async fn the_breaker_takes_a_failing_worker_out() {
     timed(async {
-        let (bad, good) = (Mock::start(&[Act::Status(502, "x")]).await, Mock::start(&[]).await);
+        let (bad, good) = (
+            Mock::start(&[Act::Status(502, "x")]).await,
+            Mock::start(&[]).await,
+        );
         let router = Router::regular(&[&bad, &good], &["--cb-failure-threshold", "2"]).await;
         for _ in 0..10 {
             assert_eq!(router.chat().await.status, 200);
         }
         assert_eq!(bad.count(), 2);
-        let circuit =
-            format!("baton_router_circuit_state{{role=\"regular\",worker=\"{}\"}}", bad.url());
+        let circuit = format!(
+            "baton_router_circuit_state{{role=\"regular\",worker=\"{}\"}}",
+            bad.url()
+        );
         assert_eq!(router.metric(&circuit).await, 2.0);
     })
     .await;
@@ -343,12 +409,17 @@ async fn dp_ranks_are_candidates_in_the_body_not_in_the_url() {
         for _ in 0..3 {
             assert_eq!(router.chat().await.status, 200);
         }
-        let mut ranks: Vec<_> =
-            mock.seen().iter().map(|s| s.body["data_parallel_rank"].as_u64().unwrap()).collect();
+        let mut ranks: Vec<_> = mock
+            .seen()
+            .iter()
+            .map(|s| s.body["data_parallel_rank"].as_u64().unwrap())
+            .collect();
         ranks.sort_unstable();
         assert_eq!(ranks, [0, 1, 2]);
         assert!(
-            mock.seen().iter().all(|s| s.body["data_parallel_rank"] == s.body["routed_dp_rank"])
+            mock.seen()
+                .iter()
+                .all(|s| s.body["data_parallel_rank"] == s.body["routed_dp_rank"])
         );
     })
     .await;
@@ -370,9 +441,16 @@ async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
             before.swap(now, std::sync::atomic::Ordering::SeqCst) == now
         })
         .await;
-        assert!(mock.flooded() < 64 << 20, "{} bytes went somewhere", mock.flooded());
+        assert!(
+            mock.flooded() < 64 << 20,
+            "{} bytes went somewhere",
+            mock.flooded()
+        );
         drop(client);
-        eventually("the worker's connection is closed", || async { mock.cancelled() == 1 }).await;
+        eventually("the worker's connection is closed", || async {
+            mock.cancelled() == 1
+        })
+        .await;
     })
     .await;
 }
@@ -383,12 +461,21 @@ async fn a_retry_avoids_the_worker_that_failed_even_if_the_policy_prefers_it() {
         let (mut a, mut b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &["--policy", "cache_aware"]).await;
         assert_eq!(router.chat().await.status, 200);
-        let (holder, other) = if a.count() == 1 { (&mut a, &b) } else { (&mut b, &a) };
+        let (holder, other) = if a.count() == 1 {
+            (&mut a, &b)
+        } else {
+            (&mut b, &a)
+        };
         // It refuses once and would answer after that.
         holder.acts(&[Act::Status(503, "queue_full"), Act::Answer]);
         assert_eq!(router.chat().await.status, 200);
         assert_eq!((holder.count(), other.count()), (2, 1));
-        assert_eq!(router.metric("baton_router_retries_total{reason=\"queue_full\"}").await, 1.0);
+        assert_eq!(
+            router
+                .metric("baton_router_retries_total{reason=\"queue_full\"}")
+                .await,
+            1.0
+        );
     })
     .await;
 }
@@ -410,7 +497,9 @@ async fn requests_go_to_workers_that_serve_their_model() {
     timed(async {
         let named = |names: &[&str]| json!({"engine": "baton", "served_model_names": names});
         let a = Mock::start(&[]).await.with_info(named(&["a", "default"]));
-        let b = Mock::start(&[]).await.with_info(json!({"served_model_name": "b"}));
+        let b = Mock::start(&[])
+            .await
+            .with_info(json!({"served_model_name": "b"}));
         let router = Router::regular(&[&a, &b], &[]).await;
         let ask = async |model: &str| {
             let body = json!({"model": model, "messages": []});
@@ -423,7 +512,10 @@ async fn requests_go_to_workers_that_serve_their_model() {
             assert_eq!((a.count(), b.count()), counts, "{model}");
         }
         let reply = ask("c").await;
-        assert_eq!((reply.status, reply.code().as_str()), (404, "model_not_found"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (404, "model_not_found")
+        );
         assert_eq!(reply.json()["error"]["param"], "model");
         // A worker that names no model is sent any.
         let any = Mock::start(&[]).await;

@@ -58,7 +58,10 @@ async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
         let router = Router::regular(&[&workers[0], &workers[1]], &flags).await;
         for _ in 0..10 {
             let reply = router.chat().await;
-            assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (502, "upstream_error")
+            );
         }
         // 10 requests, 3 + 10 / 2 retries
         assert_eq!(workers[0].count() + workers[1].count(), 18);
@@ -110,7 +113,10 @@ async fn a_retry_has_what_is_left_of_the_clients_time() {
         let mut body = chat(false);
         body["deadline_ms"] = json!(9000);
         body["ttft_deadline_ms"] = json!(8000);
-        let headers = [("x-deadline-remaining-ms", "7000"), ("x-slo-ttft-ms", "6000")];
+        let headers = [
+            ("x-deadline-remaining-ms", "7000"),
+            ("x-slo-ttft-ms", "6000"),
+        ];
         let text = body.to_string();
         let asked = router.send(Method::POST, "/v1/chat/completions", &headers, &text);
         let release = async {
@@ -122,10 +128,20 @@ async fn a_retry_has_what_is_left_of_the_clients_time() {
         let (reply, ()) = tokio::join!(asked, release);
         assert_eq!(reply.status, 200);
         let first = leaving.seen()[0].clone();
-        assert_eq!(first.raw, text.as_bytes(), "the first attempt has the client's bytes");
+        assert_eq!(
+            first.raw,
+            text.as_bytes(),
+            "the first attempt has the client's bytes"
+        );
         let second = good.seen().last().unwrap().clone();
         let left = |name: &str| second.body[name].as_u64().unwrap();
-        let in_header = |name: &str| second.headers[name].to_str().unwrap().parse::<u64>().unwrap();
+        let in_header = |name: &str| {
+            second.headers[name]
+                .to_str()
+                .unwrap()
+                .parse::<u64>()
+                .unwrap()
+        };
         for (left, all) in [
             (left("deadline_ms"), 9000),
             (left("ttft_deadline_ms"), 8000),

@@ -14,8 +14,10 @@ async fn streams_finish_and_new_connections_are_refused() {
         let mut answering = client.chat(true).await;
         answering.piece().await.unwrap();
         let stopping = tokio::spawn(router.running.stop());
-        eventually("the listener is closed", || async { TcpStream::connect(addr).await.is_err() })
-            .await;
+        eventually("the listener is closed", || async {
+            TcpStream::connect(addr).await.is_err()
+        })
+        .await;
         assert!(!stopping.is_finished());
         mock.release();
         let reply = answering.read().await;

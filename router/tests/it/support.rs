@@ -34,7 +34,9 @@ pub use self::client::{Answering, Client, Reply};
 const LIMIT: Duration = Duration::from_secs(60);
 
 pub async fn timed<T>(test: impl Future<Output = T>) -> T {
-    tokio::time::timeout(LIMIT, test).await.expect("the test hangs")
+    tokio::time::timeout(LIMIT, test)
+        .await
+        .expect("the test hangs")
 }
 
 /// Wait until `is_true`, asking every few milliseconds.
@@ -146,7 +148,11 @@ impl Mock {
         let addr = listener.local_addr().expect("an address");
         let inner = Arc::new(Inner::default());
         *inner.info.lock() = json!({});
-        let mut mock = Mock { addr, inner: inner.clone(), task: None };
+        let mut mock = Mock {
+            addr,
+            inner: inner.clone(),
+            task: None,
+        };
         mock.acts(acts);
         mock.task = Some(tokio::spawn(accept(listener, inner)));
         mock
@@ -204,7 +210,10 @@ impl Mock {
 
     /// Sets its answer on a path that generates nothing.
     pub fn answers(&self, path: &'static str, status: u16, body: Value) {
-        self.inner.answers.lock().insert(path, (status, body.to_string()));
+        self.inner
+            .answers
+            .lock()
+            .insert(path, (status, body.to_string()));
     }
 
     pub fn answers_text(&self, path: &'static str, text: String) {
@@ -314,7 +323,9 @@ impl Drop for Unfinished {
 type MockBody = http_body_util::combinators::BoxBody<Bytes, std::io::Error>;
 
 fn full(text: impl Into<Bytes>) -> MockBody {
-    Full::new(text.into()).map_err(|e: Infallible| match e {}).boxed()
+    Full::new(text.into())
+        .map_err(|e: Infallible| match e {})
+        .boxed()
 }
 
 fn reset() -> std::io::Error {
@@ -410,7 +421,11 @@ async fn serve(
     }
     let act = {
         let mut acts = inner.acts.lock();
-        if acts.len() > 1 { acts.pop_front() } else { acts.front().cloned() }
+        if acts.len() > 1 {
+            acts.pop_front()
+        } else {
+            acts.front().cloned()
+        }
     };
     let stream = value["stream"] == true;
     let counted = match &act {
@@ -423,11 +438,24 @@ async fn serve(
     if drains == Some(true) {
         return Ok(error_response(503, "draining"));
     }
-    inner.seen.lock().push(Arc::new(Seen { path, headers: parts.headers, raw, body: value }));
-    let mut unfinished = Unfinished { inner: inner.clone(), is_finished: false };
+    inner.seen.lock().push(Arc::new(Seen {
+        path,
+        headers: parts.headers,
+        raw,
+        body: value,
+    }));
+    let mut unfinished = Unfinished {
+        inner: inner.clone(),
+        is_finished: false,
+    };
     let sse = |steps: Vec<Bytes>, end: End, unfinished: Unfinished| {
         let steps = steps.into();
-        let script = Script { steps, end, unfinished, gate: None };
+        let script = Script {
+            steps,
+            end,
+            unfinished,
+            gate: None,
+        };
         Response::builder()
             .header("content-type", "text/event-stream")
             .body(script.boxed())
@@ -486,7 +514,9 @@ async fn serve(
             sse(writes, End::Clean, unfinished)
         }
         Act::CountTo(writes, bytes, end) => {
-            let part = counted.get(writes).map(|write| &write[..bytes.min(write.len() - 1)]);
+            let part = counted
+                .get(writes)
+                .map(|write| &write[..bytes.min(write.len() - 1)]);
             let part = part.filter(|part| !part.is_empty()).map(str::to_owned);
             let steps = counted.iter().take(writes).cloned().chain(part);
             sse(steps.map(Bytes::from).collect(), end, unfinished)
@@ -601,8 +631,10 @@ impl Router {
 
     /// Prefill and decode workers, all ready; bootstrap port 8998.
     pub async fn pd(prefill: &[&Mock], decode: &[&Mock], flags: &[&str]) -> Router {
-        let (p, d): (Vec<_>, Vec<_>) =
-            (prefill.iter().map(|m| m.url()).collect(), decode.iter().map(|m| m.url()).collect());
+        let (p, d): (Vec<_>, Vec<_>) = (
+            prefill.iter().map(|m| m.url()).collect(),
+            decode.iter().map(|m| m.url()).collect(),
+        );
         let mut all = vec!["--pd-disaggregation"];
         for url in &p {
             all.extend(["--prefill", url.as_str(), "8998"]);

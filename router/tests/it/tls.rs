@@ -29,7 +29,12 @@ pub struct Identity {
 impl Identity {
     fn new(cert_pem: String, key: &KeyPair) -> Identity {
         let key_pem = key.serialize_pem();
-        Identity { cert: TempFile::new(&cert_pem), key: TempFile::new(&key_pem), cert_pem, key_pem }
+        Identity {
+            cert: TempFile::new(&cert_pem),
+            key: TempFile::new(&key_pem),
+            cert_pem,
+            key_pem,
+        }
     }
 
     fn chain(&self) -> Vec<CertificateDer<'static>> {
@@ -53,7 +58,11 @@ impl Authority {
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let pem = params.self_signed(&key).unwrap().pem();
-        Authority { cert: TempFile::new(&pem), pem, issuer: Issuer::new(params, key) }
+        Authority {
+            cert: TempFile::new(&pem),
+            pem,
+            issuer: Issuer::new(params, key),
+        }
     }
 
     pub fn issue(&self, name: &str) -> Identity {
@@ -228,11 +237,18 @@ async fn clients_speak_https_with_the_certificate_given() {
         .await;
         let streamed = client.chat(true).await.read().await;
         assert!(streamed.text().ends_with("data: [DONE]\n\n"));
-        assert_eq!(get(&mut client, "/workers").await["total"], 1, "the connection is kept");
+        assert_eq!(
+            get(&mut client, "/workers").await["total"],
+            1,
+            "the connection is kept"
+        );
 
         let stranger = Authority::new();
         let refused = connect(&router, &stranger).await.err().unwrap();
-        assert!(refused.to_string().contains("invalid peer certificate"), "{refused}");
+        assert!(
+            refused.to_string().contains("invalid peer certificate"),
+            "{refused}"
+        );
         drop(client);
         router.running.stop().await;
     })
@@ -247,10 +263,18 @@ async fn workers_are_reached_over_mutual_tls() {
         let url = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
         let own = clients.issue("router");
         let ca = ["--worker-urls", &url, "--ca-cert-path", fleet.cert.path()];
-        let shown = ["--client-cert-path", own.cert.path(), "--client-key-path", own.key.path()];
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
         let router = Router::start(&[&ca[..], &shown[..]].concat()).await;
         router.all_ready(1).await;
-        assert_eq!(router.get("/workers").await.json()["workers"][0]["url"], url);
+        assert_eq!(
+            router.get("/workers").await.json()["workers"][0]["url"],
+            url
+        );
         assert_eq!(router.chat().await.status, 200);
         let streamed = router.post("/v1/chat/completions", &chat(true)).await;
         assert!(streamed.text().ends_with("data: [DONE]\n\n"));
@@ -282,7 +306,11 @@ async fn renewed_certificates_serve_new_connections() {
         })
         .await;
         assert!(connect(&router, &old).await.is_err());
-        assert_eq!(get(&mut before, "/health").await["status"], "ok", "the connection is kept");
+        assert_eq!(
+            get(&mut before, "/health").await["status"],
+            "ok",
+            "the connection is kept"
+        );
     })
     .await;
 }
@@ -296,7 +324,12 @@ async fn renewed_client_certificates_and_roots_reach_workers() {
         let url = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
         let own = strangers.issue("router");
         let ca = ["--worker-urls", &url, "--ca-cert-path", others.cert.path()];
-        let shown = ["--client-cert-path", own.cert.path(), "--client-key-path", own.key.path()];
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
         let router = Router::start(&[&ca[..], &shown[..]].concat()).await;
         eventually("a probe failed", || async {
             let probes = "baton_router_health_probes_total{result=\"bad\"";
@@ -317,7 +350,10 @@ async fn renewed_client_certificates_and_roots_reach_workers() {
 async fn reason(flags: &[&str]) -> String {
     let router = Router::start(flags).await;
     eventually("a probe failed", || async {
-        router.metric("baton_router_health_probes_total{result=\"bad\"").await > 0.0
+        router
+            .metric("baton_router_health_probes_total{result=\"bad\"")
+            .await
+            > 0.0
     })
     .await;
     let answer = router.chat().await;
@@ -331,7 +367,12 @@ async fn wrong_certificates_keep_a_worker_out() {
         let mock = Mock::start(&[]).await;
         let (fleet, clients) = (Authority::new(), Authority::new());
         let own = clients.issue("router");
-        let shown = ["--client-cert-path", own.cert.path(), "--client-key-path", own.key.path()];
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
         let right = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
         let misnamed = encrypted(mock.addr, &fleet.issue("elsewhere"), Some(&clients)).await;
         let of_fleet = ["--ca-cert-paths", fleet.cert.path()];
@@ -357,20 +398,46 @@ async fn unusable_tls_files_end_the_start() {
         let empty = TempFile::new("");
         let (cert, key) = (own.cert.path(), own.key.path());
         for (flags, part) in [
-            (["--tls-cert-path", "/nowhere", "--tls-key-path", key], "--tls-cert-path /nowhere: "),
-            (["--tls-cert-path", empty.path(), "--tls-key-path", key], "holds no certificate"),
-            (["--tls-cert-path", cert, "--tls-key-path", cert], "unencrypted private key"),
-            (["--tls-cert-path", cert, "--tls-key-path", other.key.path()], "--tls-key-path"),
-            (["--ca-cert-paths", key, "--log-level", "info"], "--ca-cert-paths"),
-            (["--worker-urls", "https://a:1", "--log-level", "info"], "--ca-cert-paths"),
+            (
+                ["--tls-cert-path", "/nowhere", "--tls-key-path", key],
+                "--tls-cert-path /nowhere: ",
+            ),
+            (
+                ["--tls-cert-path", empty.path(), "--tls-key-path", key],
+                "holds no certificate",
+            ),
+            (
+                ["--tls-cert-path", cert, "--tls-key-path", cert],
+                "unencrypted private key",
+            ),
+            (
+                ["--tls-cert-path", cert, "--tls-key-path", other.key.path()],
+                "--tls-key-path",
+            ),
+            (
+                ["--ca-cert-paths", key, "--log-level", "info"],
+                "--ca-cert-paths",
+            ),
+            (
+                ["--worker-urls", "https://a:1", "--log-level", "info"],
+                "--ca-cert-paths",
+            ),
         ] {
             let text = refused_start(&flags).await;
             assert!(text.contains(part), "{flags:?}: {text}");
         }
         let router = Router::start(&[]).await;
-        let reply = router.post("/workers", &json!({"url": "https://a:1"})).await;
+        let reply = router
+            .post("/workers", &json!({"url": "https://a:1"}))
+            .await;
         assert_eq!(reply.code(), "invalid_value");
-        assert!(reply.text().contains("start the router with --ca-cert-paths"), "{}", reply.text());
+        assert!(
+            reply
+                .text()
+                .contains("start the router with --ca-cert-paths"),
+            "{}",
+            reply.text()
+        );
     })
     .await;
 }

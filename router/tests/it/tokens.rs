@@ -12,7 +12,10 @@ fn repository() -> PathBuf {
 }
 
 fn demo() -> String {
-    repository().join("engine/baton/models/demo").display().to_string()
+    repository()
+        .join("engine/baton/models/demo")
+        .display()
+        .to_string()
 }
 
 /// The demo model's golden cases.
@@ -44,7 +47,11 @@ async fn ids_go_only_to_workers_that_would_have_made_the_same() {
             assert_eq!(reply.status, 200);
         }
         let sent = case["body"].to_string();
-        let with_ids = format!("{},\"input_ids\":{}}}", &sent[..sent.len() - 1], case["ids"]);
+        let with_ids = format!(
+            "{},\"input_ids\":{}}}",
+            &sent[..sent.len() - 1],
+            case["ids"]
+        );
         assert_eq!(same.seen()[0].raw, with_ids);
         assert_eq!(another.seen()[0].raw, sent);
         assert_eq!(foreign.seen()[0].raw, sent);
@@ -139,5 +146,8 @@ async fn prompts_that_cannot_be_tokenized_are_sent_all_the_same() {
 #[tokio::test]
 async fn without_a_tokenizer_there_the_router_does_not_start() {
     let text = refused_start(&["--model-path", "some-lab/some-model"]).await;
-    assert!(text.contains("--model-path some-lab/some-model: not a directory"), "{text}");
+    assert!(
+        text.contains("--model-path some-lab/some-model: not a directory"),
+        "{text}"
+    );
 }

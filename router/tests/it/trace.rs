@@ -55,7 +55,10 @@ fn fields(mut message: &[u8]) -> Vec<(u64, Vec<u8>)> {
 
 fn all(message: &[u8], number: u64) -> Vec<Vec<u8>> {
     let fields = fields(message).into_iter();
-    fields.filter(|(field, _)| *field == number).map(|(_, bytes)| bytes).collect()
+    fields
+        .filter(|(field, _)| *field == number)
+        .map(|(_, bytes)| bytes)
+        .collect()
 }
 
 #[derive(Debug, Clone)]
@@ -74,7 +77,10 @@ fn hex(bytes: &[u8]) -> String {
 
 fn spans(request: &[u8]) -> Vec<Got> {
     let inside = |messages: Vec<Vec<u8>>, number| -> Vec<Vec<u8>> {
-        messages.iter().flat_map(|message| all(message, number)).collect()
+        messages
+            .iter()
+            .flat_map(|message| all(message, number))
+            .collect()
     };
     let spans = inside(inside(all(request, 1), 2), 2);
     spans
@@ -122,7 +128,10 @@ impl Collector {
     }
 
     async fn until(&self, spans: usize) -> Vec<Got> {
-        eventually("all spans came", || async { self.got.lock().len() >= spans }).await;
+        eventually("all spans came", || async {
+            self.got.lock().len() >= spans
+        })
+        .await;
         self.got.lock().clone()
     }
 }
@@ -142,7 +151,10 @@ async fn collect(
         ("application/x-protobuf", "/v1/traces") => body,
         ("application/grpc", "/opentelemetry.proto.collector.trace.v1.TraceService/Export") => {
             assert_eq!(head.headers["te"], "trailers");
-            assert_eq!(u32::from_be_bytes(body[1..5].try_into().unwrap()) as usize, body.len() - 5);
+            assert_eq!(
+                u32::from_be_bytes(body[1..5].try_into().unwrap()) as usize,
+                body.len() - 5
+            );
             trailers.insert("grpc-status", "0".parse().unwrap());
             body.slice(5..)
         }
@@ -151,7 +163,10 @@ async fn collect(
     got.lock().extend(spans(&message));
     let frames = match trailers.is_empty() {
         true => vec![],
-        false => vec![Ok(Frame::data(Bytes::from_static(&[0; 5]))), Ok(Frame::trailers(trailers))],
+        false => vec![
+            Ok(Frame::data(Bytes::from_static(&[0; 5]))),
+            Ok(Frame::trailers(trailers)),
+        ],
     };
     let body = StreamBody::new(futures_util::stream::iter(frames));
     let answer = Response::builder().header("content-type", kind).body(body);
@@ -163,13 +178,18 @@ async fn one_trace_goes_from_the_client_through_the_router_to_both_workers() {
     timed(async {
         let collector = Collector::start().await;
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
-        for endpoint in [collector.addr.to_string(), format!("http://{}", collector.addr)] {
+        for endpoint in [
+            collector.addr.to_string(),
+            format!("http://{}", collector.addr),
+        ] {
             collector.got.lock().clear();
             let flags = ["--enable-trace", "--otlp-traces-endpoint", &endpoint];
             let router = Router::pd(&[&p], &[&d], &flags).await;
             let headers = [("traceparent", PARENT), ("tracestate", "a=b")];
             let body = chat(true).to_string();
-            let reply = router.send(Method::POST, "/v1/chat/completions", &headers, &body).await;
+            let reply = router
+                .send(Method::POST, "/v1/chat/completions", &headers, &body)
+                .await;
             assert_eq!(reply.status, 200);
             let got = collector.until(4).await;
             assert_eq!(got.len(), 4, "{got:?}");
@@ -189,7 +209,9 @@ async fn one_trace_goes_from_the_client_through_the_router_to_both_workers() {
             }
             assert_eq!(named("decide").parent, request.id);
             assert_eq!(
-                router.metric("baton_router_trace_spans_total{result=\"exported\"}").await,
+                router
+                    .metric("baton_router_trace_spans_total{result=\"exported\"}")
+                    .await,
                 4.0
             );
         }
@@ -201,11 +223,18 @@ async fn one_trace_goes_from_the_client_through_the_router_to_both_workers() {
         let unsampled = PARENT.replace("-01", "-00");
         for header in [unsampled.as_str(), PARENT] {
             let headers = [("traceparent", header)];
-            router.send(Method::POST, "/generate", &headers, "{\"text\":\"a\"}").await;
+            router
+                .send(Method::POST, "/generate", &headers, "{\"text\":\"a\"}")
+                .await;
         }
         assert_eq!(collector.until(4).await.len(), 4);
         let seen = &d.seen()[d.count() - 2];
-        assert!(seen.headers["traceparent"].to_str().unwrap().ends_with("-00"));
+        assert!(
+            seen.headers["traceparent"]
+                .to_str()
+                .unwrap()
+                .ends_with("-00")
+        );
     })
     .await;
 }

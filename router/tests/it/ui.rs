@@ -34,7 +34,11 @@ impl Page {
         let mut client = Client::connect(router.running.addr).await;
         let answering = client.send(Method::GET, "/ui/feed", &[], "").await;
         assert_eq!(answering.response.status(), 200);
-        Page { answering, text: String::new(), _client: client }
+        Page {
+            answering,
+            text: String::new(),
+            _client: client,
+        }
     }
 
     /// `None` when the stream has ended.
@@ -96,13 +100,23 @@ async fn files_have_their_type_and_a_policy_without_other_origins() {
             assert_eq!((head.status, head.body.len()), (200, 0), "{path}");
         }
         let moved = router.get("/ui").await;
-        assert_eq!((moved.status, moved.headers["location"].to_str().unwrap()), (308, "ui/"));
+        assert_eq!(
+            (moved.status, moved.headers["location"].to_str().unwrap()),
+            (308, "ui/")
+        );
         for path in ["/ui/nothing.js", "/ui/..", "/ui/..%2fCargo.toml"] {
             let reply = router.send(Method::GET, path, &[], "").await;
-            assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"), "{path}");
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (404, "not_found"),
+                "{path}"
+            );
         }
         let posted = router.send(Method::POST, "/ui/", &[], "").await;
-        assert_eq!((posted.status, posted.code().as_str()), (405, "method_not_allowed"));
+        assert_eq!(
+            (posted.status, posted.code().as_str()),
+            (405, "method_not_allowed")
+        );
     })
     .await;
 }
@@ -237,7 +251,10 @@ async fn failed_transfers_are_counted_for_their_pair() {
         assert_eq!(router.chat().await.status, 200, "the second attempt");
         let snapshot = Page::open(&router).await.snapshot().await.unwrap();
         let pair = &snapshot["pairs"][0];
-        assert_eq!((&pair["requests"], &pair["failures"]), (&json!(1), &json!(1)));
+        assert_eq!(
+            (&pair["requests"], &pair["failures"]),
+            (&json!(1), &json!(1))
+        );
         assert_eq!(pair["last_failure"], "kv_transfer_failed");
     })
     .await;
@@ -253,15 +270,24 @@ async fn pages_beyond_the_limit_are_refused_and_places_are_free_when_pages_leave
         }
         assert_eq!(router.metric(LISTENING).await, MOST_PAGES as f64);
         let refused = router.get("/ui/feed").await;
-        assert_eq!((refused.status, refused.code().as_str()), (503, "feed_full"));
+        assert_eq!(
+            (refused.status, refused.code().as_str()),
+            (503, "feed_full")
+        );
         assert!(refused.headers.contains_key("retry-after"));
         // Each page gets the shared snapshots.
-        let first = pages[0].snapshot().await.unwrap()["at_unix_ms"].as_u64().unwrap();
+        let first = pages[0].snapshot().await.unwrap()["at_unix_ms"]
+            .as_u64()
+            .unwrap();
         for page in &mut pages {
-            page.until(|snapshot| snapshot["at_unix_ms"].as_u64().unwrap() >= first).await;
+            page.until(|snapshot| snapshot["at_unix_ms"].as_u64().unwrap() >= first)
+                .await;
         }
         drop(pages);
-        eventually("all places are free", || async { router.metric(LISTENING).await == 0.0 }).await;
+        eventually("all places are free", || async {
+            router.metric(LISTENING).await == 0.0
+        })
+        .await;
         assert!(Page::open(&router).await.snapshot().await.is_some());
     })
     .await;

@@ -9,22 +9,33 @@ use crate::support::{Mock, Router, timed};
 async fn models_of_all_workers_are_one_list() {
     timed(async {
         let model = |id: &str| json!({"id": id, "object": "model", "owned_by": "x"});
-        let (a, b, broken) =
-            (Mock::start(&[]).await, Mock::start(&[]).await, Mock::start(&[]).await);
+        let (a, b, broken) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        );
         a.answers(
             "/v1/models",
             200,
             json!({"object": "list", "data": [model("m"), model("lora")]}),
         );
-        b.answers("/v1/models", 200, json!({"object": "list", "data": [model("m"), model("n")]}));
+        b.answers(
+            "/v1/models",
+            200,
+            json!({"object": "list", "data": [model("m"), model("n")]}),
+        );
         broken.answers("/v1/models", 500, json!({"error": "x"}));
         let router = Router::regular(&[&a, &b, &broken], &[]).await;
         let list = router.get("/v1/models").await;
         assert_eq!(list.status, 200);
         let list = list.json();
         assert_eq!(list["object"], "list");
-        let mut ids: Vec<_> =
-            list["data"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
+        let mut ids: Vec<_> = list["data"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|m| m["id"].as_str().unwrap())
+            .collect();
         ids.sort_unstable();
         assert_eq!(ids, ["lora", "m", "n"]);
         // No worker has a list: the first one's own error.
@@ -39,7 +50,11 @@ async fn models_of_all_workers_are_one_list() {
 #[tokio::test]
 async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
     timed(async {
-        let (p, d1, d2) = (Mock::start(&[]).await, Mock::start(&[]).await, Mock::start(&[]).await);
+        let (p, d1, d2) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        );
         let unknown = json!({"error": {"code": "not_found", "message": "no such request"}});
         let path = "/v1/requests/r-1/suspend";
         for mock in [&p, &d1, &d2] {
@@ -51,7 +66,10 @@ async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
         assert!(reply.text().contains("r-1"), "{}", reply.text());
         d2.answers(path, 200, json!({"rid": "r-1", "suspended": 1}));
         let reply = router.post(path, &json!({})).await;
-        assert_eq!((reply.status, reply.json()["suspended"].clone()), (200, json!(1)));
+        assert_eq!(
+            (reply.status, reply.json()["suspended"].clone()),
+            (200, json!(1))
+        );
         d2.answers(
             path,
             409,
@@ -92,11 +110,18 @@ async fn an_abort_reaches_every_worker_of_both_roles() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         for mock in [&p, &d] {
-            mock.answers("/abort_request", 200, json!({"success": true, "aborted": 1}));
+            mock.answers(
+                "/abort_request",
+                200,
+                json!({"success": true, "aborted": 1}),
+            );
         }
         let router = Router::pd(&[&p], &[&d], &[]).await;
         let reply = router.post("/abort_request", &json!({"rid": "r-1"})).await;
-        assert_eq!((reply.status, reply.json()["ok"].clone()), (200, json!(true)));
+        assert_eq!(
+            (reply.status, reply.json()["ok"].clone()),
+            (200, json!(true))
+        );
         for mock in [&p, &d] {
             let answer = reply.json()["workers"][mock.url()]["answer"].clone();
             assert_eq!(answer["aborted"], 1, "{answer}");
@@ -121,13 +146,19 @@ async fn refusal_of_all_workers_is_answered_with_their_error() {
         // Workers that disagree, and a refusal that concerns the router's own key.
         b.answers(path, 500, json!({"error": "text"}));
         let reply = router.post(path, &json!({})).await;
-        assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
         assert!(reply.text().contains("2 of 2 workers"), "{}", reply.text());
         for mock in [&a, &b] {
             mock.answers(path, 401, json!({"error": error}));
         }
         let reply = router.post(path, &json!({})).await;
-        assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
     })
     .await;
 }

@@ -36,7 +36,9 @@ async fn is_out(router: &Router, mock: &str) {
     eventually("the worker is out", || async {
         let list = router.get("/workers").await.json();
         let workers = list["workers"].as_array().cloned().unwrap();
-        workers.iter().any(|w| w["url"] == mock && w["state"] == "unhealthy")
+        workers
+            .iter()
+            .any(|w| w["url"] == mock && w["state"] == "unhealthy")
     })
     .await;
 }
@@ -45,7 +47,9 @@ async fn is_out(router: &Router, mock: &str) {
 async fn interrupted_streams_are_resumed_in_turns_whatever_the_budget() {
     timed(async {
         let p = Mock::start(&[]).await.with_info(resumes());
-        let dying = Mock::start(&[Act::CountTo(2, 0, End::Hang)]).await.with_info(resumes());
+        let dying = Mock::start(&[Act::CountTo(2, 0, End::Hang)])
+            .await
+            .with_info(resumes());
         let mut flags = WAIT.to_vec();
         flags.extend(["--failover-concurrency", "1", "--retry-budget-floor", "0"]);
         flags.extend(["--retry-budget-ratio", "0", "--retry-max-retries", "2"]);
@@ -83,7 +87,9 @@ async fn interrupted_streams_are_resumed_in_turns_whatever_the_budget() {
 async fn a_killed_decode_worker_that_returns_resumes_its_own_stream() {
     timed(async {
         let p = Mock::start(&[]).await.with_info(resumes());
-        let d = Mock::start(&[Act::CountTo(3, 9, End::Hang)]).await.with_info(resumes());
+        let d = Mock::start(&[Act::CountTo(3, 9, End::Hang)])
+            .await
+            .with_info(resumes());
         let router = Router::pd(&[&p], &[&d], &WAIT).await;
         let stream = begin(&router, true).await;
         let (url, addr) = (d.url(), d.stop().await);
@@ -93,7 +99,10 @@ async fn a_killed_decode_worker_that_returns_resumes_its_own_stream() {
         let left = begin(&router, false).await;
         eventually("both wait", || async { router.metric(QUEUED).await == 2.0 }).await;
         left.abort();
-        eventually("one has left", || async { router.metric(QUEUED).await == 1.0 }).await;
+        eventually("one has left", || async {
+            router.metric(QUEUED).await == 1.0
+        })
+        .await;
         let back = Mock::at(addr, &[Act::Count]).await.with_info(resumes());
         assert_eq!(stream.await.unwrap(), whole());
         assert!(new.await.unwrap().contains("w5"));
@@ -126,7 +135,9 @@ async fn request_is_refused_without_a_place_in_the_queue_or_a_known_worker() {
 async fn prefill_worker_that_dies_while_its_stream_decodes_changes_nothing() {
     timed(async {
         let p = Mock::start(&[Act::Hang]).await.with_info(resumes());
-        let d = Mock::start(&[Act::CountTo(2, 0, End::Gate)]).await.with_info(resumes());
+        let d = Mock::start(&[Act::CountTo(2, 0, End::Gate)])
+            .await
+            .with_info(resumes());
         let router = Router::pd(&[&p], &[&d], &WAIT).await;
         let stream = begin(&router, true).await;
         let url = p.url();

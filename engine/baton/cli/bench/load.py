@@ -66,12 +66,20 @@ def prompts(work: Work, seed: int) -> list[list[int]]:
     """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
     shared = random.Random(0)
     own = random.Random(seed)
-    start = [shared.randrange(FIRST_ID, LAST_ID) for _ in range(min(work.shared_tokens, work.prompt_tokens))]
+    start = [
+        shared.randrange(FIRST_ID, LAST_ID)
+        for _ in range(min(work.shared_tokens, work.prompt_tokens))
+    ]
     rest = work.prompt_tokens - len(start)
-    return [start + [own.randrange(FIRST_ID, LAST_ID) for _ in range(rest)] for _ in range(work.requests)]
+    return [
+        start + [own.randrange(FIRST_ID, LAST_ID) for _ in range(rest)]
+        for _ in range(work.requests)
+    ]
 
 
-async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: Work, seed: int) -> Round:
+async def run_round(
+    session: aiohttp.ClientSession, url: str, model: str, work: Work, seed: int
+) -> Round:
     """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
     queue = prompts(work, seed)
     timings: list[Timing] = []
@@ -91,7 +99,13 @@ async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: 
 
 
 async def send(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, tokens: int, *, chat: bool = False
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: list[int] | str,
+    tokens: int,
+    *,
+    chat: bool = False,
 ) -> Timing:
     """Receive a streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
 
@@ -127,9 +141,13 @@ async def send(
     if usage.get("completion_tokens") != tokens:
         raise ValueError(f"{usage.get('completion_tokens')} tokens came, {tokens} were asked for")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Timing((first or last) - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached)
+    return Timing(
+        (first or last) - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached
+    )
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
     """Not only the role; a token may be part of a character and show nothing, then the next one counts."""
-    return bool(choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason"))
+    return bool(
+        choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason")
+    )

@@ -80,11 +80,20 @@ class Outcome(Round):
     @property
     def hit_rate(self) -> float:
         """Prompt tokens found in a cache, as the answers say."""
-        return sum(t.cached_tokens for t in self.timings) / max(sum(t.prompt_tokens for t in self.timings), 1)
+        return sum(t.cached_tokens for t in self.timings) / max(
+            sum(t.prompt_tokens for t in self.timings), 1
+        )
 
 
 async def replay(
-    session: aiohttp.ClientSession, url: str, model: str, work: list[Ask], *, scale: int, chat: bool, hold_turns: bool
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    work: list[Ask],
+    *,
+    scale: int,
+    chat: bool,
+    hold_turns: bool,
 ) -> Outcome:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
     tasks: list[asyncio.Task[None]] = []
@@ -97,7 +106,10 @@ async def replay(
         try:
             if hold_turns and ask.continues is not None:
                 await asyncio.wait([tasks[ask.continues]])
-            prompt, answer = prompt_text(ask.request, scale), scaled(ask.request.output_length, scale)
+            prompt, answer = (
+                prompt_text(ask.request, scale),
+                scaled(ask.request.output_length, scale),
+            )
             timings.append(await send(session, url, model, prompt, answer, chat=chat))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")
@@ -123,13 +135,21 @@ async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     except ValueError:
         return []
     found = body.get("workers", []) if isinstance(body, dict) else []
-    return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
+    return [
+        w["url"].partition("@")[0]
+        for w in found
+        if isinstance(w, dict) and isinstance(w.get("url"), str)
+    ]
 
 
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
     """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
     pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
-    counts = {url: _REQUESTS.findall(page) for url, page in pages.items() if b"baton_http_requests" in page}
+    counts = {
+        url: _REQUESTS.findall(page)
+        for url, page in pages.items()
+        if b"baton_http_requests" in page
+    }
     return {url: int(sum(map(float, values))) for url, values in counts.items()}
 
 
@@ -151,7 +171,9 @@ def report(outcome: Outcome, split: dict[str, int]) -> str:
     if outcome.failures:
         lines.append(f"first failure: {outcome.failures[0]}")
     if outcome.late_secs > 0.1:
-        lines.append(f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send slower")
+        lines.append(
+            f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send slower"
+        )
     if outcome.timings:
         lines += ["", HEAD]
         for name, values in rows(outcome).items():
@@ -160,7 +182,9 @@ def report(outcome: Outcome, split: dict[str, int]) -> str:
         lines += ["", f"prompt tokens {asked}, of them cached {outcome.hit_rate:.3f}"]
     if split:
         mean = sum(split.values()) / len(split)
-        lines.append(f"requests per worker, the most over the mean {max(split.values()) / max(mean, 1e-9):.2f}:")
+        lines.append(
+            f"requests per worker, the most over the mean {max(split.values()) / max(mean, 1e-9):.2f}:"
+        )
         lines += [f"  {url}  {count}" for url, count in split.items()]
     return "\n".join(lines)
 

@@ -67,8 +67,13 @@ def table(arms: Sequence[Arm]) -> str:
     for arm in arms[1:]:
         line = f"{arm.name[:13]:<13} / first"
         for _, value in COLUMNS:
-            ratios = [value(mine) / value(base) for mine, base in zip(arm.rounds, arms[0].rounds, strict=True)]
-            line += f"{f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]':>20}"
+            ratios = [
+                value(mine) / value(base)
+                for mine, base in zip(arm.rounds, arms[0].rounds, strict=True)
+            ]
+            line += (
+                f"{f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]':>20}"
+            )
         lines.append(line)
     return "\n".join(lines)
 
@@ -79,7 +84,10 @@ ROUNDS: dict[str, tuple[Any, str]] = {
 }
 TRACE: dict[str, tuple[Any, str]] = {
     "speed": (1.0, "let requests arrive this many times faster than recorded"),
-    "rate": (0.0, "instead of --speed: rescale arrivals to this mean rate; 0: as recorded [requests/s]"),
+    "rate": (
+        0.0,
+        "instead of --speed: rescale arrivals to this mean rate; 0: as recorded [requests/s]",
+    ),
     "limit": (0, "use only the first so many requests of the trace; 0: all"),
     "length_scale": (1, "let one token stand for this many of the trace (a divisor of 512)"),
     "timeout_secs": (600.0, "give up on a request after this long [s]"),
@@ -88,18 +96,29 @@ TRACE: dict[str, tuple[Any, str]] = {
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed."
+    about = (
+        "Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed."
+    )
     parser = argparse.ArgumentParser(prog="baton bench", description=about, allow_abbrev=False)
     parser.add_argument(
-        "--url", action="append", default=[], help="server to measure; repeat to compare (default: start two)"
+        "--url",
+        action="append",
+        default=[],
+        help="server to measure; repeat to compare (default: start two)",
     )
-    parser.add_argument("--model-path", default="demo", help="for the servers started here (default: demo)")
+    parser.add_argument(
+        "--model-path", default="demo", help="for the servers started here (default: demo)"
+    )
     _add(parser.add_argument_group("rounds of equal requests"), ROUNDS)
     group = parser.add_argument_group("a trace, against --url")
-    group.add_argument("--trace", help="trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton")
+    group.add_argument(
+        "--trace", help="trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton"
+    )
     _add(group, TRACE)
     group.add_argument(
-        "--hold-turns", action="store_true", help="a request that continues another waits until that one is answered"
+        "--hold-turns",
+        action="store_true",
+        help="a request that continues another waits until that one is answered",
     )
     group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
     group.add_argument("--json", metavar="FILE", help="write the results to this file too")
@@ -110,7 +129,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"{flag_name(name)} means nothing {why} --trace; leave it out")
     for name, (default, _) in {**ROUNDS, **TRACE}.items():
         setattr(options, name, getattr(options, name, default))
-    for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
+    for name in (
+        "rounds",
+        "requests",
+        "concurrency",
+        "prompt_tokens",
+        "output_tokens",
+        "length_scale",
+    ):
         if getattr(options, name) < 1:
             parser.error(f"{flag_name(name)} {getattr(options, name)}: must be at least 1")
     for name in ("speed", "timeout_secs"):
@@ -141,9 +167,13 @@ def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
     started = []
     for name, flags in BUILT_IN:
-        plan = local_cluster.parse([*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"])
+        plan = local_cluster.parse(
+            [*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"]
+        )
         log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        cluster = local_cluster.LocalCluster(plan, log_dir, lambda text: print(f"  {text}", flush=True))
+        cluster = local_cluster.LocalCluster(
+            plan, log_dir, lambda text: print(f"  {text}", flush=True)
+        )
         stack.push_async_callback(cluster.stop)
         print(f"starting {name}", flush=True)
         await cluster.start()
@@ -159,7 +189,9 @@ def _session(timeout_secs: float) -> aiohttp.ClientSession:
 async def _bench(options: argparse.Namespace) -> int:
     work = Work(**{f.name: getattr(options, f.name) for f in fields(Work)})
     async with AsyncExitStack() as stack:
-        named = [(url, url) for url in options.url] or await _start_built_in(stack, options.model_path)
+        named = [(url, url) for url in options.url] or await _start_built_in(
+            stack, options.model_path
+        )
         arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
         session = await stack.enter_async_context(_session(600))
         for number in range(-1, options.rounds):
@@ -183,7 +215,9 @@ async def _bench(options: argparse.Namespace) -> int:
 async def _replay(options: argparse.Namespace) -> int:
     trace = traces.read(traces.locate(options.trace), options.limit or None)
     recorded = traces.arrivals(trace)[-1]
-    factor = len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
+    factor = (
+        len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
+    )
     work = replay.asks(trace, factor)
     held = "; turns wait for the answer before" if options.hold_turns else ""
     print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
@@ -201,7 +235,9 @@ async def _replay(options: argparse.Namespace) -> int:
             print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
             results.append({"url": url, **replay.as_json(outcome, split)})
     if options.json:
-        Path(options.json).write_text(json.dumps({"options": vars(options), "results": results}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"options": vars(options), "results": results}, indent=1) + "\n"
+        )
     return 1 if any(result["failures"] for result in results) else 0
 
 

@@ -61,7 +61,9 @@ Find = Callable[[View], Iterable[CheckResult]]
 Check = Callable[[View], list[CheckResult]]
 
 
-def add_check(checks: list[Check[View]], name: str, *, shows_all: bool = False) -> Callable[[Find[View]], Check[View]]:
+def add_check(
+    checks: list[Check[View]], name: str, *, shows_all: bool = False
+) -> Callable[[Find[View]], Check[View]]:
     """Add the decorated function to `checks`. Its results get the name and, unless `shows_all`, are merged.
 
     So a check yields each problem, then what is well without any, then why it is skipped without either.
@@ -89,7 +91,12 @@ def exit_code(results: Iterable[CheckResult]) -> int:
     return 2 if CheckStatus.FAIL in statuses else 1 if CheckStatus.WARN in statuses else 0
 
 
-COLORS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIP: "2"}
+COLORS = {
+    CheckStatus.OK: "32",
+    CheckStatus.WARN: "33",
+    CheckStatus.FAIL: "31",
+    CheckStatus.SKIP: "2",
+}
 
 
 def render_text(results: Sequence[CheckResult], *, is_colored: bool) -> str:
@@ -112,4 +119,7 @@ def summary(results: Iterable[CheckResult]) -> str:
 
 
 def render_json(results: Sequence[CheckResult]) -> str:
-    return json.dumps({"exit_code": exit_code(results), "checks": [asdict(result) for result in results]}, indent=1)
+    return json.dumps(
+        {"exit_code": exit_code(results), "checks": [asdict(result) for result in results]},
+        indent=1,
+    )

@@ -70,13 +70,21 @@ class HttpClient:
     def get(self, url: str, key: str | None = None) -> HttpAnswer:
         return self._ask(urllib.request.Request(url), key)
 
-    def post(self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float) -> HttpAnswer:
+    def post(
+        self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float
+    ) -> HttpAnswer:
         data = json.dumps(body).encode()
-        return self._ask(urllib.request.Request(url, data, {"content-type": "application/json"}), key, timeout_secs)
+        return self._ask(
+            urllib.request.Request(url, data, {"content-type": "application/json"}),
+            key,
+            timeout_secs,
+        )
 
     def lines(self, url: str, key: str | None = None) -> Iterator[str]:
         """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while."""
-        request = urllib.request.Request(url, headers={} if key is None else {"authorization": f"Bearer {key}"})
+        request = urllib.request.Request(
+            url, headers={} if key is None else {"authorization": f"Bearer {key}"}
+        )
         try:
             with self._opener.open(request, timeout=TIMEOUT_SECS) as response:
                 for line in response:
@@ -89,18 +97,27 @@ class HttpClient:
             raise StreamEnded(0, _reason(err)) from err
         raise StreamEnded(0, "the stream ended")
 
-    def _ask(self, request: urllib.request.Request, key: str | None, timeout_secs: float = TIMEOUT_SECS) -> HttpAnswer:
+    def _ask(
+        self, request: urllib.request.Request, key: str | None, timeout_secs: float = TIMEOUT_SECS
+    ) -> HttpAnswer:
         if key is not None:
             request.add_header("authorization", f"Bearer {key}")
         began = time.time()
         try:
             with self._opener.open(request, timeout=timeout_secs) as response:
                 text = response.read().decode(errors="replace")
-                return HttpAnswer(response.status, text, "", _offset(response.headers.get("date"), began))
+                return HttpAnswer(
+                    response.status, text, "", _offset(response.headers.get("date"), began)
+                )
         except urllib.error.HTTPError as err:
             with err:
                 text = err.read().decode(errors="replace")
-            return HttpAnswer(err.code, text, _error_message(text, err.code), _offset(err.headers.get("date"), began))
+            return HttpAnswer(
+                err.code,
+                text,
+                _error_message(text, err.code),
+                _offset(err.headers.get("date"), began),
+            )
         except (OSError, ValueError, http.client.HTTPException) as err:  # URLError is an OSError
             return HttpAnswer(0, "", _reason(err), None)
 
@@ -143,7 +160,9 @@ def parse_metrics(text: str) -> list[MetricSample]:
     found = []
     for match in filter(None, map(_SAMPLE.match, text.splitlines())):
         with contextlib.suppress(ValueError):
-            found.append(MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])))
+            found.append(
+                MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
+            )
     return found
 
 

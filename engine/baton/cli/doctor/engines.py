@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from baton.cli.doctor import host
-from baton.cli.doctor.check import Check, CheckResult, add_check, fail, is_problem, merge, ok, run_checks, skip, warn
+from baton.cli.doctor.check import (
+    Check,
+    CheckResult,
+    add_check,
+    fail,
+    is_problem,
+    merge,
+    ok,
+    run_checks,
+    skip,
+    warn,
+)
 from baton.cli.doctor.fleet import EngineView, FleetView
 from baton.config import UNSPECIFIED_HOSTS, is_loopback
 
@@ -18,10 +29,14 @@ def check_engines_reachable(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         seen = engine.worker.get("state")
         if engine.is_unreachable and seen == "ready":
-            sentence = f"{engine.label} does not answer here ({engine.problem}), but the router reaches it"
+            sentence = (
+                f"{engine.label} does not answer here ({engine.problem}), but the router reaches it"
+            )
             yield warn(sentence, RUN_NEARER)
         elif engine.is_unreachable:
-            sentence = f"{engine.label} does not answer: {engine.problem}; the router has it as {seen}"
+            sentence = (
+                f"{engine.label} does not answer: {engine.problem}; the router has it as {seen}"
+            )
             yield fail(sentence, "restart it; its log and its supervisor say why it ended")
         elif engine.problem:
             remedy = "give the engines' key with --api-key or BATON_API_KEY"
@@ -48,9 +63,13 @@ def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
             sentence = f"{engine.label} is draining with {left}: it gets no new ones"
             yield warn(sentence, "wait, then stop it; or take it back into service")
         elif own in ("starting", "loading"):
-            yield warn(f"{engine.label} loads its model{because}", "wait; its log shows the progress")
+            yield warn(
+                f"{engine.label} loads its model{because}", "wait; its log shows the progress"
+            )
         elif seen != "ready":
-            yield fail(f"{engine.label} is {seen} for the router{because}", "its /readyz and log say why")
+            yield fail(
+                f"{engine.label} is {seen} for the router{because}", "its /readyz and log say why"
+            )
         elif engine.worker.get("circuit") not in (None, "closed"):
             sentence = f"the router's circuit of {engine.label} is {engine.worker['circuit']}: its requests failed"
             yield warn(sentence, "look at baton_router_upstream_errors_total and the engine's log")
@@ -59,13 +78,23 @@ def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
 
 @add_check(ENGINE_CHECKS, "engine.versions")
 def check_engine_versions(view: FleetView) -> Iterator[CheckResult]:
-    members = [(str(engine.info.get("version")), engine.label) for engine in view.engines if engine.is_baton]
-    members += [(router.version, f"router {router.url}") for router in view.routers if router.version is not None]
+    members = [
+        (str(engine.info.get("version")), engine.label)
+        for engine in view.engines
+        if engine.is_baton
+    ]
+    members += [
+        (router.version, f"router {router.url}")
+        for router in view.routers
+        if router.version is not None
+    ]
     by_version: dict[str, list[str]] = {}
     for version, label in members:
         by_version.setdefault(version, []).append(label)
     if len(by_version) > 1:
-        listed = "; ".join(f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items()))
+        listed = "; ".join(
+            f"{version}: {', '.join(labels[:4])}" for version, labels in sorted(by_version.items())
+        )
         remedy = "finish the rollout; until then only nodes with equal fingerprints are paired"
         yield warn(f"{len(by_version)} versions run: {listed}", remedy)
         return
@@ -120,15 +149,24 @@ HOST_CHECKS: dict[str, Callable[[EngineView], CheckResult]] = {
 def check_engine_hosts(view: FleetView) -> Iterator[CheckResult]:
     """Limits and memory of each engine's process, as it reports them; where all are well, one is an example."""
     if not view.diagnosed:
-        reason = next((e.diagnosis_problem for e in view.engines if e.diagnosis_problem), "no engine of Baton answers")
+        reason = next(
+            (e.diagnosis_problem for e in view.engines if e.diagnosis_problem),
+            "no engine of Baton answers",
+        )
         yield skip(f"no engine reports its host: {reason}")
         return
     for name, check in HOST_CHECKS.items():
         results = []
         for engine in view.diagnosed:
             result = check(engine)
-            label = engine.label if is_problem(result) else f"all {len(view.diagnosed)}, e.g. {engine.label}"
-            results.append(CheckResult(name, result.status, f"{label}: {result.sentence}", result.remedy))
+            label = (
+                engine.label
+                if is_problem(result)
+                else f"all {len(view.diagnosed)}, e.g. {engine.label}"
+            )
+            results.append(
+                CheckResult(name, result.status, f"{label}: {result.sentence}", result.remedy)
+            )
         yield from merge(results)
 
 
@@ -136,7 +174,9 @@ def check_engine_hosts(view: FleetView) -> Iterator[CheckResult]:
 def check_engine_processors(view: FleetView) -> Iterator[CheckResult]:
     levels = sorted({str(e.facts.cpu_isa) for e in view.diagnosed if e.info.get("device") == "cpu"})
     if len(levels) > 1:
-        sentence = f"CPU engines have kernels of levels {', '.join(levels)}: bfloat16 answers may differ"
+        sentence = (
+            f"CPU engines have kernels of levels {', '.join(levels)}: bfloat16 answers may differ"
+        )
         yield warn(sentence, "use one kind of processor, or BATON_CPU_ISA with the lowest level")
     if view.diagnosed:
         yield ok(f"all engines have kernels of level {', '.join(levels) or 'of their GPU'}")
@@ -166,18 +206,29 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         if not engine.is_baton:
             continue
-        limits = {k: float(v) for k, v in engine.info.items() if k.endswith("_secs") and isinstance(v, (int, float))}
+        limits = {
+            k: float(v)
+            for k, v in engine.info.items()
+            if k.endswith("_secs") and isinstance(v, (int, float))
+        }
         drain, lease = limits.get("drain_timeout_secs", 60.0), limits.get("kv_lease_secs", 30.0)
-        request, queue = limits.get("request_timeout_secs", 1800.0), limits.get("queue_timeout_secs", 0.0)
+        request, queue = (
+            limits.get("request_timeout_secs", 1800.0),
+            limits.get("queue_timeout_secs", 0.0),
+        )
         transfer = limits.get("kv_transfer_timeout_secs", 60.0)
         if engine.role == "prefill" and drain < lease:
             text = f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: transfers would break"
-            yield warn(f"{engine.label}: {text}", "raise --drain-timeout-secs above --kv-lease-secs")
+            yield warn(
+                f"{engine.label}: {text}", "raise --drain-timeout-secs above --kv-lease-secs"
+            )
         if engine.role == "prefill" and lease < HEARTBEATS_SECS:
             text = f"it holds KV for {lease:g} s, but decode nodes may be silent for {HEARTBEATS_SECS:g} s"
             yield warn(f"{engine.label}: {text}", "raise --kv-lease-secs")
         if queue >= request:
-            text = f"--queue-timeout-secs {queue:g} is never reached: requests end after {request:g} s"
+            text = (
+                f"--queue-timeout-secs {queue:g} is never reached: requests end after {request:g} s"
+            )
             yield warn(f"{engine.label}: {text}", "lower it")
         if engine.role == "decode" and transfer >= request:
             text = f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after {request:g} s"

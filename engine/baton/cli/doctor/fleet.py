@@ -41,7 +41,10 @@ class RouterView:
 
     @property
     def version(self) -> str | None:
-        return next((s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"), None)
+        return next(
+            (s.labels.get("version") for s in self.metrics if s.name == "baton_router_build_info"),
+            None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,9 @@ class FleetKeys:
 
 
 def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> FleetView:
-    routers = in_parallel(partial(read_router, keys=keys, client=client), [url.rstrip("/") for url in urls])
+    routers = in_parallel(
+        partial(read_router, keys=keys, client=client), [url.rstrip("/") for url in urls]
+    )
     workers: dict[str, dict[str, Any]] = {}
     for router in routers:
         for worker in router.workers:
@@ -118,9 +123,13 @@ def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> Flee
     engines = in_parallel(partial(_read_engine, keys=keys, client=client), workers.items())
     prefill = [engine.bootstrap for engine in engines if engine.bootstrap]
     targets = [{"host": host_name, "port": port} for host_name, port in prefill]
-    diagnose = partial(_diagnose, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client)
+    diagnose = partial(
+        _diagnose, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client
+    )
     diagnosed = in_parallel(diagnose, engines)
-    is_unknown = any(engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed)
+    is_unknown = any(
+        engine.role == "decode" and engine.info and not engine.diagnosis for engine in diagnosed
+    )
     closed = compress(prefill, in_parallel(_is_closed, prefill)) if is_unknown else ()
     return FleetView(routers, diagnosed, frozenset(closed))
 
@@ -135,7 +144,11 @@ def _is_closed(address: tuple[str, int]) -> bool:
 
 def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     without_key = client.get(f"{url}/workers")
-    listed = without_key if without_key.is_ok or keys.control is None else client.get(f"{url}/workers", keys.control)
+    listed = (
+        without_key
+        if without_key.is_ok or keys.control is None
+        else client.get(f"{url}/workers", keys.control)
+    )
     if listed.status == 0:
         return RouterView(url, listed.problem)
     workers, problem = listed.object.get("workers"), listed.problem
@@ -153,7 +166,9 @@ def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str
     answer = client.get(f"{url}/metrics")
     if not answer.is_ok:
         return [], answer.problem
-    return parse_metrics(answer.text), "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
+    return parse_metrics(
+        answer.text
+    ), "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
 
 
 def _outer_address(url: str, client: HttpClient) -> str | None:
@@ -167,7 +182,9 @@ def _outer_address(url: str, client: HttpClient) -> str | None:
     return address if outer and client.get(f"{parts.scheme}://{address}/livez").is_ok else None
 
 
-def _read_engine(listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: HttpClient) -> EngineView:
+def _read_engine(
+    listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: HttpClient
+) -> EngineView:
     url, worker = listed
     role = str(worker.get("worker_type", "regular"))
     info = client.get(f"{url}/get_server_info")
@@ -184,7 +201,11 @@ def _read_engine(listed: tuple[str, dict[str, Any]], keys: FleetKeys, client: Ht
 
 
 def _diagnose(
-    engine: EngineView, targets: list[dict[str, Any]], challenge: str, keys: FleetKeys, client: HttpClient
+    engine: EngineView,
+    targets: list[dict[str, Any]],
+    challenge: str,
+    keys: FleetKeys,
+    client: HttpClient,
 ) -> EngineView:
     """The same engine with its diagnosis; only decode nodes are asked how they reach prefill nodes."""
     if not engine.is_baton:

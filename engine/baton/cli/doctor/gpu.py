@@ -60,23 +60,32 @@ def read_gpu_facts() -> GpuFacts | None:
         if not Path("/dev/nvidiactl").exists():
             return None
         return GpuFacts([], "", "there is /dev/nvidiactl, but no nvidia-smi in PATH")
-    code, listed, error = _run([smi, "--query-gpu=name,driver_version", "--format=csv,noheader"], SMI_SECS)
+    code, listed, error = _run(
+        [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"], SMI_SECS
+    )
     if code != 0:
         return GpuFacts([], "", (error or listed).strip()[:300] or f"nvidia-smi ended with {code}")
     rows = [line.rsplit(",", 1) for line in listed.splitlines() if "," in line]
     if not rows:
         return None
     code, shown, error = _run([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECS)
-    found = next((line.removeprefix("FOUND ") for line in shown.splitlines() if line.startswith("FOUND ")), None)
+    found = next(
+        (line.removeprefix("FOUND ") for line in shown.splitlines() if line.startswith("FOUND ")),
+        None,
+    )
     problem = "" if found else (error.strip().splitlines() or [f"it ended with {code}"])[-1]
     nvlink = _run([smi, "nvlink", "--status"], SMI_SECS)[1]
     devices = [name.strip() for name, _ in rows]
-    return GpuFacts(devices, rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink)
+    return GpuFacts(
+        devices, rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink
+    )
 
 
 def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_secs, check=False
+        )
     except subprocess.TimeoutExpired:
         return 124, "", f"{Path(command[0]).name} did not end within {timeout_secs:g} s"
     except OSError as err:
@@ -95,12 +104,21 @@ def check_driver(facts: GpuFacts) -> CheckResult:
 def check_torch(facts: GpuFacts) -> CheckResult:
     found = facts.torch
     if facts.torch_problem:
-        return fail(f"torch failed on the GPU: {facts.torch_problem}", "install torch for this driver's CUDA version")
+        return fail(
+            f"torch failed on the GPU: {facts.torch_problem}",
+            "install torch for this driver's CUDA version",
+        )
     if not found["cuda_build"]:
-        return fail("torch is a build without CUDA", "install a CUDA build of torch: pytorch.org names the index")
+        return fail(
+            "torch is a build without CUDA",
+            "install a CUDA build of torch: pytorch.org names the index",
+        )
     if not found["is_available"]:
         sentence = f"torch for CUDA {found['cuda_build']} sees no GPU with driver {facts.driver}"
-        return fail(sentence, "update the driver, or install torch for an older CUDA; look at CUDA_VISIBLE_DEVICES")
+        return fail(
+            sentence,
+            "update the driver, or install torch for an older CUDA; look at CUDA_VISIBLE_DEVICES",
+        )
     if len(found["devices"]) != len(facts.devices):
         sentence = f"torch computes on {len(found['devices'])} of {len(facts.devices)} GPUs"
         return warn(sentence, "look at CUDA_VISIBLE_DEVICES")
@@ -113,7 +131,9 @@ def check_p2p(facts: GpuFacts) -> CheckResult:
         return skip(f"torch computes on {count} GPUs: there is no pair of them")
     if blocked := facts.torch["no_peer"]:
         pairs = ", ".join(f"{i}-{j}" for i, j in blocked[:8])
-        sentence = f"{len(blocked)} pairs of GPUs reach each other through host memory only ({pairs})"
+        sentence = (
+            f"{len(blocked)} pairs of GPUs reach each other through host memory only ({pairs})"
+        )
         remedy = "nvidia-smi topo -p2p r says why; in virtual machines: turn off ACS, or pass the switch through"
         return warn(sentence, remedy)
     return ok(f"all {count} GPUs read each other's memory directly")
@@ -127,7 +147,10 @@ def check_nvlink(facts: GpuFacts) -> CheckResult:
         return skip("these GPUs have no NVLink")
     if idle := [link for link in links if "inactive" in link.lower()]:
         sentence = f"{len(idle)} of {len(links)} NVLinks are inactive"
-        return warn(sentence, "nvidia-smi nvlink --status; on NVSwitch machines nvidia-fabricmanager must run")
+        return warn(
+            sentence,
+            "nvidia-smi nvlink --status; on NVSwitch machines nvidia-fabricmanager must run",
+        )
     return ok(f"{len(links)} NVLinks are active")
 
 
@@ -137,7 +160,9 @@ def check_flashinfer(facts: GpuFacts) -> CheckResult:
     if version := facts.torch.get("flashinfer"):
         return ok(f"flashinfer {version} can be imported")
     remedy = "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower"
-    return fail(f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}", remedy)
+    return fail(
+        f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}", remedy
+    )
 
 
 def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
@@ -145,7 +170,15 @@ def check_gpu(facts: GpuFacts | None) -> list[CheckResult]:
     if facts is None:
         results = [skip("this machine has no NVIDIA GPU")] * len(GPU_CHECKS)
     elif facts.driver_problem:
-        results = [check_driver(facts)] + [skip("the driver does not answer")] * (len(GPU_CHECKS) - 1)
+        results = [check_driver(facts)] + [skip("the driver does not answer")] * (
+            len(GPU_CHECKS) - 1
+        )
     else:
-        results = [check(facts) for check in (check_driver, check_torch, check_p2p, check_nvlink, check_flashinfer)]
-    return [replace(result, name=f"gpu.{name}") for name, result in zip(GPU_CHECKS, results, strict=True)]
+        results = [
+            check(facts)
+            for check in (check_driver, check_torch, check_p2p, check_nvlink, check_flashinfer)
+        ]
+    return [
+        replace(result, name=f"gpu.{name}")
+        for name, result in zip(GPU_CHECKS, results, strict=True)
+    ]

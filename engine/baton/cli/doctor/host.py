@@ -45,10 +45,14 @@ def check_shm(facts: HostFacts) -> CheckResult:
 
 def check_open_files(facts: HostFacts, needed: int = MIN_OPEN_FILES) -> CheckResult:
     if facts.open_files_limit is None or facts.open_files_limit >= needed:
-        return ok(f"{facts.open_files_limit or 'any number of'} files can be open, {needed} are wanted")
+        return ok(
+            f"{facts.open_files_limit or 'any number of'} files can be open, {needed} are wanted"
+        )
     hard = "unlimited" if facts.open_files_hard_limit is None else facts.open_files_hard_limit
     sentence = f"only {facts.open_files_limit} files can be open, {needed} are wanted: connections would be refused"
-    remedy = f"ulimit -n {max(needed, 65536)} (the hard limit is {hard}); systemd: LimitNOFILE=65536"
+    remedy = (
+        f"ulimit -n {max(needed, 65536)} (the hard limit is {hard}); systemd: LimitNOFILE=65536"
+    )
     return (fail if facts.open_files_limit < SPARE_OPEN_FILES else warn)(sentence, remedy)
 
 
@@ -57,27 +61,43 @@ def check_locked_memory(facts: HostFacts) -> CheckResult:
     if not facts.has_rdma:
         return skip("no RDMA device: the limit of locked memory does not matter")
     if limit is None or limit >= MIN_LOCKED_BYTES:
-        return ok(f"{'any amount' if limit is None else mib(limit)} of memory can be locked for RDMA")
+        return ok(
+            f"{'any amount' if limit is None else mib(limit)} of memory can be locked for RDMA"
+        )
     sentence = f"only {mib(limit)} of memory can be locked, RDMA registers whole buffers"
-    return warn(sentence, "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: the capability IPC_LOCK")
+    return warn(
+        sentence,
+        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: the capability IPC_LOCK",
+    )
 
 
 def check_memory(facts: HostFacts) -> CheckResult:
-    limit = "" if facts.memory_limit is None else f", the control group allows {mib(facts.memory_limit)}"
+    limit = (
+        ""
+        if facts.memory_limit is None
+        else f", the control group allows {mib(facts.memory_limit)}"
+    )
     if facts.memory_available is None:
         return skip("/proc/meminfo does not tell what is available")
     sentence = f"{mib(facts.memory_available)} of memory are available{limit}"
     if min(facts.memory_available, facts.memory_limit or facts.memory_available) < MIN_MEMORY_BYTES:
-        return warn(sentence, "a rank needs weights + KV pool + 0.6 GiB: lower --kv-pool-mib or add memory")
+        return warn(
+            sentence, "a rank needs weights + KV pool + 0.6 GiB: lower --kv-pool-mib or add memory"
+        )
     return ok(sentence)
 
 
 def check_cpu(facts: HostFacts) -> CheckResult:
     if facts.cpu_isa is None:
-        return skip(f"{facts.cpu_count} cores; the native extension that chooses kernels is not installed")
+        return skip(
+            f"{facts.cpu_count} cores; the native extension that chooses kernels is not installed"
+        )
     sentence = f"{facts.cpu_count} cores, kernels of level {facts.cpu_isa} ({' '.join(facts.cpu_features)})"
     if facts.cpu_isa == "scalar" and facts.machine == "x86_64":
-        return warn(sentence, "engines on the CPU want AVX2; check BATON_CPU_ISA and the virtual machine's CPU model")
+        return warn(
+            sentence,
+            "engines on the CPU want AVX2; check BATON_CPU_ISA and the virtual machine's CPU model",
+        )
     return ok(sentence)
 
 
@@ -94,9 +114,14 @@ def check_versions(facts: HostFacts) -> CheckResult:
     versions = facts.versions
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     if "extension" not in versions:
-        return fail(f"baton._native cannot be imported ({listed})", "install the wheel, or build it: make build")
+        return fail(
+            f"baton._native cannot be imported ({listed})",
+            "install the wheel, or build it: make build",
+        )
     if "torch" not in versions:
-        return fail(f"torch is not installed ({listed}): engines cannot start", "pip install 'torch>=2.6'")
+        return fail(
+            f"torch is not installed ({listed}): engines cannot start", "pip install 'torch>=2.6'"
+        )
     if "baton" in versions and versions["baton"] != versions["extension"]:
         sentence = f"baton {versions['baton']} has an extension of version {versions['extension']}"
         return fail(sentence, "install one wheel of Baton into a clean environment")

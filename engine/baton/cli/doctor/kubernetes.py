@@ -21,7 +21,10 @@ SPARE_GRACE_SECS = 10
 KINDS = ("deployments", "statefulsets", "pods", "services", "configmaps", "nodes")
 KEY_NAMES = '{{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
 ROUTER_VERBS = ("list", "watch")
-DRAIN_FLAGS = {"router": ("--shutdown-grace-period-secs", 180.0), "engine": ("--drain-timeout-secs", 60.0)}
+DRAIN_FLAGS = {
+    "router": ("--shutdown-grace-period-secs", 180.0),
+    "engine": ("--drain-timeout-secs", 60.0),
+}
 """By program, the flag that limits its drain, and the default."""
 SELECTOR_FLAGS = ("--selector", "--prefill-selector", "--decode-selector")
 GPU_RESOURCE = "nvidia.com/gpu"
@@ -60,16 +63,22 @@ def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
             view.objects[kind] = kubectl.items(kind)
         except KubectlError as err:
             view.unreadable[kind] = str(err)
-    for name in sorted({name for workload in view.workloads for name, _ in referenced_secrets(workload)}):
+    for name in sorted(
+        {name for workload in view.workloads for name, _ in referenced_secrets(workload)}
+    ):
         try:
             # The Secret's values are not printed by kubectl and never reach this process.
-            view.secrets[name] = kubectl.run("get", "secret", name, "-o", f"go-template={KEY_NAMES}").split()
+            view.secrets[name] = kubectl.run(
+                "get", "secret", name, "-o", f"go-template={KEY_NAMES}"
+            ).split()
         except KubectlError as err:
             if "NotFound" in str(err) or "not found" in str(err):
                 view.secrets[name] = None
             else:
                 view.unreadable[f"secret {name}"] = str(err)
-    for account in sorted({account_of(workload) for workload in view.workloads if program(workload) == "router"}):
+    for account in sorted(
+        {account_of(workload) for workload in view.workloads if program(workload) == "router"}
+    ):
         for verb in ROUTER_VERBS:
             view.access[account, verb] = _can(kubectl, namespace, account, verb)
     return view
@@ -130,8 +139,13 @@ def arguments(workload: Object, view: KubeView) -> list[str]:
     maps = {m["metadata"]["name"]: m.get("data", {}) for m in view.of_kind("configmaps")}
     for source in container.get("envFrom", []):
         values |= maps.get(source.get("configMapRef", {}).get("name"), {})
-    values |= {entry["name"]: str(entry["value"]) for entry in container.get("env", []) if "value" in entry}
-    return [re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), word) for word in _command_line(container)]
+    values |= {
+        entry["name"]: str(entry["value"]) for entry in container.get("env", []) if "value" in entry
+    }
+    return [
+        re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), word)
+        for word in _command_line(container)
+    ]
 
 
 def flag_value(words: list[str], flag: str) -> str | None:
@@ -148,7 +162,9 @@ def referenced_secrets(workload: Object) -> Iterator[tuple[str, str | None]]:
     """Name and key of each Secret that must exist; key None: any."""
     references = [volume.get("secret") for volume in pod_spec(workload).get("volumes", [])]
     for container in containers(workload):
-        references += [entry.get("valueFrom", {}).get("secretKeyRef") for entry in container.get("env", [])]
+        references += [
+            entry.get("valueFrom", {}).get("secretKeyRef") for entry in container.get("env", [])
+        ]
         references += [source.get("secretRef") for source in container.get("envFrom", [])]
     for reference in references:
         if reference and not reference.get("optional"):
@@ -162,7 +178,11 @@ def labels_of(thing: Object) -> dict[str, str]:
 
 def pods_matching(view: KubeView, *selectors: Mapping[str, str]) -> list[Object]:
     """Pods that one of the selectors selects."""
-    return [pod for pod in view.of_kind("pods") if any(s.items() <= labels_of(pod).items() for s in selectors)]
+    return [
+        pod
+        for pod in view.of_kind("pods")
+        if any(s.items() <= labels_of(pod).items() for s in selectors)
+    ]
 
 
 def is_pod_ready(pod: Object) -> bool:
@@ -180,14 +200,19 @@ KUBE_CHECKS: list[Check[KubeView]] = []
 def check_workloads(view: KubeView) -> Iterator[CheckResult]:
     if not view.workloads:
         sentence = f"namespace {view.namespace} has no Deployment or StatefulSet that runs baton router or baton engine"
-        yield fail(sentence, "kubectl apply --server-side -k deploy/kubernetes/overlays/…; check --namespace")
+        yield fail(
+            sentence,
+            "kubectl apply --server-side -k deploy/kubernetes/overlays/…; check --namespace",
+        )
     for workload in view.workloads:
         wanted = int(workload["spec"].get("replicas", 1))
         ready = int(workload.get("status", {}).get("readyReplicas", 0))
         if ready < wanted:
             level = warn if ready else fail
             sentence = f"{label(workload)}: {ready} of {wanted} replicas are ready"
-            yield level(sentence, f"kubectl -n {view.namespace} describe {label(workload)}; see kube.pods")
+            yield level(
+                sentence, f"kubectl -n {view.namespace} describe {label(workload)}; see kube.pods"
+            )
     yield ok(f"all replicas of {', '.join(map(label, view.workloads))} are ready")
 
 
@@ -196,7 +221,9 @@ def check_pods(view: KubeView) -> Iterator[CheckResult]:
     if "pods" in view.unreadable:
         yield skip(f"pods cannot be read: {view.unreadable['pods']}")
         return
-    mine = pods_matching(view, *(w["spec"]["selector"].get("matchLabels") or {} for w in view.workloads))
+    mine = pods_matching(
+        view, *(w["spec"]["selector"].get("matchLabels") or {} for w in view.workloads)
+    )
     for pod in mine:
         if reason := _trouble(pod):
             name = pod["metadata"]["name"]
@@ -211,7 +238,10 @@ WAITING_IS_NORMAL = ("ContainerCreating", "PodInitializing")
 def _trouble(pod: Object) -> str:
     """Why a pod does not run, as the scheduler and the kubelet say; empty: nothing is wrong, or it starts."""
     status = pod.get("status", {})
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+    for container in [
+        *status.get("initContainerStatuses", []),
+        *status.get("containerStatuses", []),
+    ]:
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") and waiting["reason"] not in WAITING_IS_NORMAL:
             message = f": {waiting['message']}" if waiting.get("message") else ""
@@ -241,7 +271,9 @@ def check_selectors(view: KubeView) -> Iterator[CheckResult]:
             remedy = "compare it with the labels of the pods: kubectl get pods --show-labels"
             yield fail(f"{name} selects no pod ({text})", remedy)
         elif not ready:
-            yield fail(f"{name} selects {len(pods)} pods, of which none is ready ({text})", "see kube.pods")
+            yield fail(
+                f"{name} selects {len(pods)} pods, of which none is ready ({text})", "see kube.pods"
+            )
     if counts:
         yield ok(f"ready pods of those selected: {', '.join(counts)}")
     yield skip("neither a Service nor a router selects pods of Baton")
@@ -271,7 +303,9 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
     for workload in view.workloads:
         who, is_engine = label(workload), program(workload) == "engine"
         container = main_container(workload)
-        probes = [container.get(f"{kind}Probe", {}) for kind in ("readiness", "liveness", "startup")]
+        probes = [
+            container.get(f"{kind}Probe", {}) for kind in ("readiness", "liveness", "startup")
+        ]
         readiness, liveness, startup = (probe.get("httpGet", {}).get("path") for probe in probes)
         if "readinessProbe" not in container:
             sentence = f"{who} has no readiness probe: pods get requests while they load"
@@ -287,7 +321,9 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
             yield warn(sentence, "use /readyz and /livez")
         if is_engine and container.get("livenessProbe") and not container.get("startupProbe"):
             sentence = f"{who} has a liveness probe and no startup probe: a slow load may be taken for a hang"
-            yield warn(sentence, "startupProbe: httpGet /readyz, failureThreshold for the longest load")
+            yield warn(
+                sentence, "startupProbe: httpGet /readyz, failureThreshold for the longest load"
+            )
     yield ok(f"probes of {len(view.workloads)} workloads ask the right paths")
 
 
@@ -301,14 +337,19 @@ def check_grace(view: KubeView) -> Iterator[CheckResult]:
         try:
             drain = default if text is None else float(text)
         except ValueError:
-            yield warn(f"{label(workload)}: {flag} is {text!r}, which no ConfigMap resolves", "write the number")
+            yield warn(
+                f"{label(workload)}: {flag} is {text!r}, which no ConfigMap resolves",
+                "write the number",
+            )
             continue
         pause = _prestop_seconds(main_container(workload))
         grace = int(pod_spec(workload).get("terminationGracePeriodSeconds", 30))
         needed = pause + drain + SPARE_GRACE_SECS
         notes.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
         if grace < needed:
-            why = f"they need {needed:g} s: preStop {pause:g} + {flag} {drain:g} + {SPARE_GRACE_SECS}"
+            why = (
+                f"they need {needed:g} s: preStop {pause:g} + {flag} {drain:g} + {SPARE_GRACE_SECS}"
+            )
             sentence = f"{label(workload)}: Kubernetes kills its pods after {grace} s, but {why}"
             yield fail(sentence, f"terminationGracePeriodSeconds: {needed:g}, or a smaller {flag}")
         if pause == 0:
@@ -328,7 +369,11 @@ def _prestop_seconds(container: Object) -> float:
 
 @add_check(KUBE_CHECKS, "kube.access")
 def check_access(view: KubeView) -> Iterator[CheckResult]:
-    uses = [w for w in view.workloads if program(w) == "router" and "--service-discovery" in arguments(w, view)]
+    uses = [
+        w
+        for w in view.workloads
+        if program(w) == "router" and "--service-discovery" in arguments(w, view)
+    ]
     accounts = {account_of(workload) for workload in uses}
     if not accounts:
         yield skip("no router finds its workers through Kubernetes")
@@ -339,7 +384,9 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
             return
     for (account, verb), answer in view.access.items():
         if account in accounts and answer == "no":
-            sentence = f"the router's service account {account} may not {verb} pods: it finds no worker"
+            sentence = (
+                f"the router's service account {account} may not {verb} pods: it finds no worker"
+            )
             remedy = "bind it to a Role that may list and watch pods, as deploy/kubernetes/base/rbac.yaml does"
             yield fail(sentence, remedy)
     yield ok(f"{', '.join(sorted(accounts))} may list and watch pods")
@@ -347,7 +394,9 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
 
 @add_check(KUBE_CHECKS, "kube.secrets")
 def check_secrets(view: KubeView) -> Iterator[CheckResult]:
-    wanted = {reference for workload in view.workloads for reference in referenced_secrets(workload)}
+    wanted = {
+        reference for workload in view.workloads for reference in referenced_secrets(workload)
+    }
     create = f"kubectl -n {view.namespace} create secret generic"
     remedies: dict[str, str] = {}
     for secret, key in sorted(wanted, key=str):
@@ -371,7 +420,10 @@ def check_secrets(view: KubeView) -> Iterator[CheckResult]:
 @add_check(KUBE_CHECKS, "kube.gpus")
 def check_gpus(view: KubeView) -> Iterator[CheckResult]:
     wanted = sum(_gpus(w) * int(w["spec"].get("replicas", 1)) for w in view.workloads)
-    offers = [node.get("status", {}).get("allocatable", {}).get(GPU_RESOURCE, 0) for node in view.of_kind("nodes")]
+    offers = [
+        node.get("status", {}).get("allocatable", {}).get(GPU_RESOURCE, 0)
+        for node in view.of_kind("nodes")
+    ]
     there = sum(map(int, offers))
     if not wanted:
         yield skip(f"no workload asks for {GPU_RESOURCE}")
@@ -379,13 +431,17 @@ def check_gpus(view: KubeView) -> Iterator[CheckResult]:
         yield skip(f"nodes cannot be read: {view.unreadable['nodes']}")
     elif there == 0:
         sentence = f"{wanted} GPUs are asked for, no node offers {GPU_RESOURCE}"
-        yield fail(sentence, "install NVIDIA's device plugin or GPU operator; kubectl describe node")
+        yield fail(
+            sentence, "install NVIDIA's device plugin or GPU operator; kubectl describe node"
+        )
     elif there < wanted:
         sentence = f"{wanted} GPUs are asked for, all nodes together offer {there}"
         yield fail(sentence, "fewer replicas, or more nodes")
     else:
         for workload in view.workloads:
-            surge = workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
+            surge = (
+                workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
+            )
             extra = _gpus(workload) if workload.get("kind") != "StatefulSet" else 0
             if extra and str(surge) not in ("0", "0%") and there < wanted + extra:
                 sentence = f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a rollout would hang"
@@ -394,12 +450,17 @@ def check_gpus(view: KubeView) -> Iterator[CheckResult]:
 
 
 def _gpus(workload: Object) -> int:
-    return sum(int(c.get("resources", {}).get("limits", {}).get(GPU_RESOURCE, 0)) for c in containers(workload))
+    return sum(
+        int(c.get("resources", {}).get("limits", {}).get(GPU_RESOURCE, 0))
+        for c in containers(workload)
+    )
 
 
 def check_namespace(view: KubeView) -> list[CheckResult]:
     if view.unreadable and not view.objects:
-        sentence = f"namespace {view.namespace} cannot be read: {next(iter(view.unreadable.values()))}"
+        sentence = (
+            f"namespace {view.namespace} cannot be read: {next(iter(view.unreadable.values()))}"
+        )
         problem = fail(sentence, "check kubectl (--kubectl, KUBECONFIG) and what its user may read")
         return [replace(problem, name="kube.api")]
     return run_checks(KUBE_CHECKS, view) if view.workloads else check_workloads(view)

@@ -42,10 +42,17 @@ class DoctorConfig:
     namespace: str | None = opt(None, "check the objects of this Kubernetes namespace with kubectl")
     node: bool = opt(False, "check this machine, besides what --fleet and --namespace name")
     json: bool = opt(False, "print one JSON object instead of text")
-    key: str | None = opt(None, "key of the routers' control plane (default: --api-key)", env=CONTROL_KEY_ENV)
+    key: str | None = opt(
+        None, "key of the routers' control plane (default: --api-key)", env=CONTROL_KEY_ENV
+    )
     api_key: str | None = opt(None, "key of engines and routers", env=API_KEY_ENV)
-    ca_cert: str | None = opt(None, "PEM file of an authority to trust besides the system's, for https addresses")
-    kubectl: str = opt("kubectl", "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'")
+    ca_cert: str | None = opt(
+        None, "PEM file of an authority to trust besides the system's, for https addresses"
+    )
+    kubectl: str = opt(
+        "kubectl",
+        "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'",
+    )
 
     @property
     def routers(self) -> list[str]:
@@ -54,7 +61,9 @@ class DoctorConfig:
 
 def parse(argv: Sequence[str]) -> DoctorConfig:
     """Flags; prints mistakes and exits with 2."""
-    parser = FlagParser(PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace).")
+    parser = FlagParser(
+        PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace)."
+    )
     parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
     add_flags(parser, DoctorConfig)
     config, _, bad = parser.read_config(DoctorConfig, argv)
@@ -66,7 +75,11 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
 
 def wrong_urls(urls: Sequence[str]) -> list[str]:
     good = ("http://", "https://")
-    return [f"--router {url}: give http://HOST:PORT or https://HOST:PORT" for url in urls if not url.startswith(good)]
+    return [
+        f"--router {url}: give http://HOST:PORT or https://HOST:PORT"
+        for url in urls
+        if not url.startswith(good)
+    ]
 
 
 def make_client(prog: str, ca_cert: str | None) -> HttpClient:
@@ -74,7 +87,9 @@ def make_client(prog: str, ca_cert: str | None) -> HttpClient:
     try:
         return HttpClient(ca_cert)
     except (OSError, ssl.SSLError) as err:
-        refuse(prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"])
+        refuse(
+            prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"]
+        )
 
 
 def keys_of(config: DoctorConfig) -> FleetKeys:

@@ -39,20 +39,31 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
         groups.setdefault(next(iter(_proofs(engine)), ""), []).append(engine)
     without = groups.pop("", [])
     if not groups:
-        yield ok(f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")
+        yield ok(
+            f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open"
+        )
         return
     largest = max(groups.values(), key=len)
     others = [engine for group in groups.values() if group is not largest for engine in group]
-    refused = [engine.label for engine in others if not all(_accept_each_other(engine, one) for one in largest)]
+    refused = [
+        engine.label
+        for engine in others
+        if not all(_accept_each_other(engine, one) for one in largest)
+    ]
     remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and restart them"
     if refused:
         sentence = f"{named(refused)}: the cluster key differs from that of {named([e.label for e in largest])}"
         yield fail(sentence, remedy)
     elif others:
         sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
-        yield warn(sentence, "finish the change of keys (docs/operations.md, Change the cluster key)")
+        yield warn(
+            sentence, "finish the change of keys (docs/operations.md, Change the cluster key)"
+        )
     if without:
-        yield fail(f"{named([e.label for e in without])}: no cluster key, the other engines have one", remedy)
+        yield fail(
+            f"{named([e.label for e in without])}: no cluster key, the other engines have one",
+            remedy,
+        )
     yield ok(f"{len(largest)} engines have the same cluster key")
 
 
@@ -71,7 +82,11 @@ def _accept_each_other(one: EngineView, other: EngineView) -> bool:
 def differences(prefill: EngineView, decode: EngineView) -> list[str]:
     """Fields of the fingerprint that both tell and that differ, with both values."""
     ours, theirs = (_fingerprint(engine) for engine in (prefill, decode))
-    return [f"{name} {ours[name]} / {theirs[name]}" for name in ours if name in theirs and ours[name] != theirs[name]]
+    return [
+        f"{name} {ours[name]} / {theirs[name]}"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
+    ]
 
 
 def _fingerprint(engine: EngineView) -> dict[str, str]:
@@ -107,7 +122,10 @@ def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
     misfits = [f"{p} and {d}: {'; '.join(found)}" for (p, d), found in pairs.items() if found]
     if misfits and not alone:
         sentence = f"{len(misfits)} of {len(pairs)} pairs do not fit, e.g. {misfits[0]}"
-        yield warn(sentence, "expected while a new version is rolled out; else as for nodes that never pair")
+        yield warn(
+            sentence,
+            "expected while a new version is rolled out; else as for nodes that never pair",
+        )
     yield ok(f"{len(pairs)} {'pair fits' if len(pairs) == 1 else 'pairs fit'} together")
 
 
@@ -181,15 +199,21 @@ def choose_transport(prefill: EngineView, decode: EngineView) -> TransportChoice
     """Work out what the transfer runtimes should choose; None when a node has not reported its host."""
     if not prefill.diagnosis or not decode.diagnosis:
         return None
-    tables = [ON_DEVICE if e.info.get("device", "cpu") != "cpu" else TRANSPORTS for e in (prefill, decode)]
-    backends = [str(e.info.get("disaggregation_transfer_backend", "auto")) for e in (prefill, decode)]
+    tables = [
+        ON_DEVICE if e.info.get("device", "cpu") != "cpu" else TRANSPORTS for e in (prefill, decode)
+    ]
+    backends = [
+        str(e.info.get("disaggregation_transfer_backend", "auto")) for e in (prefill, decode)
+    ]
     ours, theirs = (table.get(backend, []) for table, backend in zip(tables, backends, strict=True))
     refused = []
     for transport in (tables[0] if tables[0] is tables[1] else TRANSPORTS)["auto"]:
         if transport not in ours or transport not in theirs:
             blamed = decode if transport in ours else prefill
             backend = blamed.info.get("disaggregation_transfer_backend")
-            refused.append(f"{transport}: --disaggregation-transfer-backend {backend} of {blamed.label}")
+            refused.append(
+                f"{transport}: --disaggregation-transfer-backend {backend} of {blamed.label}"
+            )
     for transport in theirs:
         if transport in ours:
             is_local = transport in ("shm", "cuda_ipc")
@@ -226,12 +250,16 @@ def check_transports(view: FleetView) -> Iterator[CheckResult]:
             why = f" ({'; '.join(choice.refused)})" if choice.refused else ""
             used = sorted({rank["transport"] for rank in look["ranks"] if rank["transport"]})
             if choice.best is None and not used:
-                remedy = "give both --disaggregation-transfer-backend auto, or one that both can use"
+                remedy = (
+                    "give both --disaggregation-transfer-backend auto, or one that both can use"
+                )
                 yield fail(f"{pair}: no transport serves this pair{why}", remedy)
             elif not used:
                 notes.append(f"{pair}: {choice.best} expected, not connected yet{why}")
             elif choice.best is not None and used != [choice.best]:
-                sentence = f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
+                sentence = (
+                    f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
+                )
                 remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
                 yield warn(sentence, remedy)
             else:

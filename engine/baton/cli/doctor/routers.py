@@ -16,7 +16,9 @@ ROUTER_CHECKS: list[Check[FleetView]] = []
 def check_routers_reachable(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.problem:
-            remedy = "give the router's address with --router; keys: --key (control plane) or --api-key"
+            remedy = (
+                "give the router's address with --router; keys: --key (control plane) or --api-key"
+            )
             yield fail(f"{router.url} does not list its workers: {router.problem}", remedy)
     yield ok("; ".join(f"{router.url} lists {_count(router.workers)}" for router in view.routers))
 
@@ -31,7 +33,9 @@ def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.problem or router.is_ready:
             continue
-        reason = router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
+        reason = (
+            router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
+        )
         remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
         yield fail(f"{router.url} is not ready: {reason}", remedy)
     yield ok(f"routers that accept requests: {len(view.routers)}")
@@ -55,13 +59,23 @@ def check_discovery(view: FleetView) -> Iterator[CheckResult]:
             if sample.name == "baton_router_discovery_is_stale":
                 sources += 1
                 if sample.value:
-                    sentence = f"{router.url} cannot read its workers from {source}: the last list stays"
+                    sentence = (
+                        f"{router.url} cannot read its workers from {source}: the last list stays"
+                    )
                     remedy = "its log names the error; check the discovery file, or the API server and the Role"
                     yield fail(sentence, remedy)
-            is_kept = sample.name == "baton_router_discovered_workers" and sample.labels.get("state") == "kept"
+            is_kept = (
+                sample.name == "baton_router_discovered_workers"
+                and sample.labels.get("state") == "kept"
+            )
             if is_kept and sample.value:
-                sentence = f"{router.url} keeps {sample.value:g} workers that {source} no longer names"
-                yield warn(sentence, "no other worker of their role is ready: start one, or fix the selector")
+                sentence = (
+                    f"{router.url} keeps {sample.value:g} workers that {source} no longer names"
+                )
+                yield warn(
+                    sentence,
+                    "no other worker of their role is ready: start one, or fix the selector",
+                )
     if sources:
         yield ok(f"sources of workers that are read: {sources}")
     yield skip("workers are named by flags or POST /workers")
@@ -76,7 +90,9 @@ def check_router_keys(view: FleetView) -> Iterator[CheckResult]:
             yield warn(sentence, remedy)
     guarded = sum(not router.problem and not router.is_open for router in view.routers)
     local = sum(router.is_open for router in view.routers)
-    yield ok(f"routers with a key: {guarded}, without one and reachable from this host only: {local}")
+    yield ok(
+        f"routers with a key: {guarded}, without one and reachable from this host only: {local}"
+    )
 
 
 @add_check(ROUTER_CHECKS, "router.clock")
@@ -97,7 +113,9 @@ def check_routers_agree(view: FleetView) -> Iterator[CheckResult]:
     everything = set().union(*known)
     for router, workers in zip(routers, known, strict=True):
         if missing := sorted(everything - workers):
-            sentence = f"{router.url} does not know {', '.join(missing[:4])}, which another router has"
+            sentence = (
+                f"{router.url} does not know {', '.join(missing[:4])}, which another router has"
+            )
             yield warn(sentence, "give all routers the same discovery flags")
     if len({router.version for router in routers}) > 1:
         listed = ", ".join(f"{router.url} {router.version}" for router in routers)
@@ -109,13 +127,17 @@ def check_routers_agree(view: FleetView) -> Iterator[CheckResult]:
 def check_kv_events(view: FleetView) -> Iterator[CheckResult]:
     states: dict[str, set[str]] = {}
     for router in view.routers:
-        feeds = [(worker, feed) for worker in router.workers for feed in worker.get("kv_events") or []]
+        feeds = [
+            (worker, feed) for worker in router.workers for feed in worker.get("kv_events") or []
+        ]
         states[router.url] = {str(feed.get("state")) for _, feed in feeds}
         for worker, feed in feeds:
             if feed.get("state") in ("connecting", "doubtful"):
                 why = f"{feed['state']}, {feed.get('reason')}"
                 sentence = f"{router.url} does not know what {worker['url']} has cached: {why}"
-                yield warn(sentence, "check the engine's --kv-events-config and the way to its port")
+                yield warn(
+                    sentence, "check the engine's --kv-events-config and the way to its port"
+                )
     off = sorted(url for url, found in states.items() if "off" in found)
     if len(view.routers) > 1 and off:
         sentence = f"{', '.join(off)}: without KV events each router knows only the prefixes that it sent itself"

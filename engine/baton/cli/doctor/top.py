@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TextIO, TypeVar
 
 from baton.cli.doctor.client import HttpClient, MetricSample, StreamEnded, parse_metrics, total
-from baton.cli.doctor.main import API_KEY_ENV, CONTROL_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
+from baton.cli.doctor.main import (
+    API_KEY_ENV,
+    CONTROL_KEY_ENV,
+    DEFAULT_ROUTER,
+    make_client,
+    wrong_urls,
+)
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 
 PROG = "baton top"
@@ -24,7 +30,13 @@ PERIOD_SECS = 1.0
 SLOWEST = 8
 NO_FEED = (404, 405, 503)
 """Statuses of a router that serves no feed, or has no place for one more listener."""
-CLEAR, HIDE_CURSOR, SHOW_CURSOR, BOLD, PLAIN = "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h", "\x1b[1m", "\x1b[0m"
+CLEAR, HIDE_CURSOR, SHOW_CURSOR, BOLD, PLAIN = (
+    "\x1b[H\x1b[J",
+    "\x1b[?25l",
+    "\x1b[?25h",
+    "\x1b[1m",
+    "\x1b[0m",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +46,13 @@ class TopConfig:
     router: str = opt(DEFAULT_ROUTER, "router to watch")
     once: bool = opt(False, "show one snapshot and end; exit code 2 if the router does not answer")
     json: bool = opt(False, "print one JSON object per snapshot instead of a table")
-    key: str | None = opt(None, "key of the router's control plane (default: --api-key)", env=CONTROL_KEY_ENV)
+    key: str | None = opt(
+        None, "key of the router's control plane (default: --api-key)", env=CONTROL_KEY_ENV
+    )
     api_key: str | None = opt(None, "key of the router", env=API_KEY_ENV)
-    ca_cert: str | None = opt(None, "PEM file of an authority to trust besides the system's, for https addresses")
+    ca_cert: str | None = opt(
+        None, "PEM file of an authority to trust besides the system's, for https addresses"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +109,10 @@ class TopSnapshot:
 
 def parse(argv: Sequence[str]) -> TopConfig:
     """Flags; prints mistakes and exits with 2."""
-    parser = FlagParser(PROG, "Show nodes, pairs and slow requests of a running fleet, once a second; Ctrl-C ends it.")
+    parser = FlagParser(
+        PROG,
+        "Show nodes, pairs and slow requests of a running fleet, once a second; Ctrl-C ends it.",
+    )
     add_flags(parser, TopConfig)
     config, _, bad = parser.read_config(TopConfig, argv)
     bad += wrong_urls([config.router])
@@ -125,7 +144,9 @@ def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopS
         metrics = client.get(f"{router}/engine_metrics", key)
         own = client.get(f"{router}/metrics")
         samples = parse_metrics(metrics.text if metrics.is_ok else "")
-        yield read_poll(listed.object.get("workers", []), samples, parse_metrics(own.text if own.is_ok else ""))
+        yield read_poll(
+            listed.object.get("workers", []), samples, parse_metrics(own.text if own.is_ok else "")
+        )
         time.sleep(PERIOD_SECS)
 
 
@@ -134,15 +155,31 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
     nodes = event.get("nodes", [])
     urls = {node["id"]: node["url"] for node in nodes}
     pairs = [
-        _row(PairRow, pair, prefill=urls.get(pair["prefill"], "?"), decode=urls.get(pair["decode"], "?"))
+        _row(
+            PairRow,
+            pair,
+            prefill=urls.get(pair["prefill"], "?"),
+            decode=urls.get(pair["decode"], "?"),
+        )
         for pair in event.get("pairs", [])
     ]
     youngest = [
-        _row(RequestRow, request, outcome=request["outcome"] or "running", worker=request["worker"] or "-")
+        _row(
+            RequestRow,
+            request,
+            outcome=request["outcome"] or "running",
+            worker=request["worker"] or "-",
+        )
         for request in event.get("requests", [])
     ]
     slowest = sorted(youngest, key=lambda request: -request.ms)[:SLOWEST]
-    return TopSnapshot("feed", event.get("queued_requests", 0), [_node_of_feed(node) for node in nodes], pairs, slowest)
+    return TopSnapshot(
+        "feed",
+        event.get("queued_requests", 0),
+        [_node_of_feed(node) for node in nodes],
+        pairs,
+        slowest,
+    )
 
 
 def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:
@@ -167,7 +204,9 @@ def _sum(entries: Sequence[dict[str, Any]], name: str) -> Any:
 
 
 def read_poll(
-    workers: Sequence[dict[str, Any]], engines: Sequence[MetricSample], router: Sequence[MetricSample]
+    workers: Sequence[dict[str, Any]],
+    engines: Sequence[MetricSample],
+    router: Sequence[MetricSample],
 ) -> TopSnapshot:
     """The same from /workers, the metrics of all workers with the label `worker`, and those of the router."""
     nodes = [_node_of_poll(worker, engines) for worker in workers]
@@ -222,22 +261,41 @@ def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int
         ]
         for node in sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
     ]  # fmt: skip
-    lines = [summary, "", *table(("NODE", "STATE", "LOAD", "QUEUED TOK", "KV", "PREFILL TOK/S", "DECODE TOK/S"), nodes)]
+    lines = [
+        summary,
+        "",
+        *table(
+            ("NODE", "STATE", "LOAD", "QUEUED TOK", "KV", "PREFILL TOK/S", "DECODE TOK/S"), nodes
+        ),
+    ]
     lines += [f"  {node.url}: {node.reason}" for node in snapshot.nodes if node.reason]
     if snapshot.pairs:
         pairs = [
-            [f"{p.prefill} -> {p.decode}", p.transport or "-", p.requests, number(p.bytes_per_s, "B/s"), p.failures]
+            [
+                f"{p.prefill} -> {p.decode}",
+                p.transport or "-",
+                p.requests,
+                number(p.bytes_per_s, "B/s"),
+                p.failures,
+            ]
             for p in snapshot.pairs
         ]
         lines += ["", *table(("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES"), pairs)]
     if snapshot.slowest:
         rows = [[r.id, f"{r.ms:.0f}", r.outcome, r.attempts, r.worker] for r in snapshot.slowest]
-        lines += ["", *table(("SLOWEST OF THE YOUNGEST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows)]
+        lines += [
+            "",
+            *table(
+                ("SLOWEST OF THE YOUNGEST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows
+            ),
+        ]
     if snapshot.source == "poll":
         lines += ["", "pairs and requests are unknown: this router serves no /ui/feed"]
     cut = [line[:columns] for line in lines]
     heads = ("NODE", "PAIR", "SLOWEST")
-    return "\n".join(f"{BOLD}{line}{PLAIN}" if is_colored and line.startswith(heads) else line for line in cut)
+    return "\n".join(
+        f"{BOLD}{line}{PLAIN}" if is_colored and line.startswith(heads) else line for line in cut
+    )
 
 
 def as_json(router: str, snapshot: TopSnapshot) -> str:
@@ -271,7 +329,11 @@ def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
                 for snapshot in snapshots(router, key, client):
                     was_seen = True
                     text = render(router, snapshot, is_colored=is_colored, columns=columns)
-                    out.write(CLEAR * is_screen + (as_json(router, snapshot) if config.json else text) + "\n")
+                    out.write(
+                        CLEAR * is_screen
+                        + (as_json(router, snapshot) if config.json else text)
+                        + "\n"
+                    )
                     out.flush()
                     if config.once:
                         return 0

@@ -46,7 +46,10 @@ def _choose(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
             "instead", err.message,
         )  # fmt: skip
         return TorchAttention(spec, kv)
-    log.info("attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)", device)
+    log.info(
+        "attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)",
+        device,
+    )
     return made
 
 

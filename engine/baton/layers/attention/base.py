@@ -84,7 +84,10 @@ class PagedAttention(AttentionBackend):
 
     @functools.cached_property
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self._kv.data[:, layer, 0], self._kv.data[:, layer, 1]) for layer in range(self._spec.num_layers)]
+        return [
+            (self._kv.data[:, layer, 0], self._kv.data[:, layer, 1])
+            for layer in range(self._spec.num_layers)
+        ]
 
     def _set_slots(self, slot_mapping: Tensor) -> None:
         self._slot_mapping, self._slots = slot_mapping.to(self._kv.data.device), None
@@ -92,7 +95,10 @@ class PagedAttention(AttentionBackend):
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._slot_mapping is not None, "plan() comes first"
         if self._slots is None:
-            self._slots = (self._slot_mapping // self._kv.page_size, self._slot_mapping % self._kv.page_size)
+            self._slots = (
+                self._slot_mapping // self._kv.page_size,
+                self._slot_mapping % self._kv.page_size,
+            )
         keys, values = self._layers[layer]
         keys[self._slots], values[self._slots] = k, v
         return self.attend(layer, q)
@@ -119,8 +125,12 @@ class GraphInputs:
         self.device = device
         self._head = 4 * rows
         """Words of 8 bytes before the int32 part."""
-        self.words = torch.zeros(self._head + self._tail_words(pages), dtype=torch.int64, device=device)
-        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[: self._head].split(rows)
+        self.words = torch.zeros(
+            self._head + self._tail_words(pages), dtype=torch.int64, device=device
+        )
+        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[
+            : self._head
+        ].split(rows)
         tail = self.words[self._head :].view(torch.int32)
         self.last_page_len = tail[:rows]
         self.page_indptr = tail[rows : 2 * rows + 1]

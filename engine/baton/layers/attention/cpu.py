@@ -54,10 +54,19 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> None:
         """Raises ValueError when an index tensor has the wrong type or length, or leads out of the pool."""
         rows, tokens, pages = len(batch.kv_lens), len(batch.slot_mapping), len(batch.page_indices)
-        lengths = {"qo_indptr": rows + 1, "kv_lens": rows, "page_indptr": rows + 1, "page_indices": pages}
-        arrays = [address(name, getattr(batch, name), torch.int32, (n,)) for name, n in lengths.items()]
+        lengths = {
+            "qo_indptr": rows + 1,
+            "kv_lens": rows,
+            "page_indptr": rows + 1,
+            "page_indices": pages,
+        }
+        arrays = [
+            address(name, getattr(batch, name), torch.int32, (n,)) for name, n in lengths.items()
+        ]
         slots = address("slot_mapping", batch.slot_mapping, torch.int64, (tokens,))
-        self._rows = _native.KvRows(self._kv.num_pages, self._kv.page_size, rows, tokens, pages, *arrays, slots)
+        self._rows = _native.KvRows(
+            self._kv.num_pages, self._kv.page_size, rows, tokens, pages, *arrays, slots
+        )
         self._batch = batch  # keeps the tensors the rows point to
         self._tokens = tokens
 
@@ -72,21 +81,35 @@ class CpuAttention:
         pages = self._layers[layer]
         _native.append(pages, self._rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
         window = self._spec.windows[layer]
-        _native.attend(pages, self._rows, q.data_ptr(), q_stride, out.data_ptr(), heads, self._scale, window)
+        _native.attend(
+            pages, self._rows, q.data_ptr(), q_stride, out.data_ptr(), heads, self._scale, window
+        )
         return out
 
     def _stride(self, name: str, x: Tensor, heads: tuple[int, int]) -> int:
         strides = x.stride()
-        if x.shape != (self._tokens, *heads) or x.dtype != self._dtype or strides[1:] != (heads[1], 1):
+        if (
+            x.shape != (self._tokens, *heads)
+            or x.dtype != self._dtype
+            or strides[1:] != (heads[1], 1)
+        ):
             wanted = f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {wanted}")
+            raise ValueError(
+                f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {wanted}"
+            )
         return strides[0]
 
 
 def _check_pool(spec: ModelSpec, data: Tensor) -> None:
     if data.dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
-        raise ConfigError(f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch")
-    if not 0 < spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 2 or spec.num_heads % spec.num_kv_heads:
+        raise ConfigError(
+            f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch"
+        )
+    if (
+        not 0 < spec.head_dim <= MAX_HEAD_DIM
+        or spec.head_dim % 2
+        or spec.num_heads % spec.num_kv_heads
+    ):
         shape = f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}"
         raise ConfigError(
             f"--attention-backend cpu: {shape}; it takes even head sizes up to {MAX_HEAD_DIM} and whole groups: "

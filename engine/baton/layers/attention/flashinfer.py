@@ -66,7 +66,9 @@ def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
     if kv.data.dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
     if spec.head_dim not in HEAD_DIMS:
-        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
+        return (
+            f"it takes heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
+        )
     if spec.num_heads % spec.num_kv_heads:
         return f"it takes whole groups, the model has {spec.num_heads} query and {spec.num_kv_heads} KV heads"
     if kv.page_size > MAX_PAGE_SIZE:
@@ -90,10 +92,14 @@ class FlashInferAttention(PagedAttention):
         ConfigError: this model or pool is outside what the kernels take, or flashinfer cannot run here.
     """
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0
+    ) -> None:
         problem = obstacle(spec, kv) if library is None else _unsupported(spec, kv)
         if problem is not None:
-            raise ConfigError(f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}")
+            raise ConfigError(
+                f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
+            )
         library = library or flashinfer_loader.load()
         super().__init__(spec, kv)
         self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
@@ -107,13 +113,17 @@ class FlashInferAttention(PagedAttention):
         self._group = spec.num_heads // spec.num_kv_heads
         self._tensor_cores = self._group > 2
         self._make_decode = functools.partial(
-            library.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=self._tensor_cores, backend=KERNELS
+            library.BatchDecodeWithPagedKVCacheWrapper,
+            use_tensor_cores=self._tensor_cores,
+            backend=KERNELS,
         )
         self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
         self._wrappers = {
             window: _Wrappers(
                 self._make_decode(self._workspace, "NHD"),
-                library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=KERNELS),
+                library.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace, "NHD", backend=KERNELS
+                ),
             )
             for window in sorted(set(spec.windows))
         }
@@ -155,15 +165,22 @@ class FlashInferAttention(PagedAttention):
 
     def capture_bytes(self, largest: int) -> int:
         needed = self._capture_workspace_bytes(largest)
-        return len(self._wrappers) * CAPTURE_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
+        return len(self._wrappers) * CAPTURE_INT_WORKSPACE_BYTES + (
+            needed if needed > len(self._workspace) else 0
+        )
 
     def prepare_capture(self, size: int, static: GraphInputs) -> None:
         if self._capture_workspaces is None:
             needed = self._capture_workspace_bytes(size)
             floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)
-            self._capture_workspaces = (floats, {w: self._zeros(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers})
+            self._capture_workspaces = (
+                floats,
+                {w: self._zeros(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers},
+            )
         floats, integers = self._capture_workspaces
-        any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
+        any_rows = PagedRows(
+            np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32)
+        )
         made = {}
         for window in self._wrappers:
             wrapper = self._make_decode(
@@ -189,7 +206,13 @@ class FlashInferAttention(PagedAttention):
         """Workspace for splitting the rows of the largest capture; there are at least two blocks per multiprocessor."""
         if not self._tensor_cores:
             return 0  # a head's share of few blocks: some MiB
-        tile = 16 if self._group <= 16 else 64 if self._group <= 64 or self._spec.head_dim >= 256 else 128
+        tile = (
+            16
+            if self._group <= 16
+            else 64
+            if self._group <= 64 or self._spec.head_dim >= 256
+            else 128
+        )
         least = 2 * self._multiprocessors() // self._spec.num_kv_heads
         return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
 
@@ -214,7 +237,9 @@ class FlashInferAttention(PagedAttention):
         self._num_decode = size
         self._set_slots(slot_mapping)
 
-    def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
+    def _plan(
+        self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool
+    ) -> None:
         left = window - 1 if window else -1
         plan(*rows, *self._sizes, window_left=left, **self._arithmetic, **only_prefill)
 
@@ -229,7 +254,11 @@ class FlashInferAttention(PagedAttention):
         return out.view(len(q), self._spec.q_size)
 
     def _tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-        return self._host(rows.kv_indptr), self._host(rows.kv_indices), self._host(rows.last_page_len)
+        return (
+            self._host(rows.kv_indptr),
+            self._host(rows.kv_indices),
+            self._host(rows.last_page_len),
+        )
 
     def _host(self, x: NDArray[np.int32]) -> Tensor:
         """Where `plan` can copy it from without waiting for the device."""
@@ -238,4 +267,8 @@ class FlashInferAttention(PagedAttention):
 
 
 def _views(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.from_numpy(rows.kv_indptr), torch.from_numpy(rows.kv_indices), torch.from_numpy(rows.last_page_len)
+    return (
+        torch.from_numpy(rows.kv_indptr),
+        torch.from_numpy(rows.kv_indices),
+        torch.from_numpy(rows.last_page_len),
+    )

@@ -55,7 +55,12 @@ class StepIndices:
 
 
 def split_step(
-    qo_indptr: Int32, kv_lens: Int32, page_indptr: Int32, page_indices: Int32, num_decode: int, page_size: int
+    qo_indptr: Int32,
+    kv_lens: Int32,
+    page_indptr: Int32,
+    page_indices: Int32,
+    num_decode: int,
+    page_size: int,
 ) -> StepIndices:
     """Cut a step (the arrays of `ForwardBatch`) into its decode and its prefill rows. Either may be empty.
 
@@ -66,25 +71,46 @@ def split_step(
     first_page = page_indptr[num_decode]
     last_page_len = ((kv_lens - 1) % page_size + 1).astype(np.int32)
     return StepIndices(
-        PagedRows(page_indptr[: num_decode + 1].copy(), page_indices[:first_page].copy(), last_page_len[:num_decode]),
-        PagedRows(page_indptr[num_decode:] - first_page, page_indices[first_page:].copy(), last_page_len[num_decode:]),
+        PagedRows(
+            page_indptr[: num_decode + 1].copy(),
+            page_indices[:first_page].copy(),
+            last_page_len[:num_decode],
+        ),
+        PagedRows(
+            page_indptr[num_decode:] - first_page,
+            page_indices[first_page:].copy(),
+            last_page_len[num_decode:],
+        ),
         qo_indptr[num_decode:] - qo_indptr[num_decode],
     )
 
 
 def _check_step(
-    qo_indptr: Int32, kv_lens: Int32, page_indptr: Int32, page_indices: Int32, num_decode: int, page_size: int
+    qo_indptr: Int32,
+    kv_lens: Int32,
+    page_indptr: Int32,
+    page_indices: Int32,
+    num_decode: int,
+    page_size: int,
 ) -> None:
     rows = len(kv_lens)
     if len(qo_indptr) != rows + 1 or len(page_indptr) != rows + 1 or not 0 <= num_decode <= rows:
-        sizes = f"{len(qo_indptr)} qo_indptr, {len(page_indptr)} page_indptr, {num_decode} decode rows"
-        raise ValueError(f"{rows} rows with {sizes}; needs {rows + 1}, {rows + 1} and at most {rows}")
+        sizes = (
+            f"{len(qo_indptr)} qo_indptr, {len(page_indptr)} page_indptr, {num_decode} decode rows"
+        )
+        raise ValueError(
+            f"{rows} rows with {sizes}; needs {rows + 1}, {rows + 1} and at most {rows}"
+        )
     if qo_indptr[0] != 0 or page_indptr[0] != 0 or page_indptr[-1] != len(page_indices):
         ends = f"qo_indptr[0] {qo_indptr[0]}, page_indptr {page_indptr[0]} to {page_indptr[-1]}"
-        raise ValueError(f"{ends} for {len(page_indices)} pages; indptr starts at 0 and ends at the number of pages")
+        raise ValueError(
+            f"{ends} for {len(page_indices)} pages; indptr starts at 0 and ends at the number of pages"
+        )
     queries = np.diff(qo_indptr)
     if (queries < 1).any() or (kv_lens < queries).any() or (queries[:num_decode] != 1).any():
-        raise ValueError("a row has no query, more queries than KV, or is a decode row with several queries")
+        raise ValueError(
+            "a row has no query, more queries than KV, or is a decode row with several queries"
+        )
     if (np.diff(page_indptr) != -(-kv_lens // page_size)).any():
         raise ValueError(f"a row's pages are not what its KV fills at {page_size} tokens a page")
 

@@ -78,7 +78,9 @@ class TorchAttention(PagedAttention):
         skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
         used = [-(-kv_len // size) for kv_len in kv_lens]
         width = max(u - s for u, s in zip(used, skipped, strict=True))
-        pages = torch.stack([_pad(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)])
+        pages = torch.stack(
+            [_pad(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)]
+        )
         first = torch.tensor(skipped)[:, None, None] * size
         last_query = torch.tensor(kv_lens)[:, None, None] - n
         query = last_query + torch.arange(n)[None, :, None]
@@ -101,7 +103,11 @@ class TorchAttention(PagedAttention):
         keys, values = both
         queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
         out = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=gather.visible[:, None], enable_gqa=spec.num_heads != spec.num_kv_heads
+            queries,
+            keys,
+            values,
+            attn_mask=gather.visible[:, None],
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
 

@@ -119,7 +119,9 @@ class DevicePages:
         nbytes = num_pages * self._pages.page_words * 8
         if opened.memory.numel() != nbytes:
             opened.close()
-            raise ValueError(f"the peer's handle is of {opened.memory.numel()} bytes, its pages have {nbytes}")
+            raise ValueError(
+                f"the peer's handle is of {opened.memory.numel()} bytes, its pages have {nbytes}"
+            )
         return PeerPages(self._pages, opened)
 
 
@@ -128,7 +130,9 @@ class DeviceSlabs:
 
     def __init__(self, pages: PageAccess, count: int, nbytes: int) -> None:
         self._pages = pages
-        self.tensors = [torch.empty(nbytes, dtype=torch.uint8, device=pages.rows.device) for _ in range(count)]
+        self.tensors = [
+            torch.empty(nbytes, dtype=torch.uint8, device=pages.rows.device) for _ in range(count)
+        ]
 
     def _rows(self, slab: int, pages: bytes) -> Tensor:
         count, words = len(pages) // 4, self._pages.page_words
@@ -212,7 +216,9 @@ class CudaQueue:
                 try:
                     yield
                 finally:  # also what was queued before an error must end before its memory is freed
-                    done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
+                    done = torch.cuda.Event(
+                        blocking=True
+                    )  # the waiting thread sleeps instead of spinning
                     done.record()
                     self._wait(what, done)
             self._idle.append(stream)

@@ -48,6 +48,15 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
     pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
     cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)
     for norms in (None, (heads[0, 0], heads[0, 0])):
-        store_heads(heads, spec.num_heads, norms, 1e-6, integers[:1], (cos, sin), (pages[0], pages[1]), integers[:1])
+        store_heads(
+            heads,
+            spec.num_heads,
+            norms,
+            1e-6,
+            integers[:1],
+            (cos, sin),
+            (pages[0], pages[1]),
+            integers[:1],
+        )
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a launch that failed says so now

@@ -27,7 +27,9 @@ PASSES = tl.constexpr(8)
 """Digits of 4 bits each: a key has 32."""
 
 
-def draw_rows(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor, block: int = BLOCK) -> None:
+def draw_rows(
+    logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor, block: int = BLOCK
+) -> None:
     """Write the tokens of some rows.
 
     Args:
@@ -37,7 +39,17 @@ def draw_rows(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor, blo
         tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative already.
     """
     vocab = logits.shape[1]
-    _draw[(len(rows),)](logits, logits.stride(0), vocab, rows, columns, len(rows), tokens, BLOCK=block, num_warps=WARPS)
+    _draw[(len(rows),)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows,
+        columns,
+        len(rows),
+        tokens,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
 
 
 @triton.jit
@@ -56,7 +68,9 @@ def _keys(x):
 
 
 @triton.jit
-def _threshold(logits, vocab, temperature, largest, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(
+    logits, vocab, temperature, largest, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The highest key that many tokens (COUNT), or tokens of so much mass exp(x - largest), have or exceed."""
     base = tl.zeros((), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)

@@ -83,9 +83,13 @@ def _store_heads(
         scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)
         is_dim = (dims < HALF)[None, :]
         q_at, k_at = q_norm + dims[None, :], k_norm + dims[None, :]
-        left = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(tl.float32)
+        left = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(
+            tl.float32
+        )
         q_at, k_at = q_at + HALF, k_at + HALF
-        right = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(tl.float32)
+        right = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(
+            tl.float32
+        )
         x, y = _normed(x, scale, left, is_v, dtype), _normed(y, scale, right, is_v, dtype)
 
     row = tl.load(positions + token) * table_stride + dims[None, :]
@@ -98,7 +102,12 @@ def _store_heads(
     slot = tl.load(slots + token)
     page, offset = slot // page_size, slot % page_size
     kv_head = tl.where(is_v, head - Q_HEADS - KV_HEADS, head - Q_HEADS)
-    at = page * page_stride + offset * slot_stride + kv_head[:, None] * kv_head_stride + dims[None, :]
+    at = (
+        page * page_stride
+        + offset * slot_stride
+        + kv_head[:, None] * kv_head_stride
+        + dims[None, :]
+    )
     if slot >= 0:
         is_k = inside & ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
         tl.store(keys + at, x.to(dtype), mask=is_k)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from baton.runtime.communicators.nccl import NcclBackend
 
 
-def make_backend(config: EngineConfig, host: str, transports: Sequence[str]) -> GlooBackend | NcclBackend | None:
+def make_backend(
+    config: EngineConfig, host: str, transports: Sequence[str]
+) -> GlooBackend | NcclBackend | None:
     """The backend of the staged transport among `transports`; None when there is none. `host`: where peers reach us.
 
     Raises ConfigError when it cannot work here.

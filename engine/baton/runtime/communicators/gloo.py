@@ -36,14 +36,21 @@ class GlooBackend:
         return unique_id
 
     def open(
-        self, unique_id: bytes, rank: int, slabs: Sequence[memoryview], open_timeout_secs: float, op_timeout_secs: float
+        self,
+        unique_id: bytes,
+        rank: int,
+        slabs: Sequence[memoryview],
+        open_timeout_secs: float,
+        op_timeout_secs: float,
     ) -> GlooCommunicator:
         timeout = timedelta(seconds=open_timeout_secs)
         with self._lock:
             store = self._hosted.pop(unique_id, None)
         if store is None:
             where = json.loads(unique_id)
-            store = TCPStore(where["host"], where["port"], 2, False, timeout, wait_for_workers=False)
+            store = TCPStore(
+                where["host"], where["port"], 2, False, timeout, wait_for_workers=False
+            )
         store.set_timeout(timeout)
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
@@ -53,7 +60,13 @@ class GlooBackend:
 
 
 class GlooCommunicator:
-    def __init__(self, group: ProcessGroupGloo, peer: int, slabs: Sequence[memoryview], op_timeout_secs: float) -> None:
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        peer: int,
+        slabs: Sequence[memoryview],
+        op_timeout_secs: float,
+    ) -> None:
         self._group = group
         self._peer = peer
         self._slabs = [torch.frombuffer(slab, dtype=torch.uint8) for slab in slabs]

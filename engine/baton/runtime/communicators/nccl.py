@@ -72,7 +72,9 @@ class Config(ctypes.Structure):
 
 
 def config(max_ctas: int) -> Config:
-    return Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, max_ctas, None)
+    return Config(
+        ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, max_ctas, None
+    )
 
 
 def default_ctas() -> int:
@@ -84,14 +86,21 @@ def library_path() -> Path | None:
     """libnccl of the wheel nvidia-nccl, which torch depends on."""
     nvidia = importlib.util.find_spec("nvidia")
     folders = (nvidia and nvidia.submodule_search_locations) or ()
-    return next((path for folder in folders if (path := Path(folder) / "nccl" / "lib" / LIBRARY).exists()), None)
+    return next(
+        (path for folder in folders if (path := Path(folder) / "nccl" / "lib" / LIBRARY).exists()),
+        None,
+    )
 
 
 def unusable() -> str | None:
     """Why nccl cannot work here; None: it can."""
     if (reason := no_cuda()) is not None:
         return f"it needs a GPU, but {reason}"
-    return None if library_path() else f"{LIBRARY} is not there; install the nvidia-nccl wheel of torch's CUDA version"
+    return (
+        None
+        if library_path()
+        else f"{LIBRARY} is not there; install the nvidia-nccl wheel of torch's CUDA version"
+    )
 
 
 def load() -> Any:
@@ -122,7 +131,9 @@ class Handle:
 
     def _checked(self, what: str, code: int) -> int:
         if code not in (SUCCESS, IN_PROGRESS):
-            raise RuntimeError(f"{what}: {self._lib.ncclGetErrorString(code).decode()} (NCCL error {code})")
+            raise RuntimeError(
+                f"{what}: {self._lib.ncclGetErrorString(code).decode()} (NCCL error {code})"
+            )
         return code
 
     def _call(self, what: str, call: Callable[[ctypes.c_void_p], int]) -> int:
@@ -136,7 +147,9 @@ class Handle:
         uid, settings = UniqueId.from_buffer_copy(unique_id), config(unique_id[UNIQUE_ID_BYTES])
         self._call(
             "ncclCommInitRankConfig",
-            lambda comm: self._lib.ncclCommInitRankConfig(ctypes.byref(comm), 2, uid, rank, ctypes.byref(settings)),
+            lambda comm: self._lib.ncclCommInitRankConfig(
+                ctypes.byref(comm), 2, uid, rank, ctypes.byref(settings)
+            ),
         )
         self.settle("ncclCommInitRankConfig", timeout_secs)
 
@@ -158,7 +171,9 @@ class Handle:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_POLL_SECS)
 
-    def enqueue(self, name: str, pointer: int, nbytes: int, peer: int, stream: int, timeout_secs: float) -> None:
+    def enqueue(
+        self, name: str, pointer: int, nbytes: int, peer: int, stream: int, timeout_secs: float
+    ) -> None:
         """ncclSend or ncclRecv."""
         call = getattr(self._lib, name)
         self._call(name, lambda comm: call(pointer, nbytes, UINT8, peer, comm, stream))
@@ -189,7 +204,12 @@ class NcclBackend:
         return bytes(uid) + bytes([self._max_ctas])
 
     def open(
-        self, unique_id: bytes, rank: int, slabs: Slabs, open_timeout_secs: float, op_timeout_secs: float
+        self,
+        unique_id: bytes,
+        rank: int,
+        slabs: Slabs,
+        open_timeout_secs: float,
+        op_timeout_secs: float,
     ) -> NcclCommunicator:
         handle = Handle(self._lib)
         with torch.cuda.device(self._device):
@@ -202,7 +222,9 @@ class NcclBackend:
 
 
 class NcclCommunicator:
-    def __init__(self, handle: Handle, peer: int, device: torch.device, slabs: Slabs, op_timeout_secs: float) -> None:
+    def __init__(
+        self, handle: Handle, peer: int, device: torch.device, slabs: Slabs, op_timeout_secs: float
+    ) -> None:
         self._handle = handle
         self._peer = peer
         self._timeout_secs = op_timeout_secs
@@ -218,7 +240,9 @@ class NcclCommunicator:
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
         # A copy to or from memory that is not pinned would wait for the stream, and the stream may wait for the peer.
-        with contextlib.ExitStack() as undo:  # slabs of which one cannot be registered are given back
+        with (
+            contextlib.ExitStack() as undo
+        ):  # slabs of which one cannot be registered are given back
             for slab in self._host:
                 ipc.register(slab)
                 undo.callback(ipc.unregister, slab)
@@ -241,7 +265,9 @@ class NcclCommunicator:
     def send(self, slab: int, nbytes: int) -> None:
         if self._host:
             with torch.cuda.stream(self._stream):
-                self._device_slabs[slab][:nbytes].copy_(self._host[slab][:nbytes], non_blocking=True)
+                self._device_slabs[slab][:nbytes].copy_(
+                    self._host[slab][:nbytes], non_blocking=True
+                )
         self._enqueue("ncclSend", slab, nbytes)
         self._wait("ncclSend")
 
@@ -249,7 +275,9 @@ class NcclCommunicator:
         self._enqueue("ncclRecv", slab, nbytes)
         if self._host:
             with torch.cuda.stream(self._stream):
-                self._host[slab][:nbytes].copy_(self._device_slabs[slab][:nbytes], non_blocking=True)
+                self._host[slab][:nbytes].copy_(
+                    self._device_slabs[slab][:nbytes], non_blocking=True
+                )
         self._wait("ncclRecv")
 
     def abort(self) -> None:

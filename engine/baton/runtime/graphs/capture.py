@@ -28,7 +28,13 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
-from baton.layers.attention.paged_indices import PagedRows, capture_size, capture_sizes, pad_decode, pad_slots
+from baton.layers.attention.paged_indices import (
+    PagedRows,
+    capture_size,
+    capture_sizes,
+    pad_decode,
+    pad_slots,
+)
 from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
@@ -92,9 +98,13 @@ class DecodeGraphs:
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
         pages = min(largest * -(-self.context // kv.page_size), 2 * kv.num_pages) + largest
         self._static = GraphInputs(largest, pages, device)
-        self._logits = torch.zeros(largest, self.model.spec.vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(
+            largest, self.model.spec.vocab_size, dtype=torch.float32, device=device
+        )
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=device)
-        self.model.reserve(self.context)  # the tables of rotary embedding stay where they are from now on
+        self.model.reserve(
+            self.context
+        )  # the tables of rotary embedding stay where they are from now on
         self._replays = self._record_all()
 
     def _record_all(self) -> dict[int, Callable[[], None]]:
@@ -108,7 +118,9 @@ class DecodeGraphs:
             now = time.monotonic()
             if done == len(self.sizes) or now - said >= PROGRESS_SECS:
                 said = now
-                log.info("capturing CUDA graphs: %d/%d, %.1f s", done, len(self.sizes), now - started)
+                log.info(
+                    "capturing CUDA graphs: %d/%d, %.1f s", done, len(self.sizes), now - started
+                )
         return replays
 
     def _decode(self, size: int) -> None:
@@ -126,7 +138,9 @@ class DecodeGraphs:
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
         self.table.write(static.entries[rows], self._greedy[rows])
 
-    def _load(self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows) -> None:
+    def _load(
+        self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows
+    ) -> None:
         """Columns: token ids, positions and table entries."""
         n = len(rows)
         padded = pad_decode(rows, size, self.kv.dummy_page)

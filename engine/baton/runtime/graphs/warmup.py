@@ -90,13 +90,17 @@ class _Step:
             history = array("i", [TOKEN]) * (start + n)
             params = self.params[slot % len(self.params)]
             admitted.append(AdmittedSeq(slot, slot, params, start + n, history))
-        return StepPlan(number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY)
+        return StepPlan(
+            number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY
+        )
 
 
 def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
     few = min(4, limits.running)
-    short = min(2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1))
+    short = min(
+        2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1)
+    )
     few_tokens = min(FEW_TOKENS, limits.prompt_tokens, limits.context)
     cached = min(CACHED_TOKENS, limits.context - few_tokens)
     made = [
@@ -126,7 +130,9 @@ def _largest(limits: WarmupLimits) -> _Step:
         else:
             prompts.pop()
             decode += 1
-    return _Step(f"{decode} sequences decoding with {sum(prompts)} prompt tokens", decode, tuple(prompts))
+    return _Step(
+        f"{decode} sequences decoding with {sum(prompts)} prompt tokens", decode, tuple(prompts)
+    )
 
 
 def pages_needed(limits: WarmupLimits) -> int:
@@ -134,7 +140,9 @@ def pages_needed(limits: WarmupLimits) -> int:
     return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
 
 
-def run_warmup(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: DeviceMemory) -> WarmupResult:
+def run_warmup(
+    limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: DeviceMemory
+) -> WarmupResult:
     """Run all steps. Raises what `execute` raises."""
     made = steps(limits)
     before = memory.held()
@@ -145,5 +153,7 @@ def run_warmup(limits: WarmupLimits, execute: Callable[[StepPlan], object], memo
         execute(plan)
         took.append(max(memory.peak() - before, 0))
         memory.held()  # gives back what this step leaves behind, which the next one may not be able to use
-        log.info("warm-up step %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started)
+        log.info(
+            "warm-up step %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started
+        )
     return WarmupResult(max(took), took[-2])

@@ -83,7 +83,9 @@ class MemoryPlan(NamedTuple):
     """Limit that bounded the pages, for the log."""
 
 
-def size_pool(needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int | None = None) -> MemoryPlan:
+def size_pool(
+    needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int | None = None
+) -> MemoryPlan:
     """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's memory leaves.
 
     Raises ConfigError when `wanted` pages, or else two, do not fit.
@@ -98,7 +100,10 @@ def size_pool(needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int 
     allowed = int(needs.total * fraction) - needs.weights - needs.workspace
     pages = min(allowed, needs.room) // page_bytes
     if pages >= LEAST_PAGES:
-        return MemoryPlan(pages, f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free")
+        return MemoryPlan(
+            pages,
+            f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free",
+        )
     what = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
     if allowed < needs.room:
         raise ConfigError(

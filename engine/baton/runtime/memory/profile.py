@@ -58,7 +58,9 @@ def profile_memory(
     Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
     """
     weights = memory.held()
-    most_tokens = config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
+    most_tokens = (
+        config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
+    )
     limits = warmup.WarmupLimits(
         tokens=max(config.chunked_prefill_size, most_tokens),
         prompt_tokens=most_tokens,
@@ -66,7 +68,9 @@ def profile_memory(
         context=context,
         page_size=config.page_size,
     )
-    with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
+    with no_room(
+        "a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"
+    ):
         try:
             tried = _try(model, config, limits, memory, place)
         except (torch.OutOfMemoryError, EngineError):
@@ -89,19 +93,35 @@ def profile_memory(
 
 
 def _try(
-    model: Decoder, config: EngineConfig, limits: warmup.WarmupLimits, memory: DeviceMemory, place: TpContext | None
+    model: Decoder,
+    config: EngineConfig,
+    limits: warmup.WarmupLimits,
+    memory: DeviceMemory,
+    place: TpContext | None,
 ) -> dict[str, int]:
     """Fields of `MemoryNeeds` that depend on the attention backend."""
-    pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=memory.device)
+    pool = make_pool(
+        model.spec.kv,
+        config.page_size,
+        warmup.pages_needed(limits),
+        native=False,
+        device=memory.device,
+    )
     before = memory.held()
     attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before
     runner = make_runner(
-        model, pool, attn, config.max_running_requests, broadcast=None if place is None else place.broadcast
+        model,
+        pool,
+        attn,
+        config.max_running_requests,
+        broadcast=None if place is None else place.broadcast,
     )
     receive = None if place is None else place.receive
     took = warmup.run_warmup(
-        limits, runner.run if receive is None else lambda _: runner.execute_remote(receive()), memory
+        limits,
+        runner.run if receive is None else lambda _: runner.execute_remote(receive()),
+        memory,
     )
     graphs, rows = 0, rows_to_record(config)
     if rows and isinstance(attn, GraphAttention):

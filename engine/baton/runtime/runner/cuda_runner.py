@@ -61,14 +61,25 @@ class InFlight:
     def result(self) -> StepResult:
         """Waits for the step. From any thread."""
         self.ended.wait()
-        return StepResult(()) if self.draw is None or self.drawn is None else self.draw.read(self.drawn)
+        return (
+            StepResult(())
+            if self.draw is None or self.drawn is None
+            else self.draw.read(self.drawn)
+        )
 
 
 class DeviceRunner(ModelRunner):
     """A Runner whose steps are collected later."""
 
     def __init__(
-        self, model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, *, stream: CudaStream, **more: Any
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: AttentionBackend,
+        max_slots: int,
+        *,
+        stream: CudaStream,
+        **more: Any,
     ) -> None:
         """`more`: the other arguments of `ModelRunner`."""
         super().__init__(model, kv, attn, max_slots, **more)
@@ -116,7 +127,9 @@ class DeviceRunner(ModelRunner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(self, step: StepInputs, indices: StepIndices) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
+    def _compute(
+        self, step: StepInputs, indices: StepIndices
+    ) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
 
         The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
@@ -142,9 +155,13 @@ class DeviceRunner(ModelRunner):
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
-        return draw, SamplingResult(*(None if part is None else self._stream.fetch(part) for part in drawn))
+        return draw, SamplingResult(
+            *(None if part is None else self._stream.fetch(part) for part in drawn)
+        )
 
-    def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
+    def _advance(
+        self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight
+    ) -> None:
         """The rows stand one token further, which the host does not know yet."""
         later = []
         for i, row in enumerate(rows):
@@ -160,14 +177,20 @@ class DeviceRunner(ModelRunner):
         for launched, rows in self._unread:
             tokens = launched.result().tokens
             for i, slot, sample_row in rows:
-                token = max(tokens[i], 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
+                token = max(
+                    tokens[i], 0
+                )  # of a row that has ended (INVALID_TOKEN) another step may be planned already
                 sample_row.append(token)
                 self._last_token[slot] = token
         self._unread.clear()
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Known to the host only where other ranks need it; else a reference stands for what the table holds."""
-        return super()._open_tokens(slots) if self._broadcast is not None else self._table.reference(slots)
+        return (
+            super()._open_tokens(slots)
+            if self._broadcast is not None
+            else self._table.reference(slots)
+        )
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return self._upload(step, indices)[0]
@@ -175,7 +198,13 @@ class DeviceRunner(ModelRunner):
     def _upload(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
-            (indices.token_ids, indices.positions, indices.slot_mapping, indices.sample_index, step.slots[step.samples])
+            (
+                indices.token_ids,
+                indices.positions,
+                indices.slot_mapping,
+                indices.sample_index,
+                step.slots[step.samples],
+            )
         )
         if (indices.token_ids < 0).any():
             token_ids = self._table.read(token_ids)
@@ -189,7 +218,9 @@ class DeviceRunner(ModelRunner):
         return batch, slots
 
 
-def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> ModelRunner:
+def make_runner(
+    model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any
+) -> ModelRunner:
     """Make a runner of the kind that suits the pool's device."""
     if kv.data.is_cuda:
         return DeviceRunner(model, kv, attn, max_slots, stream=CudaStream(kv.data.device), **more)

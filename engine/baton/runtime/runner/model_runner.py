@@ -30,7 +30,15 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import Growth, StepIndices, StepInputs, StepMismatch, checksum, decode, encode
+from baton.runtime.runner.step_inputs import (
+    Growth,
+    StepIndices,
+    StepInputs,
+    StepMismatch,
+    checksum,
+    decode,
+    encode,
+)
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
@@ -63,7 +71,9 @@ class ModelRunner:
         self._host = host
         self._attn = attn
         longest = -(-model.spec.max_context // kv.page_size) + 1
-        self._page_table: NDArray[np.int32] = np.zeros((max_slots, min(longest, kv.num_pages)), np.int32)
+        self._page_table: NDArray[np.int32] = np.zeros(
+            (max_slots, min(longest, kv.num_pages)), np.int32
+        )
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
@@ -82,7 +92,9 @@ class ModelRunner:
         sample_rows = [self._sample_row(row) for row in sampling]
         result = sample(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
-            token = max(token, 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
+            token = max(
+                token, 0
+            )  # of a row that has ended (INVALID_TOKEN) another step may be planned already
             sample_row.append(token)
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)
@@ -144,7 +156,9 @@ class ModelRunner:
     def _step(self, plan: StepPlan) -> StepInputs:
         """The plan with its open tokens filled in, vectorized over its rows."""
         rows = plan.rows
-        _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = zip(*rows, strict=True) if rows else ((),) * 8
+        _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = (
+            zip(*rows, strict=True) if rows else ((),) * 8
+        )
         slots, lengths = np.array(of_slot, np.int64), np.array(of_n, np.int64)
         token_ids = np.frombuffer(b"".join(of_tokens), np.int32).astype(np.int64)
         unknown = token_ids == UNKNOWN_TOKEN
@@ -154,7 +168,16 @@ class ModelRunner:
         growth = [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages]
         new_pages = plan.new_pages if self._native_pool is not None else array("i")
         return StepInputs(
-            plan.step, plan.num_decode, slots, starts, lengths, samples, token_ids, growth, plan.copies, new_pages
+            plan.step,
+            plan.num_decode,
+            slots,
+            starts,
+            lengths,
+            samples,
+            token_ids,
+            growth,
+            plan.copies,
+            new_pages,
         )
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -173,8 +196,14 @@ class ModelRunner:
         np.cumsum(step.lengths, out=qo_indptr[1:])
         kv_lens = starts + step.lengths
         row_of_token = np.repeat(np.arange(count), step.lengths)
-        positions = np.arange(qo_indptr[-1], dtype=np.int64) - qo_indptr[row_of_token] + starts[row_of_token]
-        pages = self._page_table[slots[row_of_token], positions // self._kv.page_size].astype(np.int64)
+        positions = (
+            np.arange(qo_indptr[-1], dtype=np.int64)
+            - qo_indptr[row_of_token]
+            + starts[row_of_token]
+        )
+        pages = self._page_table[slots[row_of_token], positions // self._kv.page_size].astype(
+            np.int64
+        )
         num_pages = -(-kv_lens // self._kv.page_size)
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
@@ -186,8 +215,12 @@ class ModelRunner:
             qo_indptr=qo_indptr,
             kv_lens=kv_lens.astype(np.int32),
             page_indptr=page_indptr,
-            page_indices=np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]),
+            page_indices=np.concatenate(
+                [self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]
+            ),
         )
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
-        return ForwardBatch(*map(torch.from_numpy, indices), step.num_decode, int(indices.kv_lens.max()))
+        return ForwardBatch(
+            *map(torch.from_numpy, indices), step.num_decode, int(indices.kv_lens.max())
+        )

@@ -95,9 +95,13 @@ def decode(message: bytes) -> tuple[StepInputs, int]:
 
 def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
     """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
-    value = zlib.crc32(step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before))
+    value = zlib.crc32(
+        step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before)
+    )
     for run in step.copies:
-        value = zlib.crc32(run.pages.tobytes() + run.slots.tobytes(), zlib.crc32(bytes([run.to_host]), value))
+        value = zlib.crc32(
+            run.pages.tobytes() + run.slots.tobytes(), zlib.crc32(bytes([run.to_host]), value)
+        )
     if indices is None:
         return value
     parts: tuple[NDArray[Any], ...] = (

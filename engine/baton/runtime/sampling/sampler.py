@@ -234,4 +234,6 @@ def _pick(probs: NDArray[np.float32], u: float) -> int:
     """The index at which the running sum passes u * its end; never one without probability."""
     mass = probs.cumsum(dtype=np.float64)
     end = mass[-1]
-    return int(min(np.searchsorted(mass, u * end, side="right"), np.searchsorted(mass, end, side="left")))
+    return int(
+        min(np.searchsorted(mass, u * end, side="right"), np.searchsorted(mass, end, side="left"))
+    )

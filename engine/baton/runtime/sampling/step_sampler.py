@@ -47,7 +47,9 @@ class SamplingLaunch:
         special = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
         self.is_plain = not special
         """argmax says all."""
-        self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
+        self._logprobs = [
+            (i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0
+        ]
         edited = [(i, row) for i, row in special if row.is_edited]
         self._edits = LogitEdits(edited, vocab) if edited else None
         self._drawn = [i for i, row in special if not row.is_greedy]
@@ -95,9 +97,15 @@ class SamplingLaunch:
         tokens = drawn.tokens.tolist()
         if drawn.chosen is None or drawn.top_ids is None or drawn.top_logprobs is None:
             return StepResult(tokens)
-        chosen, ids, values = drawn.chosen.tolist(), drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
+        chosen, ids, values = (
+            drawn.chosen.tolist(),
+            drawn.top_ids.tolist(),
+            drawn.top_logprobs.tolist(),
+        )
         asked = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
-        return StepResult(tokens, {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked})
+        return StepResult(
+            tokens, {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked}
+        )
 
 
 @torch.inference_mode()

@@ -21,7 +21,23 @@ from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
 
 LATE_SECS = 0.005
 """A step that begins this soon after the last one's end was waiting for it."""
-WORDS = ("no", "one", "is", "in", "but", "the", "run", "has", "its", "own", "end", "and", "so", "on", ";")
+WORDS = (
+    "no",
+    "one",
+    "is",
+    "in",
+    "but",
+    "the",
+    "run",
+    "has",
+    "its",
+    "own",
+    "end",
+    "and",
+    "so",
+    "on",
+    ";",
+)
 """Words of simulated answers, each behind a space."""
 
 
@@ -71,7 +87,10 @@ class SimRunner:
             self._logprobs[admitted.slot] = admitted.params.logprobs
         now = self.clock()
         began = self._ended if now - self._ended < LATE_SECS else now
-        seconds = step_seconds(self.simulated.model, plan, self.simulated.length_scale) / self.simulated.speed
+        seconds = (
+            step_seconds(self.simulated.model, plan, self.simulated.length_scale)
+            / self.simulated.speed
+        )
         self._ended = began + seconds
         self.sleep(max(self._ended - now, 0.0))
         sampling = [row for row in plan.rows if row.sample]

@@ -40,10 +40,14 @@ class SimLoaded:
     vocab_size: ClassVar[int] = 2**31
     """Simulated tokens are four bytes of text without the top bit."""
 
-    def engine(self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None) -> EngineLoop:
+    def engine(
+        self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
+    ) -> EngineLoop:
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
-        return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, driver, trace)
+        return make_engine(
+            self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, driver, trace
+        )
 
     def paced(self, node: TransferNode) -> TransferNode:
         """The transfer runtime as a P node's driver should see it."""
@@ -82,7 +86,9 @@ def load(config: EngineConfig) -> SimLoaded:
         "device": f"simulated: {config.simulate}",
         "layout": layout,
     }
-    log.info("simulating %s: pool of %d pages x %d tokens", config.simulate, num_pages, config.page_size)
+    log.info(
+        "simulating %s: pool of %d pages x %d tokens", config.simulate, num_pages, config.page_size
+    )
     return SimLoaded(config, simulated, num_pages, pool, layout, info)
 
 
@@ -105,8 +111,13 @@ class PacedTransfer:
         threading.Thread(target=self._run, name="paced-transfer", daemon=True).start()
 
     def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
-        tokens = ((total_pages - 1) * self._page_size + last_page_tokens) * self._simulated.length_scale
-        due = time.monotonic() + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed
+        tokens = (
+            (total_pages - 1) * self._page_size + last_page_tokens
+        ) * self._simulated.length_scale
+        due = (
+            time.monotonic()
+            + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed
+        )
         with self._changed:
             self._waiting[room] = (total_pages, last_page_tokens, payload)
             heapq.heappush(self._due, (due, next(self._order), room))

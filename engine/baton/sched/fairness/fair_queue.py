@@ -74,14 +74,20 @@ class FairnessRules:
             return priority, ""
         if asked is None:
             return priority, rule.priority_class or self.classes.of_priority(priority)
-        return priority, asked if rule.priority_class is None else self.classes.no_better(asked, rule.priority_class)
+        return priority, asked if rule.priority_class is None else self.classes.no_better(
+            asked, rule.priority_class
+        )
 
 
 class _ClassQueue:
     """Candidates of one class in this step. Candidates are taken from the policy's order as far as needed."""
 
     def __init__(
-        self, counters: VirtualCounters, tenants: Iterable[str], pull: Callable[[str], bool], most_skipped: int
+        self,
+        counters: VirtualCounters,
+        tenants: Iterable[str],
+        pull: Callable[[str], bool],
+        most_skipped: int,
     ) -> None:
         """`pull`: look for a tenant's next candidate and put it into its queue; False when it has no more."""
         self.first: deque[Seq] = deque()
@@ -127,7 +133,9 @@ class _ClassQueue:
     def _rank(self, tenant: str) -> float:
         return math.inf if tenant in self._last else self._counters[tenant]
 
-    def _next_of(self, tenant: str, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]) -> Seq | None:
+    def _next_of(
+        self, tenant: str, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]
+    ) -> Seq | None:
         queue = self.queues[tenant]
         while queue or self._pull(tenant):
             is_closed = tenant in self._stopped or self._skips_left < 0
@@ -159,24 +167,32 @@ class FairQueue(SharingStrategy):
 
     orders_requests = True
 
-    def __init__(self, rules: FairnessRules, quantum: int, answer_tokens: Callable[[Seq], int]) -> None:
+    def __init__(
+        self, rules: FairnessRules, quantum: int, answer_tokens: Callable[[Seq], int]
+    ) -> None:
         classes = rules.classes.classes or (PriorityClass(""),)
         self._rules = rules
         self._tenants = rules.tenants or TenantRules()
         self._answer_tokens = answer_tokens
         self._names = [c.name for c in classes]
         self._number = {name: i for i, name in enumerate(self._names)}
-        self._middle = self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
+        self._middle = (
+            self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
+        )
         self._rounds = DeficitRoundRobin([c.weight for c in classes], quantum)
         self._counters = [VirtualCounters(rules.max_idle_tenants) for _ in classes]
         self._waiting: list[Counter[str]] = [Counter() for _ in classes]
         """Per class and tenant; no zeros."""
-        self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)
+        self._has_caps = any(
+            r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all
+        )
         self._has_kv_caps = any(r.max_kv_tokens is not None for r in self._tenants.all)
         self._held_back: set[int] = set()
         self._throttled = dict.fromkeys(("queue", "running", "kv"), 0)
         self._class_tokens = [[0, 0] for _ in classes]
-        self._tenant_tokens: dict[str, list[int]] = {tenant: [0, 0, 0] for tenant in self._tenants.named}
+        self._tenant_tokens: dict[str, list[int]] = {
+            tenant: [0, 0, 0] for tenant in self._tenants.named
+        }
 
     def class_of(self, seq: Seq) -> int:
         return self._number.get(seq.req.priority_class, self._middle)
@@ -234,7 +250,11 @@ class FairQueue(SharingStrategy):
         if (first := view.preemptor) is not None:
             yield first
             view.preemptor = None
-        order = (seq for seq in view.order() if seq.state is not SeqState.WAITING or not seq.inflight_steps)
+        order = (
+            seq
+            for seq in view.order()
+            if seq.state is not SeqState.WAITING or not seq.inflight_steps
+        )
         yield from self.merge(view, order, view.holders(), view.skip_ahead)
         for seq in view.untried():
             if self._ahead_in_class(seq, view.partial()) < view.max_partial or view.completes(seq):
@@ -245,12 +265,18 @@ class FairQueue(SharingStrategy):
         own = self.class_of(seq)
         return len(unfinished) if any(self.class_of(other) == own for other in unfinished) else 0
 
-    def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
+    def openings(
+        self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int
+    ) -> Iterable[Seq]:
         """D: prompts on their way, in the order in which they should get pages."""
         return self.merge(None, order, holders, skip_ahead)
 
     def merge(
-        self, view: PrefillView | None, order: Iterable[Seq], holders: Iterable[Seq], most_skipped: int
+        self,
+        view: PrefillView | None,
+        order: Iterable[Seq],
+        holders: Iterable[Seq],
+        most_skipped: int,
     ) -> Iterator[Seq]:
         """Candidates in the order in which the planner should try them. What it plans must be charged at once.
 
@@ -263,7 +289,11 @@ class FairQueue(SharingStrategy):
             most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
         class_queues = self._class_queues(view, order, most_skipped)
-        ready = {c for c, class_queue in enumerate(class_queues) if class_queue.first or class_queue.tenants}
+        ready = {
+            c
+            for c, class_queue in enumerate(class_queues)
+            if class_queue.first or class_queue.tenants
+        }
         if not ready:
             self._rounds.settle()
         for idle in set(range(len(class_queues))) - ready:
@@ -277,7 +307,12 @@ class FairQueue(SharingStrategy):
             return is_open and self._fits(seq, used)
 
         def has_room(seq: Seq) -> bool:
-            return view is None or ahead < view.max_partial or not class_queues[c].ahead or view.completes(seq)
+            return (
+                view is None
+                or ahead < view.max_partial
+                or not class_queues[c].ahead
+                or view.completes(seq)
+            )
 
         while ready:
             is_open = is_open and (view is None or view.has_slot())
@@ -309,7 +344,9 @@ class FairQueue(SharingStrategy):
         finally:
             self._rounds.restore(saved)
 
-    def _class_queues(self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int) -> list[_ClassQueue]:
+    def _class_queues(
+        self, view: PrefillView | None, order: Iterable[Seq], most_skipped: int
+    ) -> list[_ClassQueue]:
         source = iter(order)
         class_queues: list[_ClassQueue] = []
 
@@ -322,7 +359,9 @@ class FairQueue(SharingStrategy):
             return False
 
         for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
-            class_queues.append(_ClassQueue(counters, waiting, functools.partial(pull, c), most_skipped))
+            class_queues.append(
+                _ClassQueue(counters, waiting, functools.partial(pull, c), most_skipped)
+            )
         for seq in view.unfinished if view is not None else ():
             class_queue = class_queues[self.class_of(seq)]
             if view is not None and view.together:
@@ -364,7 +403,10 @@ class FairQueue(SharingStrategy):
         reason = None
         if rule.max_running is not None and use.running >= rule.max_running:
             reason = "running"
-        elif rule.max_kv_tokens is not None and use.kv_tokens + self._kv_tokens(seq) > rule.max_kv_tokens:
+        elif (
+            rule.max_kv_tokens is not None
+            and use.kv_tokens + self._kv_tokens(seq) > rule.max_kv_tokens
+        ):
             reason = "kv"
         if reason is not None and seq.handle not in self._held_back:
             self._held_back.add(seq.handle)
@@ -377,7 +419,10 @@ class FairQueue(SharingStrategy):
         """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
         rules, c, tenant = self._rules, self.class_of(seq), self.tenant_of(seq.req)
         self._rounds.charge(c, computed)
-        amount = rules.prompt_token_weight * computed + rules.cached_token_weight * rules.prompt_token_weight * cached
+        amount = (
+            rules.prompt_token_weight * computed
+            + rules.cached_token_weight * rules.prompt_token_weight * cached
+        )
         self._counters[c].charge(tenant, amount / self._rule(tenant).weight)
         self._class_tokens[c][0] += computed
         tokens = self._tokens_of(tenant)
@@ -389,7 +434,9 @@ class FairQueue(SharingStrategy):
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         if self._rules.charge_decode:
             self._rounds.charge(c, 1)
-        self._counters[c].charge(tenant, self._rules.output_token_weight / self._rule(tenant).weight)
+        self._counters[c].charge(
+            tenant, self._rules.output_token_weight / self._rule(tenant).weight
+        )
         self._class_tokens[c][1] += 1
         self._tokens_of(tenant)[2] += 1
 
@@ -404,13 +451,18 @@ class FairQueue(SharingStrategy):
     def gauges(self) -> dict[str, float]:
         if not self._rules.classes.classes:
             return {}
-        return {f'class_waiting{{class="{name}"}}': float(self._waiting[c].total()) for name, c in self._number.items()}
+        return {
+            f'class_waiting{{class="{name}"}}': float(self._waiting[c].total())
+            for name, c in self._number.items()
+        }
 
     def counters(self) -> dict[str, float]:
         values: dict[str, float] = {}
         if self._rules.classes.classes:
             for name, c in self._number.items():
-                for kind, tokens in zip(("prompt", "generated"), self._class_tokens[c], strict=True):
+                for kind, tokens in zip(
+                    ("prompt", "generated"), self._class_tokens[c], strict=True
+                ):
                     values[f'class_tokens_total{{class="{name}",kind="{kind}"}}'] = tokens
         if self._rules.tenants is not None:
             for tenant, counts in self._tenant_tokens.items():
@@ -418,5 +470,7 @@ class FairQueue(SharingStrategy):
                     values[f'tenant_tokens_total{{tenant="{tenant}",kind="{kind}"}}'] = tokens
             for reason, count in self._throttled.items():
                 values[f'tenant_throttled_total{{reason="{reason}"}}'] = count
-            values["tenants_forgotten_total"] = sum(counters.forgotten for counters in self._counters)
+            values["tenants_forgotten_total"] = sum(
+                counters.forgotten for counters in self._counters
+            )
         return values

@@ -105,14 +105,22 @@ class SharingStrategy:
         if together and len(given) < len(view.unfinished):
             rest = [seq for seq in view.sorted_unfinished() if seq.handle not in given]
         rest += view.untried()
-        rest.sort(key=lambda seq: view.sort_key(seq)[0])  # stable: behind prompts under way as important
+        rest.sort(
+            key=lambda seq: view.sort_key(seq)[0]
+        )  # stable: behind prompts under way as important
         for seq in rest:
-            if seq.state is SeqState.WAITING and ahead >= view.max_partial and not view.completes(seq):
+            if (
+                seq.state is SeqState.WAITING
+                and ahead >= view.max_partial
+                and not view.completes(seq)
+            ):
                 continue
             yield seq
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
 
-    def openings(self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int) -> Iterable[Seq]:
+    def openings(
+        self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int
+    ) -> Iterable[Seq]:
         """D: prompts on their way, in the order in which they should get pages."""
         return order
 

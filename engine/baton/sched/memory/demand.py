@@ -63,7 +63,9 @@ def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
     Cost: O(n log n + distinct endings * min(n, page_size)).
     """
     ending = sorted(answers, key=lambda a: a.to_come)
-    room: Counter[int] = Counter(-a.tokens % page_size for a in ending)  # free places in the last page → requests
+    room: Counter[int] = Counter(
+        -a.tokens % page_size for a in ending
+    )  # free places in the last page → requests
     peak = kept = given_back = 0
     late: deque[tuple[int, int]] = deque()  # (ending step, pages) not to be counted on yet
     for steps, group in itertools.groupby(ending, key=lambda a: a.to_come):

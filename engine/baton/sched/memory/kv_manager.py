@@ -51,7 +51,9 @@ class KvManager:
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
-        self.cache = RadixCache(limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events)
+        self.cache = RadixCache(
+            limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events
+        )
         self._publishes = limits.radix_cache
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.schedule_conservativeness, limits.clip_max_new_tokens)
@@ -142,12 +144,18 @@ class KvManager:
         for seq in seqs:
             is_known = seq.has_fixed_length and seq.is_decoding
             (known if is_known else others).append(seq)
-        coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
+        coming = [
+            self.pages(seq.total_len) - len(seq.pages) for seq in known
+        ]  # for tokens in flight, not held yet
         answers = []
         for seq, more in zip(known, coming, strict=True):
             held_alone = len(seq.private) + self._locked_alone(seq) + more
-            answers.append(KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone))
-        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
+            answers.append(
+                KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone)
+            )
+        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(
+            others
+        )
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence released everything.
@@ -156,7 +164,9 @@ class KvManager:
         """
         alone = self._locked_alone(seq)
         stay = seq.published - alone
-        return len(seq.private) + alone + self.growth(seq), max(seq.computed - stay * self.page_size, 0)
+        return len(seq.private) + alone + self.growth(seq), max(
+            seq.computed - stay * self.page_size, 0
+        )
 
     def _locked_alone(self, seq: Seq) -> int:
         return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
@@ -199,7 +209,9 @@ class KvManager:
         if seq.pages_were_released:
             self.hit_tokens["rematch"] += tokens
             return
-        fresh = self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
+        fresh = (
+            self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
+        )
         if seq.state is SeqState.TRANSFER:
             self.hit_tokens["decode_tree"] += tokens
             return
@@ -213,9 +225,13 @@ class KvManager:
             return
         first = len(seq.pages)
         assert seq.node is not None, "share comes first"
-        found = self.host.find(seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size)
+        found = self.host.find(
+            seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
+        )
         if found:
-            self.host.pin(found)  # the allocation below may evict, and evicting makes room on the host
+            self.host.pin(
+                found
+            )  # the allocation below may evict, and evicting makes room on the host
             pages = self.allocate(len(found))
             if pages is not None:
                 self.host.copy_in(found, pages)
@@ -298,7 +314,9 @@ class KvManager:
             self.publish(seq)
         node = seq.node
         self.release_pages(seq)
-        pays = mode == "offload" or (mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size)
+        pays = mode == "offload" or (
+            mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size
+        )
         if self.host is not None and node is not None and pays:
             self._offload(seq, node, self.host)
 

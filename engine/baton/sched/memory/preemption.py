@@ -24,8 +24,14 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
     None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
     """
     base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
-    first = min(running, key=lambda s: (not s.has_announced_pages, -base(s), s.req.arrival, s.handle))
-    victims = [s for s in running if s is not first and s is not keep and s.pages and not s.has_announced_pages]
+    first = min(
+        running, key=lambda s: (not s.has_announced_pages, -base(s), s.req.arrival, s.handle)
+    )
+    victims = [
+        s
+        for s in running
+        if s is not first and s is not keep and s.pages and not s.has_announced_pages
+    ]
     if not victims:
         return None if keep is first or keep.has_announced_pages else keep
     return min(victims, key=lambda s: (base(s), s.computed, -s.req.arrival, -s.handle))
@@ -63,7 +69,11 @@ def priority_victims(
     rule = limits.priority
     below = rule.base(head) - rule.preemption_threshold
     candidates = sorted(
-        (s for s in running if rule.base(s) < below and s.sort_key > sort_key and may_preempt(s, limits)),
+        (
+            s
+            for s in running
+            if rule.base(s) < below and s.sort_key > sort_key and may_preempt(s, limits)
+        ),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
     found = [freed(seq) for seq in candidates]

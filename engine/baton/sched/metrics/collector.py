@@ -26,7 +26,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.sched.metrics.bypass_counter import BypassCounter, Key
-from baton.sched.metrics.histogram import GAP_BUCKETS, REQUEST_BUCKETS, SLACK_BUCKETS, STAGE_BUCKETS, Histogram
+from baton.sched.metrics.histogram import (
+    GAP_BUCKETS,
+    REQUEST_BUCKETS,
+    SLACK_BUCKETS,
+    STAGE_BUCKETS,
+    Histogram,
+)
 from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.sequence import Seq, SeqState
@@ -35,7 +41,12 @@ RATE_SMOOTHING = 0.1
 MAX_DUE_PER_PLAN = 256
 """Waits that a plan finds to have become too long: some 0.7 ms."""
 
-REQUEUE_EVENTS = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
+REQUEUE_EVENTS = {
+    "memory": "retracted",
+    "priority": "preempted",
+    "slots": "preempted",
+    "admin": "suspended",
+}
 """Name in a timeline, by reason."""
 
 
@@ -113,9 +124,13 @@ class SchedStats:
         life = self._request_stats.get(seq.handle)
         if life is None:
             arrival = seq.req.arrival
-            life = self._request_stats[seq.handle] = _RequestStats(self.class_of(seq), (arrival, seq.handle), arrival)
+            life = self._request_stats[seq.handle] = _RequestStats(
+                self.class_of(seq), (arrival, seq.handle), arrival
+            )
             if seq.req.trace:
-                self._timelines[seq.handle] = RequestTimeline(seq.handle, seq.req.trace, seq.prompt_len)
+                self._timelines[seq.handle] = RequestTimeline(
+                    seq.handle, seq.req.trace, seq.prompt_len
+                )
         elif life.waits:
             return
         else:
@@ -183,7 +198,12 @@ class SchedStats:
             _, handle = heapq.heappop(self._overdue)
             life = self._request_stats.get(handle)
             # The wait of this entry may be over, and another one have begun.
-            if life and life.waits and not life.is_starving and now - life.since > self._starvation_secs:
+            if (
+                life
+                and life.waits
+                and not life.is_starving
+                and now - life.since > self._starvation_secs
+            ):
                 self._starve(life)
 
     def _stop_waiting(self, life: _RequestStats) -> None:
@@ -245,7 +265,9 @@ class SchedStats:
         """How long a step took on the device."""
         if plan.num_decode and seconds > 0:
             rate = plan.num_decode / seconds
-            self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
+            self.decode_rate += (
+                RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
+            )
 
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
@@ -303,10 +325,15 @@ class SchedStats:
         return max(now - next(iter(self._leased_at.values()), now), 0.0)
 
     def counters(self) -> dict[str, float]:
-        values = {f'priority_starvation_total{{class="{cls}"}}': float(n) for cls, n in self.starved.items()}
+        values = {
+            f'priority_starvation_total{{class="{cls}"}}': float(n)
+            for cls, n in self.starved.items()
+        }
         reasons: Counter[str] = Counter()
         for (cls, by, reason), n in self.suspensions.items():
-            values[f'priority_preemption_total{{class="{cls}",by="{by}",reason="{reason}"}}'] = float(n)
+            values[f'priority_preemption_total{{class="{cls}",by="{by}",reason="{reason}"}}'] = (
+                float(n)
+            )
             reasons[reason] += n
         for reason, n in reasons.items():
             values[f'request_retraction_reasons_total{{reason="{reason}"}}'] = float(n)
@@ -320,6 +347,12 @@ class SchedStats:
             "request_overtaken": self.overtaken,
             "decode_stall_seconds": self.decode_stall,
             "deadline_slack_seconds": self.deadline_slack,
-            **{f'priority_waiting_time_seconds{{class="{cls}"}}': h for cls, h in self.waiting_time.items()},
-            **{f'kv_pull_duration_seconds{{transport="{name}"}}': h for name, h in self.pull_durations.items()},
+            **{
+                f'priority_waiting_time_seconds{{class="{cls}"}}': h
+                for cls, h in self.waiting_time.items()
+            },
+            **{
+                f'kv_pull_duration_seconds{{transport="{name}"}}': h
+                for name, h in self.pull_durations.items()
+            },
         }

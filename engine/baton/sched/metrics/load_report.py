@@ -91,7 +91,9 @@ def measure(state: SchedulerState) -> LoadReport:
         queued_requests=len(waiting),
         queued_prompt_tokens=sum(seq.prompt_len for seq in waiting),
         queued_tokens=sum(entry.tokens for entry in by_band.values()),
-        started_tokens=sum(seq.extend_tokens for seq in running if not seq.is_decoding and wants_row(seq)),
+        started_tokens=sum(
+            seq.extend_tokens for seq in running if not seq.is_decoding and wants_row(seq)
+        ),
         running_requests=len(state.running),
         running_tokens=sum(seq.total_len for seq in running),
         transfer_requests=len(state.transfer),

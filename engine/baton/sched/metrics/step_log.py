@@ -65,7 +65,9 @@ class StepLog:
         """Is it worth a record that nothing was planned for this reason?"""
         last = self._ring[-1] if self._ring else None
         return stopped_by is not StopReason.QUEUE_EMPTY and (
-            last is None or last.mode != ForwardMode.IDLE.value or last.stopped_by != stopped_by.value
+            last is None
+            or last.mode != ForwardMode.IDLE.value
+            or last.stopped_by != stopped_by.value
         )
 
     def recent(self, n: int = RING) -> list[dict[str, Any]]:

@@ -118,7 +118,10 @@ class StepTime:
 
     def chunk_seconds(self, start: int, n: int) -> float:
         """Time that prompt tokens [start, start + n) add to a step."""
-        return self._prompt.a * n / TOKENS_UNIT + self._prompt.b * attended_pairs(start, n) / PAIRS_UNIT
+        return (
+            self._prompt.a * n / TOKENS_UNIT
+            + self._prompt.b * attended_pairs(start, n) / PAIRS_UNIT
+        )
 
     def chunk_tokens(self, start: int, seconds: float) -> int:
         """The most prompt tokens from `start` on that add no more than `seconds` to a step."""

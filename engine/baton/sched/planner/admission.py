@@ -23,7 +23,9 @@ class AdmissionEstimate:
             return work  # alone: it must run, and it fits (see Scheduler.add)
         need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
         growth = self._growth.pages()
-        if need + growth > memory.available >= need and any(s.has_fixed_length for s in state.running.values()):
+        if need + growth > memory.available >= need and any(
+            s.has_fixed_length for s in state.running.values()
+        ):
             growth = min(growth, memory.peak_growth(list(self._growth.growing())))
         if seq.handle in state.retained:
             growth -= memory.growth(seq)
@@ -47,4 +49,6 @@ class AdmissionEstimate:
 
     def can_start(self, seq: Seq) -> bool:
         """True if it waits, and its tenant is below its limits."""
-        return seq.state is SeqState.WAITING and any(self._state.sharing.startable([seq], self._state.holders))
+        return seq.state is SeqState.WAITING and any(
+            self._state.sharing.startable([seq], self._state.holders)
+        )

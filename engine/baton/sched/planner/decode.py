@@ -31,7 +31,9 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
         if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
             others.append(seq)
             continue
-        if total > len(seq.pages) * page_size and (seq.handle in starved or not memory.extend(seq, total)):
+        if total > len(seq.pages) * page_size and (
+            seq.handle in starved or not memory.extend(seq, total)
+        ):
             continue
         sent = seq.pages_sent_to_runner
         if sent == 0:
@@ -53,7 +55,11 @@ def _find_pages(state: SchedulerState) -> set[int]:
     """Pages for the next tokens where there may be too few, by retraction if need be. Returns who gets none."""
     page_size = state.limits.page_size
     running = state.running.values()
-    short = [seq for seq in running if is_ready_to_decode(seq) and seq.total_len > len(seq.pages) * page_size]
+    short = [
+        seq
+        for seq in running
+        if is_ready_to_decode(seq) and seq.total_len > len(seq.pages) * page_size
+    ]
     return {seq.handle for seq in short if seq.state is SeqState.RUNNING and not _grow(state, seq)}
 
 

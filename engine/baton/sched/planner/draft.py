@@ -23,12 +23,16 @@ class PlanDraft:
         start, sent, end = seq.computed, seq.pages_sent_to_runner, seq.computed + n
         if sent == 0:
             history = array("i", seq.tokens)
-            self.admitted.append(AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history))
+            self.admitted.append(
+                AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history)
+            )
         tokens = seq.tokens[start:end]
         if len(tokens) < n:
             tokens.append(UNKNOWN_TOKEN)
         samples = end == seq.total_len
-        self.rows.append(Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:]))
+        self.rows.append(
+            Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:])
+        )
         seq.pages_sent_to_runner = len(seq.pages)
         seq.computed = end
         seq.inflight_steps += 1

@@ -70,7 +70,9 @@ class Planner:
         self._growth.reset()
         draft = PlanDraft()
         if limits.priority.enabled:
-            can_prefill = not limits.prefill_first or limits.enable_mixed_chunk or self._skips_decode()
+            can_prefill = (
+                not limits.prefill_first or limits.enable_mixed_chunk or self._skips_decode()
+            )
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
@@ -85,11 +87,15 @@ class Planner:
             plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
         if not draft.rows and (state.retractions > retractions or self._reclaim(stopped_by)):
-            return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
+            return self.plan(
+                now
+            )  # the pages just freed may let another sequence run; each round frees one's
         plan = self._finish(draft, num_decode, stopped_by, state.retractions - retractions)
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
-    def _finish(self, draft: PlanDraft, num_decode: int, stopped_by: StopReason, retracted: int) -> StepPlan | None:
+    def _finish(
+        self, draft: PlanDraft, num_decode: int, stopped_by: StopReason, retracted: int
+    ) -> StepPlan | None:
         """Make the plan of a draft; None when it has neither rows nor copies."""
         state, memory, times = self._state, self._state.memory, self._state.times
         if not draft.rows:
@@ -115,7 +121,11 @@ class Planner:
         Leases come first: D takes them before anything that is still to be computed here.
         """
         state = self._state
-        is_stuck = stopped_by is StopReason.NO_PAGES and state.planned_step == state.committed_step and not state.leased
+        is_stuck = (
+            stopped_by is StopReason.NO_PAGES
+            and state.planned_step == state.committed_step
+            and not state.leased
+        )
         return is_stuck and state.release_retained()
 
     def _skips_decode(self) -> bool:

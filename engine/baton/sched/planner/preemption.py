@@ -16,7 +16,9 @@ MAX_PREEMPTORS = 16
 
 
 class PreemptionPlanner:
-    def __init__(self, state: SchedulerState, estimate: AdmissionEstimate, reservation: ReservationHolder) -> None:
+    def __init__(
+        self, state: SchedulerState, estimate: AdmissionEstimate, reservation: ReservationHolder
+    ) -> None:
         self._state = state
         self._estimate = estimate
         self._reservation = reservation
@@ -36,18 +38,33 @@ class PreemptionPlanner:
         least = min(map(rule.base, state.running.values()))
         self._reservation.review(self._estimate.can_start, was_tried=False)
         waiting = (seq for seq in state.waiting.in_order() if not seq.inflight_steps)
-        for slots, seq in enumerate(state.sharing.heads(waiting, state.holders(), MAX_PREEMPTORS), start=1):
-            short = self._estimate.pages_for(seq, state.memory.cached_pages(seq)) - state.memory.available
+        for slots, seq in enumerate(
+            state.sharing.heads(waiting, state.holders(), MAX_PREEMPTORS), start=1
+        ):
+            short = (
+                self._estimate.pages_for(seq, state.memory.cached_pages(seq))
+                - state.memory.available
+            )
             if state.slots and short <= 0:
                 return
-            if rule.base(seq) - least <= rule.preemption_threshold or not self._could_run(seq, can_prefill):
+            if rule.base(seq) - least <= rule.preemption_threshold or not self._could_run(
+                seq, can_prefill
+            ):
                 continue
             if self._estimate.is_too_late(seq):
                 continue  # it ends as soon as its turn comes
             victims = priority_victims(
-                seq, short, state.running.values(), state.limits, state.memory.freed_by, rule.sort_key(seq, state.now)
+                seq,
+                short,
+                state.running.values(),
+                state.limits,
+                state.memory.freed_by,
+                rule.sort_key(seq, state.now),
             )
-            if not (self._reservation.may_pass(seq, victims) and self._saves_time(victims, slots=slots, short=short)):
+            if not (
+                self._reservation.may_pass(seq, victims)
+                and self._saves_time(victims, slots=slots, short=short)
+            ):
                 continue
             for victim in victims:
                 state.preempt(victim, seq)
@@ -61,7 +78,12 @@ class PreemptionPlanner:
         Compared is with the end that frees so many `slots` and `short` pages. Without this, preemption under overload
         makes even the important wait for the work that it repeats. An unconfirmed estimate holds no preemption back.
         """
-        state, memory, times, limits = self._state, self._state.memory, self._state.times, self._state.limits
+        state, memory, times, limits = (
+            self._state,
+            self._state.memory,
+            self._state.times,
+            self._state.limits,
+        )
         mode = limits.preemption_mode if limits.radix_cache else "recompute"
         if mode == "offload" or (mode != "recompute" and short <= 0):
             return True  # their KV stays
@@ -69,7 +91,9 @@ class PreemptionPlanner:
         step_secs = times.decode_seconds(len(state.running))
         if not lost or step_secs <= 0 or not times.confirms(lost, state.now):
             return True
-        steps = sorted((memory.answer_tokens(s), s.handle) for s in state.running.values() if not s.is_lease)
+        steps = sorted(
+            (memory.answer_tokens(s), s.handle) for s in state.running.values() if not s.is_lease
+        )
         pages, limit = 0, lost / times.prefill_rate
         for ended, (left, handle) in enumerate(steps, start=1):
             if left * step_secs >= limit:
@@ -85,10 +109,21 @@ class PreemptionPlanner:
         decoding = sum(s.is_decoding for s in running)
         if decoding and not can_prefill:
             return False
-        key, is_first = limits.priority.sort_key(seq, state.now)[0], not state.policy.reorders_partial_prefills
-        ahead = [s for s in partial_of(running) if s.sort_key[0] < key or (is_first and s.sort_key[0] == key)]
-        budget = max(limits.step_tokens - decoding, limits.page_size) - sum(s.extend_tokens for s in ahead)
-        if budget <= 0 or (limits.prefill_max_requests is not None and len(ahead) >= limits.prefill_max_requests):
+        key, is_first = (
+            limits.priority.sort_key(seq, state.now)[0],
+            not state.policy.reorders_partial_prefills,
+        )
+        ahead = [
+            s
+            for s in partial_of(running)
+            if s.sort_key[0] < key or (is_first and s.sort_key[0] == key)
+        ]
+        budget = max(limits.step_tokens - decoding, limits.page_size) - sum(
+            s.extend_tokens for s in ahead
+        )
+        if budget <= 0 or (
+            limits.prefill_max_requests is not None and len(ahead) >= limits.prefill_max_requests
+        ):
             return False
         if self._estimate.completes(seq, budget):
             return True

@@ -20,7 +20,11 @@ class PrefillPlanner(PrefillView):
     """Plans prompt chunks; the view of the sharing strategy while candidates are handed out."""
 
     def __init__(
-        self, state: SchedulerState, growth: ReservedGrowth, estimate: AdmissionEstimate, reservation: ReservationHolder
+        self,
+        state: SchedulerState,
+        growth: ReservedGrowth,
+        estimate: AdmissionEstimate,
+        reservation: ReservationHolder,
     ) -> None:
         self._state = state
         self._growth = growth
@@ -123,7 +127,12 @@ class PrefillPlanner(PrefillView):
 
     def untried(self) -> list[Seq]:
         held = self._reservation.held
-        if held is None or held.was_tried or not self._state.slots or not self._estimate.can_start(held.seq):
+        if (
+            held is None
+            or held.was_tried
+            or not self._state.slots
+            or not self._estimate.can_start(held.seq)
+        ):
             return []
         return [held.seq]
 
@@ -135,7 +144,9 @@ class PrefillPlanner(PrefillView):
         limits, times = self._state.limits, self._state.times
         if limits.step_target_secs:
             return max(limits.step_target_secs - times.decode_seconds(num_decode), 0.0)
-        return times.chunk_seconds(0, limits.step_tokens) if limits.enable_dynamic_chunking else None
+        return (
+            times.chunk_seconds(0, limits.step_tokens) if limits.enable_dynamic_chunking else None
+        )
 
     def _has_budget_for(self, seq: Seq, seconds: float | None, *, is_first: bool) -> bool:
         """Is there anything of a waiting request that this step could compute?"""

@@ -54,10 +54,16 @@ class ReservationHolder:
         state, memory, held = self._state, self._state.memory, self.held
         if held is None or held.seq is seq or self._is_more_important(seq, held.seq):
             return True
-        holders = [s for s in itertools.chain(state.running.values(), state.transfer.values()) if s not in without]
+        holders = [
+            s
+            for s in itertools.chain(state.running.values(), state.transfer.values())
+            if s not in without
+        ]
         if not holders and not state.leased:
             return True
-        passed = sum(len(s.pages) + memory.growth(s) for s in holders if s.admitted_step >= held.since)
+        passed = sum(
+            len(s.pages) + memory.growth(s) for s in holders if s.admitted_step >= held.since
+        )
         set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
         return passed + memory.pages_at_end(seq) <= state.limits.num_pages - set_aside
 
@@ -99,4 +105,6 @@ class ReservedGrowth:
     def growing(self) -> Iterator[Seq]:
         """Sequences for whose growth room is kept: a retained one could not be finished later without."""
         state = self._state
-        return itertools.chain(state.running.values(), state.transfer.values(), state.retained.values())
+        return itertools.chain(
+            state.running.values(), state.transfer.values(), state.retained.values()
+        )

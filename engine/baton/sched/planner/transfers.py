@@ -49,7 +49,9 @@ class TransferPlanner:
                 match, short = self._needs(seq)
             if short > 0 or not state.slots or not self._may_overtake(seq):
                 memory.cache.unlock(match.node)
-                first_announced = seq.is_announced and not announced_only and self._announced_first()
+                first_announced = (
+                    seq.is_announced and not announced_only and self._announced_first()
+                )
                 if first_announced and (short > 0 or not state.slots):
                     self.take_back(short)
                     # Pages granted to a prompt of which P holds nothing would be taken back in the next plan.
@@ -110,7 +112,12 @@ class TransferPlanner:
     def _may_overtake(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
         """As for waiting requests. What P has computed need not wait for what P may have no room to compute."""
         held = self.reservation.held
-        if held is not None and seq.is_announced and not held.seq.is_announced and self._announced_first():
+        if (
+            held is not None
+            and seq.is_announced
+            and not held.seq.is_announced
+            and self._announced_first()
+        ):
             return True
         return self.reservation.may_pass(seq, without)
 
@@ -127,7 +134,9 @@ class TransferPlanner:
     def _pending_transfers(self) -> Iterable[Seq]:
         """Prompts on their way, in the order in which they get pages."""
         state = self._state
-        order = state.sharing.openings(state.opening.in_order(), state.holders(), state.limits.admission_skip_ahead)
+        order = state.sharing.openings(
+            state.opening.in_order(), state.holders(), state.limits.admission_skip_ahead
+        )
         if not state.announced or not self._announced_first():
             return order
         announced = state.opening.sorted_of(state.announced.values())
@@ -164,7 +173,9 @@ class TransferPlanner:
         """Sort key of the first that ran here and waits for room again, within its tenant's limits."""
         state = self._state
         requeued = (seq for seq in state.waiting if seq.generated)
-        return min(map(self._sort_key, state.sharing.startable(requeued, state.holders)), default=None)
+        return min(
+            map(self._sort_key, state.sharing.startable(requeued, state.holders)), default=None
+        )
 
     def _sort_key(self, seq: Seq) -> SortKey:
         return self._state.limits.priority.sort_key(seq, self._state.now)

@@ -110,7 +110,10 @@ def finish(parts: Parts[T]) -> T:
 
 
 def snapshot_in_parts(
-    queue: Collection[Seq], view: PolicyContext, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+    queue: Collection[Seq],
+    view: PolicyContext,
+    params: PolicyParams,
+    cached_tokens: Callable[[Seq], int],
 ) -> Parts[QueueSnapshot]:
     """The queue as it is now, less the requests that cease to wait before their part comes."""
     waiting = list(queue)
@@ -123,7 +126,11 @@ def snapshot_in_parts(
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:
         block *= 2
-    weight = view.answer_share if params.short_first_output_weight is None else params.short_first_output_weight
+    weight = (
+        view.answer_share
+        if params.short_first_output_weight is None
+        else params.short_first_output_weight
+    )
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:
@@ -139,7 +146,9 @@ def snapshot_in_parts(
             WaitingRequest(
                 wait=round(view.now - seq.req.arrival, 6),
                 tokens=seq.total_len,
-                answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_max_new_tokens), 3),
+                answer=round(
+                    weight * min(seq.max_new_tokens - seq.generated, view.clip_max_new_tokens), 3
+                ),
                 waited_tokens=view.computed_tokens - seq.tokens_computed_at_arrival,
                 blocks=tuple(blocks),
                 cached=min(cached_tokens(seq) // block, len(blocks)),
@@ -215,7 +224,9 @@ Key = Callable[[_Replay, int], float]
 
 CANDIDATES: dict[str, Key] = {
     "fcfs": lambda _, i: i,
-    "lpm": lambda at, i: -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.requests[i].wait),
+    "lpm": lambda at, i: (
+        -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.requests[i].wait)
+    ),
     "short-first": lambda at, i: (
         at.work(i) + at.requests[i].answer - at.snapshot.short_first_aging * at.requests[i].wait
     ),
@@ -236,7 +247,9 @@ def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecas
         ttfts.append(snapshot.requests[chosen].wait + now)
         yield 2 * len(at.left)  # compared, and matched with the cache
     ttfts.sort()
-    return OrderForecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
+    return OrderForecast(
+        sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1]
+    )
 
 
 def forecasts_in_parts(snapshot: QueueSnapshot) -> Parts[dict[str, OrderForecast]]:
@@ -246,7 +259,9 @@ def forecasts_in_parts(snapshot: QueueSnapshot) -> Parts[dict[str, OrderForecast
     return found
 
 
-def decide(choice: OrderChoice, expected: dict[str, OrderForecast], tail_weight: float) -> OrderChoice:
+def decide(
+    choice: OrderChoice, expected: dict[str, OrderForecast], tail_weight: float
+) -> OrderChoice:
     cost = {order: f.mean + tail_weight * f.p99 for order, f in expected.items()}
     best = min(cost, key=lambda order: cost[order])  # the first of equals
     if cost[best] >= MARGIN * cost[choice.active]:
@@ -254,9 +269,16 @@ def decide(choice: OrderChoice, expected: dict[str, OrderForecast], tail_weight:
     return OrderChoice(best) if choice.rival == best else OrderChoice(choice.active, rival=best)
 
 
-def as_line(before: OrderChoice, tail_weight: float, snapshot: QueueSnapshot, after: OrderChoice) -> str:
+def as_line(
+    before: OrderChoice, tail_weight: float, snapshot: QueueSnapshot, after: OrderChoice
+) -> str:
     """Everything that a decision depended on, and its outcome: JSON on one line."""
-    values = {"before": asdict(before), "tail_weight": tail_weight, "after": asdict(after), "queue": asdict(snapshot)}
+    values = {
+        "before": asdict(before),
+        "tail_weight": tail_weight,
+        "after": asdict(after),
+        "queue": asdict(snapshot),
+    }
     return json.dumps(values, separators=(",", ":"))
 
 
@@ -264,7 +286,9 @@ def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderFor
     """The decision of a line, what the code decides today, and why."""
     values = json.loads(line)
     queue = values["queue"]
-    requests = tuple(WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
+    requests = tuple(
+        WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"]
+    )
     snapshot = QueueSnapshot(**(queue | {"requests": requests}))
     expected = finish(forecasts_in_parts(snapshot))
     today = decide(OrderChoice(**values["before"]), expected, values["tail_weight"])
@@ -280,7 +304,13 @@ class AdaptivePolicy(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self.choice = OrderChoice(FcfsPolicy.name)
-        candidates: tuple[type[Policy], ...] = (FcfsPolicy, LpmPolicy, ShortFirst, HrrnPolicy, SrptAging)
+        candidates: tuple[type[Policy], ...] = (
+            FcfsPolicy,
+            LpmPolicy,
+            ShortFirst,
+            HrrnPolicy,
+            SrptAging,
+        )
         self._orders = {policy.name: policy(params) for policy in candidates}
         self._next_review: float | None = None
         self._review: Parts[OrderReviewed | None] | None = None
@@ -310,7 +340,9 @@ class AdaptivePolicy(Policy):
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return self.choice.active, self.order.cache_key(count, view)
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         name, of_order = cache_key
         return self._orders[name].sort_keys(queue, view, of_order)
 
@@ -335,10 +367,16 @@ class AdaptivePolicy(Policy):
             return reviewed
         return None
 
-    def _review_in_parts(self, queue: Collection[Seq], view: PolicyContext) -> Parts[OrderReviewed | None]:
-        snapshot = yield from snapshot_in_parts(queue, view, self.params, lambda seq: cached_tokens(seq, view.index))
+    def _review_in_parts(
+        self, queue: Collection[Seq], view: PolicyContext
+    ) -> Parts[OrderReviewed | None]:
+        snapshot = yield from snapshot_in_parts(
+            queue, view, self.params, lambda seq: cached_tokens(seq, view.index)
+        )
         if len(snapshot.requests) < 2:
-            self.choice = OrderChoice(self.choice.active)  # nothing to compare: not a second time in a row
+            self.choice = OrderChoice(
+                self.choice.active
+            )  # nothing to compare: not a second time in a row
             return None
         expected = yield from forecasts_in_parts(snapshot)
         before, tail = self.choice, self.params.adaptive_tail_weight

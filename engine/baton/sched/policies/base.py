@@ -100,7 +100,9 @@ class Policy(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         """A number for each sequence, smallest first. `cache_key`: a result of `cache_key`, perhaps not the latest."""
 
     def keys_in_parts(
@@ -117,7 +119,9 @@ class Policy(abc.ABC):
         for first in range(0, len(queue), part):
             yield zip(queue[first : first + part], keys[first : first + part], strict=True)
 
-    def expiries(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Iterable[float]:
+    def expiries(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Iterable[float]:
         """When the numbers that `sort_keys` has just given them are other ones, though nothing else changes."""
         return NEVER
 
@@ -165,7 +169,9 @@ def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
 def all_work(queue: Sequence[Seq], view: PolicyContext) -> list[int]:
     """`work` of each."""
     found = all_cached_tokens(queue, view.index)
-    return [len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)]
+    return [
+        len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)
+    ]
 
 
 def work(seq: Seq, view: PolicyContext) -> int:

@@ -63,7 +63,9 @@ class DfsWeight(Policy):
     name = "dfs-weight"
     keys_are_independent = False
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         ends = _PrefixEnds()
         ends.add(queue, view.index)
         ends.walk(view.index)

@@ -6,7 +6,14 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from baton.sched.policies.base import NEVER, HysteresisValue, Policy, PolicyContext, PolicyParams, all_work
+from baton.sched.policies.base import (
+    NEVER,
+    HysteresisValue,
+    Policy,
+    PolicyContext,
+    PolicyParams,
+    all_work,
+)
 from baton.sched.types.sequence import Seq
 
 
@@ -31,15 +38,27 @@ class EdfPolicy(Policy):
         deadline = seq.req.ttft_deadline
         return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         due = [self._due(seq) for seq in queue]
         if not self.params.demote_hopeless:
             return due
         own, later = all_work(queue, view), self.params.edf_demotion_secs
-        return [at + later if view.now > at - tokens / cache_key else at for at, tokens in zip(due, own, strict=True)]
+        return [
+            at + later if view.now > at - tokens / cache_key else at
+            for at, tokens in zip(due, own, strict=True)
+        ]
 
-    def expiries(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Iterable[float]:
+    def expiries(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Iterable[float]:
         if not self.params.demote_hopeless:
             return NEVER
-        latest = [self._due(seq) - tokens / cache_key for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
-        return [math.inf if view.now > start else math.nextafter(start, math.inf) for start in latest]
+        latest = [
+            self._due(seq) - tokens / cache_key
+            for seq, tokens in zip(queue, all_work(queue, view), strict=True)
+        ]
+        return [
+            math.inf if view.now > start else math.nextafter(start, math.inf) for start in latest
+        ]

@@ -12,5 +12,7 @@ from baton.sched.types.sequence import Seq
 class FcfsPolicy(Policy):
     name = "fcfs"
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         return [seq.req.arrival for seq in queue]

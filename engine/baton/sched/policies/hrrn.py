@@ -15,8 +15,11 @@ class HrrnPolicy(Policy):
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return view.computed_tokens
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         done, own = cache_key, all_work(queue, view)
         return [
-            -(done - seq.tokens_computed_at_arrival) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)
+            -(done - seq.tokens_computed_at_arrival) / max(tokens, 1)
+            for seq, tokens in zip(queue, own, strict=True)
         ]

@@ -14,5 +14,7 @@ class LofPolicy(Policy):
 
     name = "lof"
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         return [-seq.req.params.max_new_tokens for seq in queue]

@@ -6,7 +6,13 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from baton.sched.policies.base import Policy, PolicyContext, PolicyParams, all_cached_tokens, cached_tokens
+from baton.sched.policies.base import (
+    Policy,
+    PolicyContext,
+    PolicyParams,
+    all_cached_tokens,
+    cached_tokens,
+)
 from baton.sched.policies.fcfs import FcfsPolicy
 from baton.sched.types.sequence import Seq
 
@@ -38,13 +44,17 @@ class LpmPolicy(Policy):
         self.degraded_total += self.is_degraded and not was_degraded
         return self.is_degraded
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         if cache_key:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
         cached = all_cached_tokens(queue, view.index)
-        found = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
+        found = [
+            aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)
+        ]
         if self.params.in_batch_prefix_caching_check_threshold >= 0:
             for at in self._followers(queue, view):
                 found[at] = math.inf
@@ -55,7 +65,9 @@ class LpmPolicy(Policy):
         length = self.params.in_batch_prefix_caching_deprioritize_threshold
         most_cached = self.params.in_batch_prefix_caching_check_threshold
         leaders: set[tuple[bytes, bytes]] = set()
-        for at in sorted(range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)):
+        for at in sorted(
+            range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)
+        ):
             seq = queue[at]
             if len(seq.tokens) < length or cached_tokens(seq, view.index) > most_cached:
                 continue

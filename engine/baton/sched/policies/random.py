@@ -16,5 +16,7 @@ class RandomPolicy(Policy):
     def cache_key(self, count: int, view: PolicyContext) -> int:
         return view.step
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         return [uniform(cache_key, seq.handle) for seq in queue]

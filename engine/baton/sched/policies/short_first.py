@@ -20,9 +20,17 @@ class ShortFirst(Policy):
         weight = self.params.short_first_output_weight
         return self._ratio(view.answer_share) if weight is None else weight
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
-        aging, weight, clip = self.params.short_first_aging_tokens_per_s, cache_key, view.clip_max_new_tokens
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
+        aging, weight, clip = (
+            self.params.short_first_aging_tokens_per_s,
+            cache_key,
+            view.clip_max_new_tokens,
+        )
         return [
-            tokens + weight * min(seq.max_new_tokens - seq.generated, clip) + aging * seq.req.arrival
+            tokens
+            + weight * min(seq.max_new_tokens - seq.generated, clip)
+            + aging * seq.req.arrival
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)
         ]

@@ -24,11 +24,19 @@ class SrptAging(Policy):
         self._held, self._held_share = HysteresisValue(), HysteresisValue()
 
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
-        most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
+        most, backlog_secs = (
+            self.params.srpt_aging_backlog_secs,
+            view.queued_tokens / view.prefill_rate,
+        )
         share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
         return self._held(view.prefill_rate), share
 
-    def sort_keys(self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any) -> Sequence[float]:
+    def sort_keys(
+        self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
+    ) -> Sequence[float]:
         rate, share = cache_key
         aging = self.params.srpt_aging * rate * share
-        return [tokens + aging * seq.req.arrival for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
+        return [
+            tokens + aging * seq.req.arrival
+            for seq, tokens in zip(queue, all_work(queue, view), strict=True)
+        ]

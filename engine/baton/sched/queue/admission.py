@@ -105,7 +105,9 @@ class AdmissionController:
             self._push_candidate(seq)
         if self._limits.queue_timeout_secs:
             self._compact(self._due)
-            heapq.heappush(self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle))
+            heapq.heappush(
+                self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle)
+            )
 
     def remove(self, seq: Seq, now: float) -> None:
         """Remove a request; one that is not inside is ignored."""
@@ -151,7 +153,9 @@ class AdmissionController:
     def next_due(self) -> float | None:
         return self._due[0][0] if self._due else None
 
-    def retry_after(self, now: float, prefill_rate: float, requests: int = 1, tokens: int = 0) -> int:
+    def retry_after(
+        self, now: float, prefill_rate: float, requests: int = 1, tokens: int = 0
+    ) -> int:
         """Seconds until so many requests and prompt tokens are expected to have left the queue.
 
         Before the queue has moved, tokens at `prefill_rate` stand for the rate.
@@ -179,7 +183,9 @@ class AdmissionController:
             flag = "--max-queued-requests"
         else:
             assert limits.max_queued_tokens is not None
-            retry = self.retry_after(now, prefill_rate, 1, min(queued, queued + prompt - limits.max_queued_tokens))
+            retry = self.retry_after(
+                now, prefill_rate, 1, min(queued, queued + prompt - limits.max_queued_tokens)
+            )
             what = f"{queued} prompt tokens are waiting and this request brings {prompt}"
             what += f", the limit is {limits.max_queued_tokens}"
             flag = "--max-queued-tokens"

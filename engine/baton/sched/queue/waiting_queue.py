@@ -61,7 +61,9 @@ class _Order:
         self._moves: list[tuple[float, int]] = []
         """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
 
-    def enter(self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float) -> None:
+    def enter(
+        self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float
+    ) -> None:
         """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
         rule, entries = self._rule, self.entries
         has_priority, is_capped = rule.enabled, rule.is_capped
@@ -116,7 +118,11 @@ class WaitingQueue:
     """`view` is called when an order is needed; it must not change the queue. `sharing` learns who waits."""
 
     def __init__(
-        self, policy: Policy, priority: PriorityRule, view: Callable[[], PolicyContext], sharing: SharingStrategy
+        self,
+        policy: Policy,
+        priority: PriorityRule,
+        view: Callable[[], PolicyContext],
+        sharing: SharingStrategy,
     ) -> None:
         self.policy = policy
         self.priority = priority
@@ -180,7 +186,9 @@ class WaitingQueue:
         for order in self._orders():
             if seq.handle in order.entries:
                 key = order.entries[seq.handle][1]
-                order.enter((seq,), (key,), self.policy.expiries((seq,), view, order.cache_key), view.now)
+                order.enter(
+                    (seq,), (key,), self.policy.expiries((seq,), view, order.cache_key), view.now
+                )
 
     def on_tokens(self, seq: Seq) -> None:
         """A waiting sequence has more tokens than when its cached prefix was looked up."""
@@ -217,21 +225,35 @@ class WaitingQueue:
 
     def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
         """Those under way in the order in which `in_order` gives them."""
-        return [entry[4] for entry in self._entries_of(under_way, self._view(), self._order.cache_key)]
+        return [
+            entry[4] for entry in self._entries_of(under_way, self._view(), self._order.cache_key)
+        ]
 
     def review(self) -> OrderReviewed | None:
         """Let the policy look at the queue as a whole, before a plan."""
-        return self.policy.review(self._seqs.values(), self._view()) if self.policy.wants_queue_review else None
+        return (
+            self.policy.review(self._seqs.values(), self._view())
+            if self.policy.wants_queue_review
+            else None
+        )
 
-    def _entries_of(self, under_way: Sequence[Seq], view: PolicyContext, cache_key: Hashable) -> list[Entry]:
+    def _entries_of(
+        self, under_way: Sequence[Seq], view: PolicyContext, cache_key: Hashable
+    ) -> list[Entry]:
         is_alike = self.policy.reorders_partial_prefills
-        keys = self.policy.sort_keys(under_way, view, cache_key) if is_alike else [-math.inf] * len(under_way)
+        keys = (
+            self.policy.sort_keys(under_way, view, cache_key)
+            if is_alike
+            else [-math.inf] * len(under_way)
+        )
         return sorted(
             (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
             for seq, key in zip(under_way, keys, strict=True)
         )
 
-    def _waiting_entries(self, order: _Order, view: PolicyContext, last_join: int) -> Iterator[Entry]:
+    def _waiting_entries(
+        self, order: _Order, view: PolicyContext, last_join: int
+    ) -> Iterator[Entry]:
         """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
         entries = _walk(order, order.aging, -gained)
@@ -241,7 +263,10 @@ class WaitingQueue:
             if entry[3] in self._seqs:
                 yield entry
         while order is self._order and (joined := self._join(view, last_join)):
-            keys = ((self.priority.key(seq, view.now), order.entries[seq.handle][1], seq) for seq in joined)
+            keys = (
+                (self.priority.key(seq, view.now), order.entries[seq.handle][1], seq)
+                for seq in joined
+            )
             more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
             yield from (entry for entry in more if entry[3] in self._seqs)
 
@@ -252,9 +277,13 @@ class WaitingQueue:
 
     def _await_place(self, seq: Seq, number: int) -> None:
         self._joined[seq.handle] = number
-        heapq.heappush(self._to_join, (self.priority.aging_key(seq), seq.req.arrival, seq.handle, number))
+        heapq.heappush(
+            self._to_join, (self.priority.aging_key(seq), seq.req.arrival, seq.handle, number)
+        )
         if len(self._to_join) > 2 * len(self._joined) + MAX_DEAD_ENTRIES:
-            self._to_join = [entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]]
+            self._to_join = [
+                entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]
+            ]
             heapq.heapify(self._to_join)
 
     def _update(self, view: PolicyContext) -> None:
@@ -287,7 +316,9 @@ class WaitingQueue:
         handles = self._to_build[-most:]
         del self._to_build[-most:]
         entries = self._order.entries
-        self._enter(self._next, [entries[handle][4] for handle in handles if handle in entries], view)
+        self._enter(
+            self._next, [entries[handle][4] for handle in handles if handle in entries], view
+        )
         if not self._to_build:
             self._order, self._next = self._next, None
         return len(handles)
@@ -353,13 +384,17 @@ class WaitingQueue:
             seqs = [entry[4] for entry in self._order.entries.values()]
             if not is_long:
                 self._order = _Order(self.priority, cache_key)
-                self._order.enter(seqs, self.policy.sort_keys(seqs, view, cache_key), NEVER, view.now)
+                self._order.enter(
+                    seqs, self.policy.sort_keys(seqs, view, cache_key), NEVER, view.now
+                )
                 return
             self._sorting = self.policy.keys_in_parts(seqs, EXACT_UP_TO, self._view, cache_key)
             self._next = _Order(self.priority, cache_key)
         self._continue_sorting(self._sorting, view)
 
-    def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: PolicyContext) -> None:
+    def _continue_sorting(
+        self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: PolicyContext
+    ) -> None:
         assert self._next is not None, "it is made when sorting starts"
         ready = next(sorting, None)
         if ready is None:
@@ -367,7 +402,9 @@ class WaitingQueue:
             return
         # A request that left and returned meanwhile is in `_next` already.
         placed, moved = self._order.entries, self._next.entries
-        found = [(seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved]
+        found = [
+            (seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved
+        ]
         self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
 
 

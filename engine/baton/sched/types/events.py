@@ -30,7 +30,16 @@ class EmittedTokens(NamedTuple):
     """With the first token."""
 
 
-NewToken = tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None, FirstTokenStages | None]
+NewToken = tuple[
+    int,
+    tuple[int],
+    FinishReason | None,
+    int,
+    TokenLogprobs | None,
+    None,
+    None,
+    FirstTokenStages | None,
+]
 """Fields of an Emitted that has a token and no error."""
 new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)
 """An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""

@@ -58,8 +58,8 @@ class Row(NamedTuple):
     pages: array[int]
 
 
-new_row: Callable[[tuple[int, int, int, int, bool, array[int], int, array[int]]], Row] = functools.partial(
-    tuple.__new__, Row
+new_row: Callable[[tuple[int, int, int, int, bool, array[int], int, array[int]]], Row] = (
+    functools.partial(tuple.__new__, Row)
 )
 """A Row of its fields in order, without the Python call of the generated `__new__`: for the loop over decode rows."""
 

@@ -45,10 +45,16 @@ class SeqState(enum.Enum):
 
 
 LEGAL: dict[SeqState, frozenset[SeqState]] = {
-    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.WAITING: frozenset(
+        {SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}
+    ),
     SeqState.OPENING: frozenset({SeqState.TRANSFER, SeqState.ABORTING, SeqState.FINISHED}),
-    SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.OPENING, SeqState.ABORTING, SeqState.FINISHED}),
-    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.TRANSFER: frozenset(
+        {SeqState.RUNNING, SeqState.OPENING, SeqState.ABORTING, SeqState.FINISHED}
+    ),
+    SeqState.RUNNING: frozenset(
+        {SeqState.WAITING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}
+    ),
     SeqState.SUSPENDED: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.LEASED: frozenset({SeqState.FINISHED}),
     SeqState.ABORTING: frozenset({SeqState.FINISHED}),
@@ -189,5 +195,6 @@ def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
     return [
         seq
         for seq in seqs
-        if (seq.computed < seq.prompt_len or len(seq.tokens) + seq.inflight - seq.computed > 1) and is_partial(seq)
+        if (seq.computed < seq.prompt_len or len(seq.tokens) + seq.inflight - seq.computed > 1)
+        and is_partial(seq)
     ]

@@ -70,7 +70,13 @@ def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
 
 def _at(body: Any, path: str) -> Any:
     for part in re.findall(r"[^.\[\]]+", path):
-        body = body[int(part)] if isinstance(body, list) else body.get(part) if isinstance(body, dict) else None
+        body = (
+            body[int(part)]
+            if isinstance(body, list)
+            else body.get(part)
+            if isinstance(body, dict)
+            else None
+        )
     return body
 
 
@@ -80,11 +86,17 @@ def _refusal(name: str, problem: str, value: Any) -> BadRequest:
         return MissingField(f"{name} is required", param=name)
     param = re.sub(r"\[\d+\]$", "", name)  # of one entry of an array: the array
     if mismatch := MISMATCH.fullmatch(problem):
-        wanted = " or ".join(KINDS[kind] for kind in mismatch["wanted"].split(" | ") if kind in KINDS)
-        return BadRequest(f"{name} must be {wanted}, got {KINDS.get(mismatch['kind'], 'null')}", param=param)
+        wanted = " or ".join(
+            KINDS[kind] for kind in mismatch["wanted"].split(" | ") if kind in KINDS
+        )
+        return BadRequest(
+            f"{name} must be {wanted}, got {KINDS.get(mismatch['kind'], 'null')}", param=param
+        )
     if length := LENGTH.fullmatch(problem):
         what = "characters" if length["kind"] == "str" else "entries"
-        return BadRequest(f"{name} has {len(value)} {what}, at most {length['most']} are accepted", param=param)
+        return BadRequest(
+            f"{name} has {len(value)} {what}, at most {length['most']} are accepted", param=param
+        )
     if bound := BOUND.fullmatch(problem):
         limit = f"{BOUNDS[bound['sign']]} {bound['limit'].removesuffix('.0')}"
         return BadRequest(f"{name} is {_shown(value)}, must be {limit}", param=param)
@@ -94,4 +106,10 @@ def _refusal(name: str, problem: str, value: Any) -> BadRequest:
 
 def _shown(value: float) -> str:
     """A number in a message; JSON integers may have thousands of digits."""
-    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "too large"
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+        if abs(value) < 10**20
+        else "too large"
+    )

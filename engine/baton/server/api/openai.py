@@ -82,7 +82,11 @@ class _OpenAiFormat(ResponseFormat):
     def __init__(self, generation: Generation, request_id: str, model: str) -> None:
         # A client's rid is the response's id; otherwise the request id, so that logs of all hops meet (matches vLLM).
         # The router's ids carry the prefix already; a client's x-request-id usually does not.
-        named = request_id if request_id.startswith(f"{self.id_prefix}-") else f"{self.id_prefix}-{request_id}"
+        named = (
+            request_id
+            if request_id.startswith(f"{self.id_prefix}-")
+            else f"{self.id_prefix}-{request_id}"
+        )
         super().__init__(generation, named, model)
         self._model = model
 
@@ -95,7 +99,12 @@ class _OpenAiFormat(ResponseFormat):
         return self._events(delta, first)
 
     def _shows(self, delta: TextDelta) -> bool:
-        return bool(delta.text or delta.finish or delta.logprobs or (self._accepted.return_token_ids and delta.tokens))
+        return bool(
+            delta.text
+            or delta.finish
+            or delta.logprobs
+            or (self._accepted.return_token_ids and delta.tokens)
+        )
 
     @abstractmethod
     def _events(self, delta: TextDelta, first: bool) -> bytes:
@@ -129,7 +138,9 @@ class _OpenAiFormat(ResponseFormat):
         return sse(self._response(self.chunk_object, []) | {"usage": usage(self.generation)})
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(t, a) for t, a in zip(self.generation.tracks, self._answers, strict=True)]
+        choices = [
+            self._choice(t, a) for t, a in zip(self.generation.tracks, self._answers, strict=True)
+        ]
         return self._response(self.object, choices) | {"usage": usage(self.generation)}
 
     def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,7 +157,9 @@ class _OpenAiFormat(ResponseFormat):
         choice: dict[str, Any] = {
             "index": track.index,
             **self._message(track, "".join(answer.text)),
-            "logprobs": self._logprobs(track, answer.logprobs) if self._accepted.logprobs >= 0 else None,
+            "logprobs": self._logprobs(track, answer.logprobs)
+            if self._accepted.logprobs >= 0
+            else None,
             "finish_reason": track.finish,
             "matched_stop": track.matched_stop,
         }
@@ -172,7 +185,9 @@ class ChatFormat(_OpenAiFormat):
         out = b""
         if first:
             role = {"role": "assistant", "content": ""}
-            out = self._chunk({"index": delta.item.index, "delta": role, "logprobs": None, "finish_reason": None})
+            out = self._chunk(
+                {"index": delta.item.index, "delta": role, "logprobs": None, "finish_reason": None}
+            )
         if not self._shows(delta):
             return out
         return out + self._delta_event(
@@ -192,7 +207,11 @@ class ChatFormat(_OpenAiFormat):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(raw)}
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": finite_logprob(logprob),
+            "bytes": list(raw),
+        }
 
 
 class CompletionFormat(_OpenAiFormat):
@@ -212,7 +231,9 @@ class CompletionFormat(_OpenAiFormat):
     def _events(self, delta: TextDelta, first: bool) -> bytes:
         track = delta.item
         text = self._echo(track) + delta.text if first else delta.text
-        if first and not (text or delta.finish or delta.logprobs or self._accepted.return_token_ids):
+        if first and not (
+            text or delta.finish or delta.logprobs or self._accepted.return_token_ids
+        ):
             track.seen = False
             return b""
         return self._delta_event(delta, {"text": text})
@@ -224,7 +245,9 @@ class CompletionFormat(_OpenAiFormat):
         """Make columns; `text_offset` counts on from the tokens of earlier events."""
         text_of = self._tokenizer.token_text
         texts = [text_of(i) for i in rows.ids]
-        *offsets, self._offsets[track.index] = accumulate(map(len, texts), initial=self._offsets[track.index])
+        *offsets, self._offsets[track.index] = accumulate(
+            map(len, texts), initial=self._offsets[track.index]
+        )
         top = [{text_of(i): finite_logprob(p) for i, p in row} for row in rows.top]
         return {
             "tokens": texts,

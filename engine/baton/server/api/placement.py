@@ -46,11 +46,19 @@ def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> li
     rooms = _column(f, "bootstrap_room", prompts, n, int, 0, INT64_MAX)
     raw = f.bootstrap_room
     if type(raw) is int:
-        rooms = [(raw + i) & INT64_MAX for i in range(count)]  # matches SGLang 0.5.7: a scalar numbers the batch
+        rooms = [
+            (raw + i) & INT64_MAX for i in range(count)
+        ]  # matches SGLang 0.5.7: a scalar numbers the batch
     elif type(raw) is list and len(raw) != count:
         # sglang-router 0.3.2 and smg 1.13 draw one room per prompt of a batch, whatever n is.
-        rooms = [None if room is None else (room + i % n) & INT64_MAX for i, room in enumerate(rooms)]
-    name, own = first(f, "routed_dp_rank", "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank")
+        rooms = [
+            None if room is None else (room + i % n) & INT64_MAX for i, room in enumerate(rooms)
+        ]
+    name, own = first(
+        f,
+        "routed_dp_rank",
+        "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank",
+    )
     if own is not None and own >= dp_size:
         raise bad(name, f"is {own}, this node has {dp_size} ranks (0 to {dp_size - 1})")
     if mode == "null":
@@ -63,7 +71,8 @@ def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> li
             continue
         if host is None and mode == "decode":
             raise MissingField(
-                "bootstrap_room needs bootstrap_host, the prefill node's address", param="bootstrap_host"
+                "bootstrap_room needs bootstrap_host, the prefill node's address",
+                param="bootstrap_host",
             )
         rank = own if own is not None or mode == "decode" else room % dp_size
         # -1: D does not know P's dp_size; the transfer layer takes room % dp_size from P's /route.
@@ -79,7 +88,13 @@ def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> li
 
 
 def _column(
-    f: RequestFields, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX
+    f: RequestFields,
+    name: str,
+    prompts: int,
+    n: int,
+    kind: type,
+    low: int = 0,
+    high: int = INT64_MAX,
 ) -> list[Any]:
     """A scalar for all items, or one value per prompt, or one per item."""
     count = prompts * n
@@ -89,10 +104,16 @@ def _column(
     elif len(value) == prompts:
         value = [v for v in value for _ in range(n)]
     elif len(value) != count:
-        raise bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
+        raise bad(
+            name,
+            f"has {len(value)} entries for {count} answers (prompts times n); send one per answer",
+        )
     for v in value:
         if v is None:
             continue
         if type(v) is not kind or (isinstance(v, int) and not low <= v <= high):
-            raise bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
+            raise bad(
+                name,
+                f"must be an integer from {low} to {high}" if kind is int else "must be a string",
+            )
     return value

@@ -49,9 +49,15 @@ class Tenancy:
             asked_class, tier = request.priority_class, request.service_tier
             if asked_class is not None and asked_class not in classes.names:
                 there = ", ".join(classes.names)
-                raise bad("priority_class", f"is {str(asked_class)[:64]!r}; this engine has the classes {there}")
+                raise bad(
+                    "priority_class",
+                    f"is {str(asked_class)[:64]!r}; this engine has the classes {there}",
+                )
             if tier is not None and tier not in SERVICE_TIERS:
-                raise bad("service_tier", f"is {str(tier)[:64]!r}, must be one of {', '.join(SERVICE_TIERS)}")
+                raise bad(
+                    "service_tier",
+                    f"is {str(tier)[:64]!r}, must be one of {', '.join(SERVICE_TIERS)}",
+                )
             if asked_class is None and tier is not None:
                 asked_class = classes.of_tier(tier)
         if self._rules.tenants is not None:
@@ -92,7 +98,10 @@ def _of_headers(headers: Mapping[str, str]) -> str:
     given = headers.get(TENANT_HEADER)
     if given is not None:
         if not TENANT_NAME.fullmatch(given):
-            raise BadRequest(f"header {TENANT_HEADER} is {given[:64]!r}, must have {NAME_RULE}", param=TENANT_HEADER)
+            raise BadRequest(
+                f"header {TENANT_HEADER} is {given[:64]!r}, must have {NAME_RULE}",
+                param=TENANT_HEADER,
+            )
         return given
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():

@@ -49,4 +49,6 @@ def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix
     for field, value in body.items():
         if value is not None and field in table and value not in table[field]:
             name = prefix + field
-            raise UnsupportedParameter(f"{name} is not supported by this version; leave it out", param=name)
+            raise UnsupportedParameter(
+                f"{name} is not supported by this version; leave it out", param=name
+            )

@@ -18,13 +18,26 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from baton.config import EngineConfig
-from baton.errors import BadRequest, InvalidJson, MissingField, PromptTooLong, UnsupportedParameter, by_code
+from baton.errors import (
+    BadRequest,
+    InvalidJson,
+    MissingField,
+    PromptTooLong,
+    UnsupportedParameter,
+    by_code,
+)
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import fields, schema, unsupported_fields
 from baton.server.api.fields import bad, first, integers
 from baton.server.api.placement import place, seed_for
 from baton.server.api.resume import ResumeState, read_resume
-from baton.server.api.schema import MAX_DEADLINE_MS, MAX_ITEMS, MAX_STOP_IDS, RequestFields, SamplingFields
+from baton.server.api.schema import (
+    MAX_DEADLINE_MS,
+    MAX_ITEMS,
+    MAX_STOP_IDS,
+    RequestFields,
+    SamplingFields,
+)
 from baton.server.api.tenancy import Tenancy
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
 from baton.server.text.model_info import ModelFacts
@@ -105,7 +118,11 @@ class AcceptedRequest:
     @property
     def prompt_tokens(self) -> int:
         """To be computed: each prompt once, however many choices it has."""
-        return 0 if self.max_tokens_zero else sum(len(item.prompt) for item in self.items if item.choice == 0)
+        return (
+            0
+            if self.max_tokens_zero
+            else sum(len(item.prompt) for item in self.items if item.choice == 0)
+        )
 
 
 class RequestValidator:
@@ -119,8 +136,12 @@ class RequestValidator:
         self.tenancy = Tenancy(config)
         self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
-        eos = {tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None}
-        self.eos_token_ids = tuple(sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)}))
+        eos = {
+            tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None
+        }
+        self.eos_token_ids = tuple(
+            sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)})
+        )
 
     @property
     def max_prompt_chars(self) -> int:
@@ -148,9 +169,14 @@ class RequestValidator:
     # ---- the three request forms -------------------------------------------------------------------------------
 
     async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = fields.read(schema.ChatCompletionRequest, body), fields.read(SamplingFields, body)
+        request, sampling = (
+            fields.read(schema.ChatCompletionRequest, body),
+            fields.read(SamplingFields, body),
+        )
         self._check_model(request.model)
-        ignored = self._ignored(body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields)
+        ignored = self._ignored(
+            body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
+        )
         messages = await self._messages(request.messages)
         template_kwargs = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
@@ -163,12 +189,16 @@ class RequestValidator:
             raise bad("top_logprobs", "needs logprobs: true")
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
         common = self._common(request, sampling, logprobs, ignored)
-        max_tokens = _max_tokens(1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens)
+        max_tokens = _max_tokens(
+            1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
+        )
         prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
         if prompts is None:
             ids = await self._rendered(
                 messages,
-                lambda text: self._encode_prompt(text, request.add_special_tokens or False, "messages"),
+                lambda text: self._encode_prompt(
+                    text, request.add_special_tokens or False, "messages"
+                ),
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continue_final,
                 kwargs=template_kwargs,
@@ -177,39 +207,64 @@ class RequestValidator:
         return self._accept(prompts, common, max_tokens, None, "messages")
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = fields.read(schema.CompletionRequest, body), fields.read(SamplingFields, body)
+        request, sampling = (
+            fields.read(schema.CompletionRequest, body),
+            fields.read(SamplingFields, body),
+        )
         self._check_model(request.model)
-        ignored = self._ignored(body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields)
+        ignored = self._ignored(
+            body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields
+        )
         if request.best_of not in (None, sampling.n or 1):
-            raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
+            raise UnsupportedParameter(
+                "best_of other than n is not supported; leave it out", param="best_of"
+            )
         echo = request.echo or False
         if echo and request.logprobs is not None:
-            raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
+            raise UnsupportedParameter(
+                "echo together with logprobs is not supported by this version", param="logprobs"
+            )
         common = self._common(request, sampling, _or(request.logprobs, -1), ignored)
         max_tokens = _max_tokens(
-            0 if echo else 1, max_tokens=sampling.max_tokens, max_completion_tokens=request.max_completion_tokens
+            0 if echo else 1,
+            max_tokens=sampling.max_tokens,
+            max_completion_tokens=request.max_completion_tokens,
         )
         raw = _prompt_list("prompt", request.prompt)
-        prompts = self._tokenized(request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt))
-        prompts = prompts or await self._prompts(raw, "prompt", _or(request.add_special_tokens, True))
+        prompts = self._tokenized(
+            request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt)
+        )
+        prompts = prompts or await self._prompts(
+            raw, "prompt", _or(request.add_special_tokens, True)
+        )
         accepted = self._accept(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
         if echo:
-            texts = raw if isinstance(raw[0], str) else await self._decode(prompts, accepted.text.skip_special_tokens)
+            texts = (
+                raw
+                if isinstance(raw[0], str)
+                else await self._decode(prompts, accepted.text.skip_special_tokens)
+            )
             accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
         return accepted
 
     async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
         request = fields.read(schema.GenerateRequest, body)
         ignored = self._ignored(body, unsupported_fields.GENERATE, schema.GenerateRequest)
-        if request.model != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+        if (
+            request.model != "unknown"
+        ):  # smg 1.13 adds this one: the native body has no such field in SGLang
             self._check_model(request.model)
         nested = _or(request.sampling_params, {})
         if type(nested) is list:
-            raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
+            raise UnsupportedParameter(
+                "sampling_params must be one object for all prompts", param="sampling_params"
+            )
         if type(nested) is not dict:
             raise bad("sampling_params", "must be an object")
         sampling = fields.read(schema.GenerateSampling, nested, NESTED)
-        ignored += self._ignored(nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED)
+        ignored += self._ignored(
+            nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED
+        )
         name, value = first(request, "text", "prompt", "input_ids")
         if value is None:
             raise MissingField("text or input_ids is required", param="text")
@@ -218,12 +273,19 @@ class RequestValidator:
         logprobs = (request.top_logprobs_num or 0) if request.return_logprob else -1
         if logprobs >= 0 and request.logprob_start_len not in (-1, None):
             raise UnsupportedParameter(
-                "logprobs of the prompt are not supported by this version", param="logprob_start_len"
+                "logprobs of the prompt are not supported by this version",
+                param="logprob_start_len",
             )
         common = self._common(request, sampling, logprobs, ignored, NESTED)
-        limits = {NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")}
+        limits = {
+            NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
+        }
         max_tokens = _max_tokens(1, **limits)
-        prompts = self._tokenized(request.input_ids, len(raw), name, many=is_batch) if name != "input_ids" else None
+        prompts = (
+            self._tokenized(request.input_ids, len(raw), name, many=is_batch)
+            if name != "input_ids"
+            else None
+        )
         prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
@@ -238,11 +300,20 @@ class RequestValidator:
             return self._tokenizer.encode(text, add_special_tokens=special)
 
         if request.messages is not None:
-            messages, generation_prompt = await self._messages(request.messages), request.add_generation_prompt
-            return await self._rendered(messages, encode, add_generation_prompt=_or(generation_prompt, True))
+            messages, generation_prompt = (
+                await self._messages(request.messages),
+                request.add_generation_prompt,
+            )
+            return await self._rendered(
+                messages, encode, add_generation_prompt=_or(generation_prompt, True)
+            )
         prompt = _required(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
-        if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
+        if (
+            type(texts) is not list
+            or not all(type(t) is str for t in texts)
+            or len(texts) > MAX_ITEMS
+        ):
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
         ids = await self._encode(texts, encode, "prompt")
         return ids[0] if isinstance(prompt, str) else ids
@@ -268,7 +339,9 @@ class RequestValidator:
 
     def _check_ids(self, ids: Any, param: str) -> None:
         vocab = self._tokenizer.vocab_size
-        if type(ids) is not list or (ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)):
+        if type(ids) is not list or (
+            ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)
+        ):
             raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
 
     def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
@@ -279,7 +352,9 @@ class RequestValidator:
     async def _messages(self, given: Any) -> list[dict[str, Any]]:
         """Checked messages. Many are read in a thread: 100,000 take 0.1 s, in which the event loop gets its turns."""
         count = len(given) if type(given) is list else 0
-        return await self._tokenizer.offload(count * CHARS_PER_MESSAGE, lambda: read_messages(given))
+        return await self._tokenizer.offload(
+            count * CHARS_PER_MESSAGE, lambda: read_messages(given)
+        )
 
     async def _rendered(
         self, messages: list[dict[str, Any]], encode: Callable[[str], list[int]], **options: Any
@@ -295,18 +370,25 @@ class RequestValidator:
 
     def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=special, max_tokens=self.context_length)
+            return self._tokenizer.encode(
+                text, add_special_tokens=special, max_tokens=self.context_length
+            )
         except TooManyTokens as err:
             raise self._too_long(f"has {err.count}", param) from err
 
-    async def _encode(self, texts: list[str], encode: Callable[[str], list[int]], param: str) -> list[list[int]]:
+    async def _encode(
+        self, texts: list[str], encode: Callable[[str], list[int]], param: str
+    ) -> list[list[int]]:
         """Token ids of texts, encoded in a thread if they are long."""
         self._refuse_too_long(texts, param)
-        return await self._tokenizer.offload(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+        return await self._tokenizer.offload(
+            sum(map(len, texts)), lambda: [encode(text) for text in texts]
+        )
 
     async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         return await self._tokenizer.offload(
-            sum(map(len, rows)), lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special)
+            sum(map(len, rows)),
+            lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special),
         )
 
     def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
@@ -324,7 +406,9 @@ class RequestValidator:
             param=param,
         )
 
-    def _tokenized(self, value: Any, count: int, param: str, *, many: bool) -> list[list[int]] | None:
+    def _tokenized(
+        self, value: Any, count: int, param: str, *, many: bool
+    ) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
         They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
@@ -335,7 +419,11 @@ class RequestValidator:
             return None
         rows = value if many else [value]
         if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
-            wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
+            wanted = (
+                f"an array of {min(count, MAX_ITEMS)} arrays of token ids"
+                if many
+                else "an array of token ids"
+            )
             raise bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
         for ids in rows:
             self._check_prompt_ids(ids, "input_ids", sent=param)
@@ -346,17 +434,26 @@ class RequestValidator:
     async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
         """Token ids of each prompt; texts are encoded, ids are checked."""
         if len(raw) > MAX_ITEMS:
-            raise BadRequest(f"{param} holds {len(raw)} prompts, at most {MAX_ITEMS} are accepted", param=param)
+            raise BadRequest(
+                f"{param} holds {len(raw)} prompts, at most {MAX_ITEMS} are accepted", param=param
+            )
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            return await self._encode(raw, lambda text: self._encode_prompt(text, special, param), param)
+            return await self._encode(
+                raw, lambda text: self._encode_prompt(text, special, param), param
+            )
         for ids in raw:
             self._check_prompt_ids(ids, param)
         return raw
 
     def _common(
-        self, request: RequestFields, s: SamplingFields, logprobs: int, ignored: list[str], prefix: str = ""
+        self,
+        request: RequestFields,
+        s: SamplingFields,
+        logprobs: int,
+        ignored: list[str],
+        prefix: str = "",
     ) -> _Common:
         """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
         defaults = {} if prefix else self._facts.sampling_defaults
@@ -372,7 +469,9 @@ class RequestValidator:
             presence_penalty=s.presence_penalty or 0.0,
             frequency_penalty=s.frequency_penalty or 0.0,
             repetition_penalty=_or(s.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
-            stop_token_ids=stop_ids if s.ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
+            stop_token_ids=stop_ids
+            if s.ignore_eos
+            else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
             ignore_eos=s.ignore_eos or False,
             logit_bias=self._logit_bias(prefix + "logit_bias", s.logit_bias or {}),
             logprobs=logprobs,
@@ -403,13 +502,22 @@ class RequestValidator:
             ttft_deadline_secs=_secs(request.ttft_deadline_ms),
             deadline_secs=_secs(request.deadline_ms),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
-            ignored=(*(f"stream_options.{n}" for n in given_options if n not in known_options), *ignored),
+            ignored=(
+                *(f"stream_options.{n}" for n in given_options if n not in known_options),
+                *ignored,
+            ),
         )
-        return _Common(request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1])
+        return _Common(
+            request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1]
+        )
 
     def _priority(self, value: int | None) -> int | None:
         config = self._config
-        if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
+        if (
+            value is not None
+            and config.abort_on_priority_when_disabled
+            and not config.enable_priority_scheduling
+        ):
             raise UnsupportedParameter(
                 "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
                 "leave priority out",
@@ -427,24 +535,42 @@ class RequestValidator:
         return tuple((int(key), float(value)) for key, value in table.items())
 
     def _ignored(
-        self, body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]], *schemas: type[Struct], prefix: str = ""
+        self,
+        body: dict[str, Any],
+        refused: Mapping[str, tuple[Any, ...]],
+        *schemas: type[Struct],
+        prefix: str = "",
     ) -> list[str]:
         """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""
         unsupported_fields.refuse(body, refused, prefix)
-        known = {name for cls in schemas for name in cls.__struct_fields__} - {*self.tenancy.unused_fields}
-        ignored = (n for n in body if n not in known and n not in refused and n not in unsupported_fields.IGNORED)
+        known = {name for cls in schemas for name in cls.__struct_fields__} - {
+            *self.tenancy.unused_fields
+        }
+        ignored = (
+            n
+            for n in body
+            if n not in known and n not in refused and n not in unsupported_fields.IGNORED
+        )
         return [prefix + name for name in ignored]
 
     def _accept(
-        self, prompts: Sequence[Sequence[int]], common: _Common, max_tokens: int | None, default: int | None, param: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        common: _Common,
+        max_tokens: int | None,
+        default: int | None,
+        param: str,
     ) -> AcceptedRequest:
         request, n = common.request, common.accepted.n
         count = len(prompts) * n
         if count > MAX_ITEMS:
             raise BadRequest(
-                f"{len(prompts)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted", param="n"
+                f"{len(prompts)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted",
+                param="n",
             )
-        placements = place(request, len(prompts), n, self._config.disaggregation_mode, self._config.dp_size)
+        placements = place(
+            request, len(prompts), n, self._config.disaggregation_mode, self._config.dp_size
+        )
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
@@ -462,7 +588,9 @@ class RequestValidator:
             items = [_resumed(items, request.stream or False, resume)]
         return replace(common.accepted, items=tuple(items), resume=resume)
 
-    def _max_new_tokens(self, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
+    def _max_new_tokens(
+        self, prompt_tokens: int, asked: int | None, default: int | None, param: str
+    ) -> int:
         """The answer's limit. `asked` must fit; without it the default, or all that is left."""
         if prompt_tokens == 0:
             raise BadRequest(f"{param} is empty; give at least one token", param=param)
@@ -511,7 +639,9 @@ def _rid(value: Any) -> str | None:
         value = value[0]
     if type(value) is list:
         raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
-    if value is not None and (type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable()):
+    if value is not None and (
+        type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable()
+    ):
         raise bad("rid", "must be a printable string of 1 to 256 characters")
     return value
 
@@ -535,7 +665,10 @@ def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DEADLINE_MS:
-        raise BadRequest(f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds", param=name)
+        raise BadRequest(
+            f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds",
+            param=name,
+        )
     return int(text) / 1000
 
 
@@ -572,7 +705,10 @@ def _prompt_list(name: str, value: Any) -> list[Any]:
     if type(value) is str or (type(value) is list and value and type(value[0]) is int):
         value = [value]
     if type(value) is not list or not all(type(v) in (str, list) for v in value):
-        raise bad(name, "must be a string, an array of strings, an array of token ids, or an array of such arrays")
+        raise bad(
+            name,
+            "must be a string, an array of strings, an array of token ids, or an array of such arrays",
+        )
     if not value or any(len(v) == 0 for v in value):
         raise bad(name, "is empty; give at least one token")
     return value

@@ -29,7 +29,13 @@ from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.api.sglang_format import GenerateFormat
 from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator, TextRules
 from baton.server.http.generation import Generation
-from baton.server.http.http_utils import REQUEST_ID, error_response, json_response, new_id, read_object
+from baton.server.http.http_utils import (
+    REQUEST_ID,
+    error_response,
+    json_response,
+    new_id,
+    read_object,
+)
 from baton.server.http.lifecycle import NodeCondition, NodeState, ServerLifecycle
 from baton.server.http.request_handler import RequestHandler
 from baton.server.kv_events.http_stream import KvStreams
@@ -51,7 +57,11 @@ NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-FEATURES = {"null": ["resume"], "prefill": ["reopen", "resume"], "decode": ["local_prefill", "resume"]}
+FEATURES = {
+    "null": ["resume"],
+    "prefill": ["reopen", "resume"],
+    "decode": ["local_prefill", "resume"],
+}
 """By mode, what a router may rely on (docs/protocol.md §2)."""
 
 
@@ -65,7 +75,9 @@ def version() -> str:
 class HttpServer:
     """The front process's state and handlers. `ranks` appears when the sockets are bound."""
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: RankSet) -> None:
+    def __init__(
+        self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: RankSet
+    ) -> None:
         self.config = config
         self.facts = facts
         self.tokenizer = tokenizer
@@ -73,7 +85,11 @@ class HttpServer:
         self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
         self.validator = RequestValidator(config, facts, tokenizer)
         self.metrics = EngineMetrics(
-            version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
+            version(),
+            config.disaggregation_mode,
+            facts.name,
+            config.page_size,
+            config.metrics_compat,
         )
         self.lifecycle = ServerLifecycle(ranks)
         self._counted_refused = 0
@@ -87,7 +103,9 @@ class HttpServer:
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
             ranks.on_timelines = self.tracer.on_timelines
-        self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
+        self.kv_streams = KvStreams(
+            ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events
+        )
         ranks.on_stats = self._on_stats
 
     def _on_stats(self, rank: RankClient) -> None:
@@ -99,7 +117,9 @@ class HttpServer:
 
     def became_ready(self) -> None:
         """All ranks have loaded: the pool may hold less than the model's context."""
-        pools = [i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)]
+        pools = [
+            i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)
+        ]
         self.validator.context_length = min([self.facts.context_length, *pools])
         self.lifecycle.is_loaded = True
 
@@ -121,10 +141,14 @@ class HttpServer:
         return await self.answering.answer(request, "chat", self.validator.chat, ChatFormat)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self.answering.answer(request, "completions", self.validator.completion, CompletionFormat)
+        return await self.answering.answer(
+            request, "completions", self.validator.completion, CompletionFormat
+        )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        return await self.answering.answer(request, "generate", self.validator.generate, GenerateFormat)
+        return await self.answering.answer(
+            request, "generate", self.validator.generate, GenerateFormat
+        )
 
     def _refuse_if_not_accepting(self) -> None:
         if (refusal := self.lifecycle.condition().refusal) is not None:
@@ -136,7 +160,9 @@ class HttpServer:
         ids = await self.validator.tokenize(await read_object(request))
         nested = bool(ids) and isinstance(ids[0], list)
         count = [len(row) for row in ids] if nested else len(ids)  # type: ignore[arg-type]
-        return json_response({"tokens": ids, "count": count, "max_model_len": self.validator.context_length})
+        return json_response(
+            {"tokens": ids, "count": count, "max_model_len": self.validator.context_length}
+        )
 
     async def detokenize(self, request: web.Request) -> web.Response:
         text = await self.validator.detokenize(await read_object(request))
@@ -205,8 +231,13 @@ class HttpServer:
                 "status": now.state.value,  # SGLang's name
                 "load_progress": self.lifecycle.load_progress,
                 "version": version(),
-                "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",
-                "internal_states": [{"dp_rank": r.dp_rank, "ready": r.ready, "dead": r.dead, **r.info} for r in ranks],
+                "priority_order": "lower first"
+                if self.config.schedule_low_priority_values_first
+                else "higher first",
+                "internal_states": [
+                    {"dp_rank": r.dp_rank, "ready": r.ready, "dead": r.dead, **r.info}
+                    for r in ranks
+                ],
             }
         )
 
@@ -214,7 +245,9 @@ class HttpServer:
         ranks = self.ranks.ranks
         if request.path == "/get_load":  # SGLang's
             return json_response([load_report.short(rank) for rank in ranks])
-        return json_response({"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]})
+        return json_response(
+            {"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]}
+        )
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         if self.tracer is not None:
@@ -230,7 +263,8 @@ class HttpServer:
         self.metrics.load_progress.set(self.lifecycle.load_progress)
         self.metrics.ranks_alive.set(sum(r.dead is None for r in self.ranks.ranks))
         return web.Response(
-            body=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=self.metrics.text(),
+            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     # ---- health ------------------------------------------------------------------------------------------------
@@ -251,7 +285,10 @@ class HttpServer:
         self._refuse_if_not_accepting()
         token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        items = tuple(PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank) for r in self.ranks.ranks)
+        items = tuple(
+            PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)
+            for r in self.ranks.ranks
+        )
         probe = Generation(
             "health-" + new_id(), AcceptedRequest(rid=None, items=items, n=1, text=TextRules()), self.ranks,
             self.tokenizer, EngineMetrics(), "health", time.monotonic(), HEALTH_GENERATE_SECS,
@@ -289,12 +326,18 @@ class HttpServer:
             raise errors.BadRequest(f"room {raw[:50]!r} is no integer", param="room")
         args = {} if raw is None else {"room": int(raw)}
         replies = await self._ask_all("ledger", **args)
-        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for r in replies]})
+        return json_response(
+            {"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for r in replies]}
+        )
 
     async def diagnose(self, request: web.Request) -> web.Response:
         """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
-        books = await self._ask_all("ledger", room=0) if any(r.ready for r in self.ranks.ranks) else []
-        return json_response(await diagnosis.diagnose(self.config, await read_object(request), books))
+        books = (
+            await self._ask_all("ledger", room=0) if any(r.ready for r in self.ranks.ranks) else []
+        )
+        return json_response(
+            await diagnosis.diagnose(self.config, await read_object(request), books)
+        )
 
     async def steps(self, request: web.Request) -> web.Response:
         """The scheduler's last decisions per rank; ?n= at most so many, newest last."""
@@ -311,11 +354,16 @@ class HttpServer:
         replies = await self._ask(op, {r.dp_rank: args for r in self.ranks.ranks if r.dead is None})
         return [{"dp_rank": dp_rank, **reply.result} for dp_rank, reply in replies.items()]
 
-    async def _ask(self, op: str, args_by_rank: dict[int, dict[str, Any]]) -> dict[int, ReplyMessage]:
+    async def _ask(
+        self, op: str, args_by_rank: dict[int, dict[str, Any]]
+    ) -> dict[int, ReplyMessage]:
         """Replies of these ranks, each asked with its arguments."""
         ranks = self.ranks.ranks
         replies = await asyncio.gather(
-            *(self.ranks.control(ranks[dp_rank], op, CONTROL_SECS, **args) for dp_rank, args in args_by_rank.items())
+            *(
+                self.ranks.control(ranks[dp_rank], op, CONTROL_SECS, **args)
+                for dp_rank, args in args_by_rank.items()
+            )
         )
         return dict(zip(args_by_rank, replies, strict=True))
 
@@ -326,7 +374,11 @@ class HttpServer:
         rooms = fields.integers("bootstrap_room", asked.bootstrap_room, MAX_ITEMS, 0, INT64_MAX)
         if not everything and rid is None and not rooms:
             raise errors.BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
-        count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0
+        count = (
+            self.answering.cancel(None if everything else rid)
+            if everything or rid is not None
+            else 0
+        )
         if any(r.ready for r in self.ranks.ranks):
             replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
             count += sum(reply["aborted"] for reply in replies)
@@ -338,7 +390,10 @@ class HttpServer:
         replies = await self._ask("suspend", items)
         refused = [reply.result["message"] for reply in replies.values() if not reply.ok]
         if refused:
-            await self._ask("resume", {dp_rank: items[dp_rank] for dp_rank, reply in replies.items() if reply.ok})
+            await self._ask(
+                "resume",
+                {dp_rank: items[dp_rank] for dp_rank, reply in replies.items() if reply.ok},
+            )
             raise errors.WrongState(refused[0])
         return self._changed(rid, "suspended", replies)
 
@@ -353,7 +408,9 @@ class HttpServer:
         for generation in self.answering.live(rid):
             for track in generation.tracks:
                 if track.rank is not None and not track.done:
-                    items.setdefault(track.rank.dp_rank, {"handles": []})["handles"].append(track.handle)
+                    items.setdefault(track.rank.dp_rank, {"handles": []})["handles"].append(
+                        track.handle
+                    )
         if not items:
             raise _no_such_request(rid)
         return rid, items
@@ -417,7 +474,9 @@ class HttpServer:
         except web.HTTPMethodNotAllowed as err:
             allowed = ", ".join(sorted(err.allowed_methods))
             response = error_response(
-                errors.MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}")
+                errors.MethodNotAllowed(
+                    f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}"
+                )
             )
             response.headers["allow"] = allowed
             return response
@@ -428,14 +487,18 @@ class HttpServer:
             return error_response(errors.Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)
-            return error_response(errors.EngineError("internal error; the engine's log has the details"))
+            return error_response(
+                errors.EngineError("internal error; the engine's log has the details")
+            )
 
     def _check_key(self, request: web.Request) -> None:
         key = self.config.api_key
         if key is None or request.path in OPEN_PATHS:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(), key.encode()
+        ):
             raise errors.InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
 
 

@@ -73,7 +73,9 @@ class ChoiceState:
         skip = rules.skip_special_tokens
         self._owner = owner
         self._detok = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
-        self._matcher = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
+        self._matcher = (
+            StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
+        )
         self._min_tokens = rules.min_tokens
         self._skip_stop_token = not rules.include_stop
         self.index = index
@@ -113,7 +115,9 @@ class ChoiceState:
             if delta.logprobs is None:
                 delta.logprobs = TokenLogprobs()
             if ids:
-                top = list(zip(found.top_ids, found.top_logprobs, strict=True))[: self.item.params.logprobs]
+                top = list(zip(found.top_ids, found.top_logprobs, strict=True))[
+                    : self.item.params.logprobs
+                ]
                 delta.logprobs.extend(TokenLogprobs(ids, [found.chosen], [top]))
         if finish_name is not None:
             delta.finish = self.finish = finish_name
@@ -137,7 +141,9 @@ class ChoiceState:
             self.delta = TextDelta(self)
         return self.delta
 
-    def _text(self, ids: list[int], finish: FinishReason | None) -> tuple[str, list[int], str | None]:
+    def _text(
+        self, ids: list[int], finish: FinishReason | None
+    ) -> tuple[str, list[int], str | None]:
         """New text, the tokens that count (those up to a stop string), and the finish reason if there is one now."""
         shown = ids
         if finish is FinishReason.STOP and ids and ids[-1] in self.item.params.stop_token_ids:
@@ -149,7 +155,9 @@ class ChoiceState:
             text = self._detok.feed(shown) if shown else ""
             return (text + self._detok.flush() if finish is not None else text), ids, name
         pieces = []
-        for used, token in enumerate(shown, 1):  # one by one, so that the count ends at the stop string
+        for used, token in enumerate(
+            shown, 1
+        ):  # one by one, so that the count ends at the stop string
             search = self.completion_tokens + used > self._min_tokens
             pieces.append(self._matcher.feed(self._detok.feed((token,)), search=search))
             if self._matcher.matched is not None:
@@ -183,7 +191,9 @@ class Generation:
     def __post_init__(self) -> None:
         self.submitted_at: float | None = None
         self.first_token_at: float | None = None
-        self.created = int(time.time()) if self.accepted.resume is None else self.accepted.resume.created
+        self.created = (
+            int(time.time()) if self.accepted.resume is None else self.accepted.resume.created
+        )
         """Unix seconds: what its events say."""
         self._deadline = self.arrived + self.timeout_secs
         self._error: EngineError | None = None
@@ -264,7 +274,9 @@ class Generation:
                 raise self._error
             now = time.monotonic()
             if now >= limit:
-                raise RequestTimeout(f"no end after {self.timeout_secs:g} s; the engine hangs or is overloaded")
+                raise RequestTimeout(
+                    f"no end after {self.timeout_secs:g} s; the engine hangs or is overloaded"
+                )
             if now >= wait_until:
                 return None
             await self._woken_within(min(limit, wait_until) - now)

@@ -44,17 +44,25 @@ def error_response(err: EngineError, more: dict[str, Any] | None = None) -> web.
     return json_response(err.body() | (more or {}), err.status, headers)
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=encode_json(value), status=status, headers=headers, content_type="application/json")
+def json_response(
+    value: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=encode_json(value), status=status, headers=headers, content_type="application/json"
+    )
 
 
 async def read_object(request: web.Request, check: Check | None = None) -> dict[str, Any]:
     """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType, and what `check` raises."""
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding not in ("", "identity"):
-        raise UnsupportedMediaType(f"the body has content-encoding {coding[:50]}; send it as plain JSON")
+        raise UnsupportedMediaType(
+            f"the body has content-encoding {coding[:50]}; send it as plain JSON"
+        )
     if request.content_type.startswith("multipart/"):
-        raise UnsupportedMediaType(f"the body is {request.content_type[:50]}; send application/json")
+        raise UnsupportedMediaType(
+            f"the body is {request.content_type[:50]}; send application/json"
+        )
     raw = await _read(request)
     if check is not None and len(raw) <= INLINE_BYTES:
         check(request.path, raw)

@@ -73,15 +73,19 @@ class ServerLifecycle:
         """The state in force: death before drain, drain before loading."""
         ranks = self._ranks.ranks
         if dead := [r for r in ranks if r.dead is not None]:
-            return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
+            return self._dead(
+                "rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})"
+            )
         if ill := [r for r in ranks if r.stats.not_accepting_reason is not None]:
             rank, reason = ill[0].dp_rank, ill[0].stats.not_accepting_reason
             return self._dead(
-                "rank_failed", f"rank {rank} of this engine takes no new requests: {reason}; restart the node"
+                "rank_failed",
+                f"rank {rank} of this engine takes no new requests: {reason}; restart the node",
             )
         if self.bootstrap is not None and not self.bootstrap.healthy:
             return self._dead(
-                "bootstrap_stopped", "the bootstrap server of this prefill node has stopped; restart the node"
+                "bootstrap_stopped",
+                "the bootstrap server of this prefill node has stopped; restart the node",
             )
         if self.is_draining:
             return NodeCondition(NodeState.DRAINING, "draining", self._drain_refusal())
@@ -103,7 +107,9 @@ class ServerLifecycle:
 
     @staticmethod
     def _drain_refusal() -> Draining:
-        return Draining("this node is draining; send the request to another", retry_after_secs=RETRY_SECS)
+        return Draining(
+            "this node is draining; send the request to another", retry_after_secs=RETRY_SECS
+        )
 
     @property
     def load_progress(self) -> float:
@@ -132,7 +138,10 @@ class ServerLifecycle:
                 "start it again"
             )
         if self._drained_since is not None:
-            log.info("drain undone after %.1f s: new requests are taken", time.monotonic() - self._drained_since)
+            log.info(
+                "drain undone after %.1f s: new requests are taken",
+                time.monotonic() - self._drained_since,
+            )
             self._drained_since = None
 
     async def report(self) -> dict[str, Any]:
@@ -143,7 +152,9 @@ class ServerLifecycle:
         ages = [now - arrived for arrived in self.answers.arrivals.values()]
         ages += [age for reply in replies if (age := reply.result["oldest_secs"]) is not None]
         rooms = sum(reply.result["rooms"] for reply in replies)
-        states: Counter[str] = Counter()  # requests on the ranks by scheduler state (baton_requests)
+        states: Counter[str] = (
+            Counter()
+        )  # requests on the ranks by scheduler state (baton_requests)
         for reply in replies:
             states.update(reply.result["requests"])
         requests = len(self.answers.arrivals)
@@ -153,7 +164,9 @@ class ServerLifecycle:
             "reason": condition.reason,
             "is_final": self._final_reason is not None,
             "is_drained": self.is_draining and is_finished,
-            "draining_secs": None if self._drained_since is None else round(now - self._drained_since, 3),
+            "draining_secs": None
+            if self._drained_since is None
+            else round(now - self._drained_since, 3),
             "left": {
                 "requests": requests,  # HTTP answers in progress
                 "streams": self.answers.streams,  # those of them that are streams
@@ -169,7 +182,9 @@ class ServerLifecycle:
     async def until_finished(self) -> None:
         """Wait until no answer is in progress and no living rank has a request, lease or transfer left."""
         await self.answers.is_idle.wait()
-        await asyncio.gather(*(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None))
+        await asyncio.gather(
+            *(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None)
+        )
 
     async def _until_rank_finished(self, rank: RankClient) -> None:
         """A P rank's answers are out before D has pulled the pages: wait until its books are empty."""

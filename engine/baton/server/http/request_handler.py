@@ -82,7 +82,11 @@ class RequestHandler:
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
         for generation in list(self._live):
-            generation.fail(Draining("this node was shut down before the answer was finished", retry_after_secs=2))
+            generation.fail(
+                Draining(
+                    "this node was shut down before the answer was finished", retry_after_secs=2
+                )
+            )
 
     def cancel(self, rid: str | None) -> int:
         """End the live requests with this rid (None: all) as aborted; returns how many."""
@@ -105,7 +109,9 @@ class RequestHandler:
         parent = None if self.tracer is None else self.tracer.begin(request.headers)
         generation: Generation | None = None
         limit = self.timeout_secs
-        cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
+        cut = asyncio.get_running_loop().call_later(
+            limit + SLOW_CLIENT_SECS, _cut_connection, request
+        )
         self.metrics.in_flight.labels(endpoint).inc()
         ticket = object()
         self.arrivals[ticket] = arrived
@@ -121,7 +127,16 @@ class RequestHandler:
             request_id = request[REQUEST_ID]
             rid, spend = accepted.rid or request_id, partial(self._spend, accepted.tenant)
             generation = Generation(
-                rid, accepted, self.ranks, self.tokenizer, self.metrics, endpoint, arrived, limit, spend, parent
+                rid,
+                accepted,
+                self.ranks,
+                self.tokenizer,
+                self.metrics,
+                endpoint,
+                arrived,
+                limit,
+                spend,
+                parent,
             )
             self._live.add(generation)
             generation.start()
@@ -160,7 +175,9 @@ class RequestHandler:
             if self.tracer is not None and parent is not None:
                 self.tracer.answered(parent, request, generation, status, outcome, arrived)
 
-    def _take_tokens(self, accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
+    def _take_tokens(
+        self, accepted: AcceptedRequest, headers: Mapping[str, str]
+    ) -> AcceptedRequest:
         """Set class and tenant, and take the tenant's tokens for its prompt. Raises RateLimited."""
         tenancy = self.validator.tenancy
         priority, priority_class, tenant = tenancy.resolve(
@@ -177,13 +194,19 @@ class RequestHandler:
         self.validator.tenancy.spend(tenant, tokens, time.monotonic())
 
     async def _stream(
-        self, request: web.Request, generation: Generation, shape: ResponseFormat, headers: dict[str, str]
+        self,
+        request: web.Request,
+        generation: Generation,
+        shape: ResponseFormat,
+        headers: dict[str, str],
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
         comments = None
         if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
-            comments = ResumeCommentWriter(generation.tracks[0].item.params.seed, generation.created)
+            comments = ResumeCommentWriter(
+                generation.tracks[0].item.params.seed, generation.created
+            )
 
         async def send(data: bytes) -> None:
             if not response.prepared:
@@ -246,13 +269,19 @@ def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
     """Names of fields that had no effect, made safe for a header."""
     if not accepted.ignored:
         return {}
-    return {"x-ignored-params": ",".join(_PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32])}
+    return {
+        "x-ignored-params": ",".join(
+            _PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32]
+        )
+    }
 
 
 def _router_headers(generation: Generation) -> dict[str, str]:
     """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
     first = generation.tracks[0]
-    headers = {} if first.rank is None else {load_report.LOAD_HEADER: load_report.header(first.rank)}
+    headers = (
+        {} if first.rank is None else {load_report.LOAD_HEADER: load_report.header(first.rank)}
+    )
     if first.stages is not None:
         headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
     return headers
@@ -260,5 +289,8 @@ def _router_headers(generation: Generation) -> dict[str, str]:
 
 def _cut_connection(request: web.Request) -> None:
     if request.transport is not None:
-        log.warning("rid=%s: the client does not read its answer; closing the connection", request[REQUEST_ID])
+        log.warning(
+            "rid=%s: the client does not read its answer; closing the connection",
+            request[REQUEST_ID],
+        )
         request.transport.abort()

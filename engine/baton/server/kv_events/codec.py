@@ -58,13 +58,17 @@ _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBat
 
 def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -> bytes:
     """Encode a batch as a message's payload. `ts`: Unix time [s]."""
-    return _encoder.encode(EventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank))
+    return _encoder.encode(
+        EventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank)
+    )
 
 
 def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
     if isinstance(event, Stored):
         tokens = array("i", event.tokens).tolist()
-        stored = BlockStored(list(event.hashes), event.parent, tokens, page_size, None, event.medium)
+        stored = BlockStored(
+            list(event.hashes), event.parent, tokens, page_size, None, event.medium
+        )
         if event.namespace:
             first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
             stored.extra_keys = [first, *[None] * (len(event.hashes) - 1)]

@@ -92,11 +92,15 @@ class KvStreams:
         follow = request.query.get("follow", "true")
         if follow not in ("true", "false"):
             raise BadRequest(f"follow {follow[:50]!r}: give true or false", param="follow")
-        response = web.StreamResponse(headers={"content-type": "application/x-ndjson", "cache-control": "no-store"})
+        response = web.StreamResponse(
+            headers={"content-type": "application/x-ndjson", "cache-control": "no-store"}
+        )
         response.enable_chunked_encoding()
         await response.prepare(request)
         try:
-            async with contextlib.aclosing(self._lines(rank, from_seq, follow=follow == "true")) as lines:
+            async with contextlib.aclosing(
+                self._lines(rank, from_seq, follow=follow == "true")
+            ) as lines:
                 async for line in lines:
                     await response.write(line)
         except EngineError as err:  # the headers are out: the reason is the last line
@@ -108,10 +112,15 @@ class KvStreams:
         last = len(self._ranks.ranks) - 1
         asked = _integer(request, "dp_rank", last)
         if asked is None and last > 0:
-            raise BadRequest(f"this engine has {last + 1} ranks, each with its own cache: name one", param="dp_rank")
+            raise BadRequest(
+                f"this engine has {last + 1} ranks, each with its own cache: name one",
+                param="dp_rank",
+            )
         return asked or 0
 
-    async def _lines(self, rank: RankClient, from_seq: int | None, *, follow: bool) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, rank: RankClient, from_seq: int | None, *, follow: bool
+    ) -> AsyncIterator[bytes]:
         recent = self._recent[rank.dp_rank]
         about = {"epoch": rank.info["kv_events"]["epoch"], "dp_rank": rank.dp_rank}
         at = from_seq
@@ -128,7 +137,9 @@ class KvStreams:
                 at += 1
                 continue
             if rank.dead is not None:
-                raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead}); its cache is lost")
+                raise EngineDead(
+                    f"rank {rank.dp_rank} of this engine is gone ({rank.dead}); its cache is lost"
+                )
             if not follow or self._is_closing:
                 return
             try:

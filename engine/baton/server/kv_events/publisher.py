@@ -63,7 +63,9 @@ class KvPublisher:
             _attach(self._pub, "endpoint", mine.endpoint, bind=kv_events.binds(mine.endpoint))
             if mine.replay_endpoint is not None:
                 self.replay = self.context.socket(zmq.ROUTER)
-                self.replay.set_hwm(mine.buffer_steps + REPLAY_SPARE)  # a ROUTER drops what exceeds it
+                self.replay.set_hwm(
+                    mine.buffer_steps + REPLAY_SPARE
+                )  # a ROUTER drops what exceeds it
                 _attach(self.replay, "replay_endpoint", mine.replay_endpoint, bind=True)
 
     def info(self) -> dict[str, Any]:
@@ -85,7 +87,9 @@ class KvPublisher:
             return
         payload = self._encode(batch.events, batch.ts)
         if self._pub is not None:
-            self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+            self._pub.send_multipart(
+                (self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT
+            )
         self.to_front(KvEvents(self.dp_rank, batch.seq, payload))
 
     def snapshot(self) -> dict[str, Any]:
@@ -105,11 +109,16 @@ class KvPublisher:
                 return
             client = frames[0]
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-                log.warning("replay request of %d frames; send an empty one and one of 8 bytes", len(frames) - 1)
+                log.warning(
+                    "replay request of %d frames; send an empty one and one of 8 bytes",
+                    len(frames) - 1,
+                )
             else:
                 for batch in self._log.since(int.from_bytes(frames[2], "big")):
                     payload = self._encode(batch.events, batch.ts)
-                    self.replay.send_multipart((client, b"", batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+                    self.replay.send_multipart(
+                        (client, b"", batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT
+                    )
             self.replay.send_multipart((client, b"", END_OF_REPLAY, b""), zmq.DONTWAIT)
 
     def _encode(self, events: Any, ts: float) -> bytes:
@@ -121,7 +130,9 @@ def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool) -
     try:
         attach(endpoint)
     except zmq.ZMQError as err:
-        raise ConfigError(f"{FLAG}: {key} {endpoint} cannot be {how} ({err}); choose another") from err
+        raise ConfigError(
+            f"{FLAG}: {key} {endpoint} cannot be {how} ({err}); choose another"
+        ) from err
 
 
 def _where(socket: zmq.Socket[bytes]) -> str:

@@ -61,7 +61,9 @@ TRANSFER_END_SECS = 2.0
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
     logging.basicConfig(
-        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
@@ -101,7 +103,11 @@ class _Launcher:
             loop.add_signal_handler(number, self._on_signal)
         started = time.monotonic()
         facts = model_info.load(self._config)
-        tokenizer = FourByteTokenizer() if uses_four_bytes(self._config) else Tokenizer(facts.tokenizer_path)
+        tokenizer = (
+            FourByteTokenizer()
+            if uses_four_bytes(self._config)
+            else Tokenizer(facts.tokenizer_path)
+        )
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(tokenizer.close)
             folder = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -116,15 +122,22 @@ class _Launcher:
             transfer_setup.warn_of_reach(self._config)
             front.lifecycle.bootstrap = bootstrap = self._start_bootstrap(stack)
             stack.push_async_callback(self._end_children)
-            for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
+            for dp_rank, tp_rank in itertools.product(
+                range(self._config.dp_size), range(self._config.tp_size)
+            ):
                 await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
             log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
-            log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
+            log.info(
+                "ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name
+            )
             port = None if bootstrap is None else bootstrap.port
-            print("READY " + json.dumps({"url": url, "pid": os.getpid(), "bootstrap_port": port}), flush=True)
+            print(
+                "READY " + json.dumps({"url": url, "pid": os.getpid(), "bootstrap_port": port}),
+                flush=True,
+            )
             return await self._serve_until_end(front, ranks)
 
     # ---- parts of the start ------------------------------------------------------------------------------------
@@ -144,15 +157,23 @@ class _Launcher:
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
         app = front.application()
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         host, port = self._config.host, self._config.port
         try:
             await web.TCPSite(runner, host, port, backlog=1024).start()
         except OSError as err:
-            why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
-            raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
+            why = (
+                "is already in use"
+                if err.errno == errno.EADDRINUSE
+                else f"cannot be bound ({err.strerror or err})"
+            )
+            raise ConfigError(
+                f"--host {host} --port {port} {why}; choose another, or 0 for a free port"
+            ) from err
         return url_of(host, runner.addresses[0][1])
 
     def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
@@ -167,14 +188,18 @@ class _Launcher:
             raise ConfigError(f"--disaggregation-mode prefill {why}") from err
         port = config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(config.bootstrap_listen_host, port, config.cluster_key, config.second_cluster_key)
+            server = BootstrapServer(
+                config.bootstrap_listen_host, port, config.cluster_key, config.second_cluster_key
+            )
         except OSError as err:
             why = f"cannot be bound ({err}); choose another, or 0"
             raise ConfigError(f"--disaggregation-bootstrap-port {port} {why}") from err
         stack.callback(server.stop)
         return server
 
-    async def _spawn(self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any) -> None:
+    async def _spawn(
+        self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any
+    ) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
         search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
@@ -192,7 +217,11 @@ class _Launcher:
         env = {**os.environ, "PYTHONPATH": search_path}
         stdin = json.dumps(order).encode() + b"\n"
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
-            self._rank_command, env, stdout=sys.stderr.fileno(), stdin=stdin, death_signal=signal.SIGKILL
+            self._rank_command,
+            env,
+            stdout=sys.stderr.fileno(),
+            stdin=stdin,
+            death_signal=signal.SIGKILL,
         )
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 
@@ -201,9 +230,13 @@ class _Launcher:
         code = await child.wait()
         self._exit_codes.append(code)
         if not self._closing:
-            which = f"process {child.pid}" + (f" (tensor-parallel rank {tp_rank})" if self._config.tp_size > 1 else "")
+            which = f"process {child.pid}" + (
+                f" (tensor-parallel rank {tp_rank})" if self._config.tp_size > 1 else ""
+            )
             ranks.died(dp_rank, f"{which} {describe_exit(code)}")
-        if code or not self._closing:  # else it ended in order, and so do those that compute with it
+        if (
+            code or not self._closing
+        ):  # else it ended in order, and so do those that compute with it
             for (dp, _), other in self._children.items():
                 if dp == dp_rank:
                     other.kill()
@@ -217,7 +250,12 @@ class _Launcher:
             await first_of(ranks.changed.wait(), self._signalled.wait(), timeout_secs=PROGRESS_SECS)
             if ranks.all_alive:
                 ready = sum(r.ready for r in ranks.ranks)
-                log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+                log.info(
+                    "%d of %d ranks ready after %.1f s",
+                    ready,
+                    len(ranks.ranks),
+                    time.monotonic() - started,
+                )
         return True
 
     async def _give_up(self, ranks: RankSet) -> int:
@@ -228,7 +266,9 @@ class _Launcher:
         print("baton engine: could not start\n" + "\n".join(dead), file=sys.stderr)
         # A rank exits with 2 when the configuration is at fault: a supervisor should not try again. It has sent its
         # message and is about to exit: let it.
-        await asyncio.wait(self._watchers, timeout=EXIT_GRACE_SECS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            self._watchers, timeout=EXIT_GRACE_SECS, return_when=asyncio.FIRST_COMPLETED
+        )
         await self._end_children()
         return 2 if 2 in self._exit_codes else 1
 
@@ -246,11 +286,19 @@ class _Launcher:
         is_whole = ranks.all_alive
         if not is_whole:
             alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
-            log.error("%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again", alive, total)
+            log.error(
+                "%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again",
+                alive,
+                total,
+            )
         if ranks.any_alive:
-            await self._drain(front, ranks, "it got a signal to end" if is_whole else "one of its ranks died")
+            await self._drain(
+                front, ranks, "it got a signal to end" if is_whole else "one of its ranks died"
+            )
         else:
-            await first_of(front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS)  # the error events leave
+            await first_of(
+                front.answering.is_idle.wait(), timeout_secs=LAST_ANSWERS_SECS
+            )  # the error events leave
         return 0 if is_whole else 1
 
     async def _drain(self, front: HttpServer, ranks: RankSet, why: str) -> None:
@@ -283,7 +331,9 @@ class _Launcher:
         self._closing = True
         children = self._children.values()
         ended = await asyncio.gather(*(child.stop(EXIT_GRACE_SECS) for child in children))
-        if stubborn := [child.pid for child, by_itself in zip(children, ended, strict=True) if not by_itself]:
+        if stubborn := [
+            child.pid for child, by_itself in zip(children, ended, strict=True) if not by_itself
+        ]:
             log.warning("rank processes %s ignored SIGTERM and were killed", stubborn)
         await asyncio.gather(*self._watchers, return_exceptions=True)
 

@@ -43,7 +43,9 @@ PROG = "baton up"
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
 _OWN = {
-    flag_name(name): "baton up sets it for each node; say how many of which with --prefill, --decode or --workers, and "
+    flag_name(
+        name
+    ): "baton up sets it for each node; say how many of which with --prefill, --decode or --workers, and "
     "give nodes of one role more flags with --prefill-args, --decode-args or --worker-args"
     for name in sorted(PER_NODE - {"host", "port"})
 }
@@ -79,18 +81,28 @@ class UpConfig:
     prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
     decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")
     host: str = opt("127.0.0.1", "address the router listens on; the nodes stay on 127.0.0.1")
-    port: int | None = opt(None, "port of the router; 0 picks a free one (default: 8000, or the next free one)")
-    smoke: bool = opt(False, "send real requests through the cluster, print what came back, stop; exit code 0 or 1")
-    state_file: str | None = opt(None, "write who runs where to this JSON file, now and after every change")
+    port: int | None = opt(
+        None, "port of the router; 0 picks a free one (default: 8000, or the next free one)"
+    )
+    smoke: bool = opt(
+        False,
+        "send real requests through the cluster, print what came back, stop; exit code 0 or 1",
+    )
+    state_file: str | None = opt(
+        None, "write who runs where to this JSON file, now and after every change"
+    )
     log_dir: str | None = opt(
-        None, "directory for one log file per process (default: a temporary one, removed after a stop without errors)"
+        None,
+        "directory for one log file per process (default: a temporary one, removed after a stop without errors)",
     )
     start_timeout_secs: float | None = opt(
         None,
         "give up when a process is not ready after this long (default: 300; 1800 with --device cuda or auto, since "
         "kernels are compiled at the first start) [s]",
     )
-    router_args: str = opt("", "more flags for the router, in one string: --router-args='--log-level debug'")
+    router_args: str = opt(
+        "", "more flags for the router, in one string: --router-args='--log-level debug'"
+    )
     prefill_args: str = opt("", "more flags for every prefill node")
     decode_args: str = opt("", "more flags for every decode node")
     worker_args: str = opt("", "more flags for every --workers engine")
@@ -113,7 +125,10 @@ class ClusterPlan:
     @property
     def processes(self) -> int:
         """Those that compute."""
-        return sum(n * self.size(role, "dp_size") * self.size(role, "tp_size") for role, n in self.counts.items())
+        return sum(
+            n * self.size(role, "dp_size") * self.size(role, "tp_size")
+            for role, n in self.counts.items()
+        )
 
     @property
     def gpu_share(self) -> dict[str, float]:
@@ -135,7 +150,11 @@ class ClusterPlan:
 
 def parse(argv: Sequence[str]) -> ClusterPlan:
     """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
-    parser = FlagParser(PROG, "A whole Baton cluster on this machine; the flags of engines go to every engine.", _OWN)
+    parser = FlagParser(
+        PROG,
+        "A whole Baton cluster on this machine; the flags of engines go to every engine.",
+        _OWN,
+    )
     add_flags(parser.add_argument_group("the cluster"), UpConfig)
     add_flags(parser, EngineConfig, skip=PER_NODE)
     up, engine, bad = parser.read_config(UpConfig, argv)
@@ -163,7 +182,9 @@ def _engine_mistakes(engine: dict[str, Any]) -> list[str]:
     return []
 
 
-def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+def _read_args(
+    up: UpConfig, name: str, engine: dict[str, Any]
+) -> tuple[list[str], dict[str, Any], list[str]]:
     """Words of --router-args, or of a role's flag; the engine flags among them; the mistakes."""
     try:
         words = shlex.split(getattr(up, f"{name}_args"))
@@ -171,7 +192,15 @@ def _read_args(up: UpConfig, name: str, engine: dict[str, Any]) -> tuple[list[st
         return [], {}, [f"{err}; it is read as a shell would"]
     if name == "router":
         names = [word.partition("=")[0] for word in words]
-        return words, {}, [f"{flag} is set by baton up; give its own flags" for flag in names if flag in _ROUTER_OWN]
+        return (
+            words,
+            {},
+            [
+                f"{flag} is set by baton up; give its own flags"
+                for flag in names
+                if flag in _ROUTER_OWN
+            ],
+        )
     parser = FlagParser(f"{PROG}: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
     values, mistakes = parser.read(words)
@@ -207,7 +236,11 @@ class ClusterNode:
         own = {"host": "127.0.0.1", "port": self.port, "disaggregation_mode": MODE[self.role]}
         if self.role == "prefill":
             own["disaggregation_bootstrap_port"] = self.bootstrap_port
-        threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.processes)}
+        threads = (
+            {}
+            if "simulate" in self.plan.engine
+            else {"cpu_threads": max(1, _cores() // self.plan.processes)}
+        )
         shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
         flags = _words({**own, **threads, **self.plan.gpu_share, **shared})
         return [sys.executable, "-m", "baton.cli", "engine", *flags, *self.plan.args[self.role]]
@@ -223,10 +256,18 @@ class LocalCluster:
         # Through the environment: command lines are public on a machine.
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
         key = SECRETS["cluster_key"]
-        env[key] = env.get(key) or secrets.token_hex(32)  # a new one per start: other programs cannot take part
-        self.nodes = [ClusterNode(role, f"{role} {i}", plan) for role in ROLES for i in range(plan.counts[role])]
+        env[key] = env.get(key) or secrets.token_hex(
+            32
+        )  # a new one per start: other programs cannot take part
+        self.nodes = [
+            ClusterNode(role, f"{role} {i}", plan)
+            for role in ROLES
+            for i in range(plan.counts[role])
+        ]
         for node in self.nodes:
-            node.child = ChildProcess(node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env)
+            node.child = ChildProcess(
+                node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env
+            )
         self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
         self.host = plan.up.host
         self.port = 0
@@ -243,7 +284,9 @@ class LocalCluster:
         progress = asyncio.ensure_future(self._tell_progress())
         try:
             starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
-            await first_of(*starts, return_when=asyncio.FIRST_EXCEPTION)  # the first failure, else the end of all
+            await first_of(
+                *starts, return_when=asyncio.FIRST_EXCEPTION
+            )  # the first failure, else the end of all
         finally:
             await cancel(progress)
         ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
@@ -268,7 +311,9 @@ class LocalCluster:
 
     async def _end(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
-            self._say(f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}")
+            self._say(
+                f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}"
+            )
 
     def kill(self) -> None:
         for child in (self.router, *(node.child for node in self.nodes)):
@@ -309,7 +354,11 @@ class LocalCluster:
         while True:
             await asyncio.sleep(PROGRESS_SECS)
             for node in self.nodes:
-                text = node.child.last_progress() if node.child.ready_at is None and node.child.pid else ""
+                text = (
+                    node.child.last_progress()
+                    if node.child.ready_at is None and node.child.pid
+                    else ""
+                )
                 if text and shown.get(node.name) != text:
                     self._say(f"{node.name:<10} {text}")
                     shown[node.name] = text
@@ -320,7 +369,11 @@ class LocalCluster:
             try:
                 return await self._start_router("/readyz")
             except ChildFailed:
-                if self.plan.up.port or not tries_left or PORT_TAKEN not in self.router.last_errors():
+                if (
+                    self.plan.up.port
+                    or not tries_left
+                    or PORT_TAKEN not in self.router.last_errors()
+                ):
                     raise
             self.port, _ = choose_port(self.host, self.plan.up.port)
 
@@ -338,7 +391,16 @@ class LocalCluster:
             raise ChildFailed(f"{err}; {child.log_path} says:\n{log_end}", err.exit_code) from err
 
     def _router_argv(self) -> list[str]:
-        argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
+        argv = [
+            sys.executable,
+            "-m",
+            "baton.cli",
+            "router",
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+        ]
         # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to stop.
         argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
         argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
@@ -349,16 +411,25 @@ class LocalCluster:
                 argv += ["--prefill", node.url, str(node.bootstrap_port)]
             elif node.role == "decode":
                 argv += ["--decode", node.url]
-        if any(count and self.plan.size(role, "dp_size") > 1 for role, count in self.plan.counts.items()):
+        if any(
+            count and self.plan.size(role, "dp_size") > 1
+            for role, count in self.plan.counts.items()
+        ):
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
-    async def _keep_alive(self, child: ChildProcess, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _keep_alive(
+        self, child: ChildProcess, start: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         backoff = RestartBackoff()
         while True:
             code = await child.wait()
-            pause = backoff.pause(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
-            self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:")
+            pause = backoff.pause(
+                0.0 if child.ready_at is None else time.monotonic() - child.ready_at
+            )
+            self._say(
+                f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:"
+            )
             self._say(_indented(child.last_errors()))
             await asyncio.sleep(pause)
             child.restarts += 1
@@ -379,7 +450,9 @@ async def _answers(url: str) -> None:
     timeout = aiohttp.ClientTimeout(total=2)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):  # not listening yet
+            with contextlib.suppress(
+                aiohttp.ClientError, asyncio.TimeoutError
+            ):  # not listening yet
                 async with session.get(url, raise_for_status=True):
                     return
             await asyncio.sleep(PROBE_PAUSE_SECS)
@@ -390,11 +463,18 @@ def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
     if wanted is not None:
         if (port := _bindable(host, wanted)) is not None:
             return port, None
-        raise ChildFailed(f"port {wanted} on {host} is taken; give another --port, or none to take the next free one")
+        raise ChildFailed(
+            f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
+        )
     for candidate in range(8000, 8000 + PORTS_TRIED):
         if _bindable(host, candidate) is not None:
-            return candidate, None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}"
-    raise ChildFailed(f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port")
+            return (
+                candidate,
+                None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}",
+            )
+    raise ChildFailed(
+        f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port"
+    )
 
 
 def _bindable(host: str, port: int) -> int | None:
@@ -412,7 +492,9 @@ def _bindable(host: str, port: int) -> int | None:
 def _words(flags: Mapping[str, object]) -> list[str]:
     """Command line of flags by their field names; the value of a switch is True."""
     named = ((flag_name(name), value) for name, value in flags.items())
-    return [word for flag, value in named for word in ([flag] if value is True else [flag, str(value)])]
+    return [
+        word for flag, value in named for word in ([flag] if value is True else [flag, str(value)])
+    ]
 
 
 def _cores() -> int:
@@ -423,11 +505,17 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
 
 
-def greeting(url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False) -> str:
+def greeting(
+    url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False
+) -> str:
     """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""
     header, setup, key = "", "", '"none"'
     if api_key is not None and key_in_environment:
-        header, setup, key = ' -H "authorization: Bearer $BATON_API_KEY"', "import os\n", 'os.environ["BATON_API_KEY"]'
+        header, setup, key = (
+            ' -H "authorization: Bearer $BATON_API_KEY"',
+            "import os\n",
+            'os.environ["BATON_API_KEY"]',
+        )
     elif api_key is not None:
         header, key = " -H " + shlex.quote(f"authorization: Bearer {api_key}"), repr(api_key)
     return f"""
@@ -452,7 +540,10 @@ async def _serve(cluster: LocalCluster, api_key: str | None) -> int:
     model = await served_model(cluster.url, api_key)
     if not cluster.plan.up.smoke:
         is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
-        print(greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment), flush=True)
+        print(
+            greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment),
+            flush=True,
+        )
         await cluster.watch()
         return 0
     watch = asyncio.ensure_future(cluster.watch())
@@ -467,7 +558,10 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     started = time.monotonic()
 
     def say(text: str) -> None:
-        print(text if text.startswith(" ") else f"{time.monotonic() - started:6.1f} s  {text}", flush=True)
+        print(
+            text if text.startswith(" ") else f"{time.monotonic() - started:6.1f} s  {text}",
+            flush=True,
+        )
 
     shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
     print(f"starting router + {shape}; logs in {log_dir}", flush=True)
@@ -482,7 +576,9 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    serving = asyncio.ensure_future(_serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")))
+    serving = asyncio.ensure_future(
+        _serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY"))
+    )
     try:
         await first_of(serving, stop.wait())
         if stop.is_set():
@@ -504,7 +600,10 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
         return []
     flags = ["--model-path", str(model_info.resolve(config.model_path)), "--forward-input-ids"]
     if config.tokenizer_path:
-        flags += ["--tokenizer-path", str(model_info.model_directory("--tokenizer-path", config.tokenizer_path))]
+        flags += [
+            "--tokenizer-path",
+            str(model_info.model_directory("--tokenizer-path", config.tokenizer_path)),
+        ]
     if config.chat_template:
         flags += ["--chat-template", str(Path(config.chat_template).expanduser())]
     return flags
@@ -514,7 +613,10 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
     """User's flags for the router, and for router and nodes together."""
     shared = {name: plan.engine.get(name) for name in ("enable_trace", "otlp_traces_endpoint")}
     own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
-    return _words({name: value for name, value in (shared | own).items() if value}) + plan.args["router"]
+    return (
+        _words({name: value for name, value in (shared | own).items() if value})
+        + plan.args["router"]
+    )
 
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
@@ -522,7 +624,9 @@ def check_router_flags(plan: ClusterPlan) -> str | None:
     if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
-    asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    asked = subprocess.run(
+        argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
     return asked.stderr.strip() if asked.returncode == 2 else None
 
 
@@ -530,11 +634,16 @@ def check_place(plan: ClusterPlan) -> str | None:
     """Faults of the address, the files and the model that the flags name."""
     up = plan.up
     try:
-        socket.create_server((up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET).close()
+        socket.create_server(
+            (up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET
+        ).close()
     except OSError as err:
         why = (err.strerror or str(err)).partition(" (while")[0]
         return f"--host {up.host} cannot be bound ({why}); give an address of this machine"
-    for name, path in (("--log-dir", up.log_dir), ("--state-file", up.state_file and Path(up.state_file).parent)):
+    for name, path in (
+        ("--log-dir", up.log_dir),
+        ("--state-file", up.state_file and Path(up.state_file).parent),
+    ):
         try:
             if path and name == "--log-dir":
                 Path(path).mkdir(parents=True, exist_ok=True)
@@ -561,7 +670,9 @@ def main(argv: Sequence[str]) -> int:
         refuse(PROG, [complaint])
     log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
     code = asyncio.run(_run(plan, log_dir))
-    if code == 0 and not plan.up.log_dir:  # else the logs are of interest; --log-dir keeps them always
+    if (
+        code == 0 and not plan.up.log_dir
+    ):  # else the logs are of interest; --log-dir keeps them always
         shutil.rmtree(log_dir, ignore_errors=True)
     return code
 

@@ -56,7 +56,9 @@ class ProcessGroup:
             stderr=stderr,
             env=dict(env),
             start_new_session=True,  # a Ctrl-C in the terminal reaches us alone: we stop children in order
-            preexec_fn=_die_with_parent(os.getpid(), death_signal) if sys.platform == "linux" else None,
+            preexec_fn=_die_with_parent(os.getpid(), death_signal)
+            if sys.platform == "linux"
+            else None,
         )
         if process.stdin is not None:
             process.stdin.write(stdin)
@@ -103,7 +105,9 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def first_of(
-    *works: Awaitable[Any], timeout_secs: float | None = None, return_when: str = asyncio.FIRST_COMPLETED
+    *works: Awaitable[Any],
+    timeout_secs: float | None = None,
+    return_when: str = asyncio.FIRST_COMPLETED,
 ) -> set[asyncio.Future[Any]]:
     """Wait until the first of these ends, or as `return_when` says (asyncio.wait), and cancel the others.
 

@@ -36,9 +36,14 @@ class SmokeClient:
     model: str
 
     async def post(self, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
-        async with self.session.post(path, json={"model": self.model, "temperature": 0, **body}) as response:
+        async with self.session.post(
+            path, json={"model": self.model, "temperature": 0, **body}
+        ) as response:
             text = await response.text()
-            expect(response.status == status, f"POST {path} answered {response.status}, not {status}: {text[:300]}")
+            expect(
+                response.status == status,
+                f"POST {path} answered {response.status}, not {status}: {text[:300]}",
+            )
             expect("x-request-id" in response.headers, "the answer has no x-request-id header")
             answer: dict[str, Any] = json.loads(text)
             return answer
@@ -49,7 +54,9 @@ class SmokeClient:
             path, json={"model": self.model, "temperature": 0, "stream": True, **body}
         ) as response:
             if response.status != 200:
-                raise SmokeFailure(f"POST {path} answered {response.status}: {(await response.text())[:300]}")
+                raise SmokeFailure(
+                    f"POST {path} answered {response.status}: {(await response.text())[:300]}"
+                )
             last = ""
             async for raw in response.content:
                 line = raw.decode().strip()
@@ -58,7 +65,10 @@ class SmokeClient:
                 last = line.removeprefix("data: ")
                 if last != "[DONE]":
                     yield json.loads(last)
-            expect(last == "[DONE]", f"the stream ended without [DONE]; its last event was {last[:200]!r}")
+            expect(
+                last == "[DONE]",
+                f"the stream ended without [DONE]; its last event was {last[:200]!r}",
+            )
 
 
 async def _models(client: SmokeClient) -> str:
@@ -71,16 +81,23 @@ async def _models(client: SmokeClient) -> str:
 async def _chat(client: SmokeClient) -> str:
     answer = await client.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 32})
     choice = answer["choices"][0]
-    expect(choice["finish_reason"] in ("stop", "length"), f"finish_reason is {choice['finish_reason']!r}")
+    expect(
+        choice["finish_reason"] in ("stop", "length"),
+        f"finish_reason is {choice['finish_reason']!r}",
+    )
     usage = answer["usage"]
     tokens = usage["completion_tokens"]
     expect(0 < tokens <= 32, f"{tokens} completion tokens, asked for at most 32")
-    expect(usage["total_tokens"] == usage["prompt_tokens"] + tokens, f"usage does not add up: {usage}")
+    expect(
+        usage["total_tokens"] == usage["prompt_tokens"] + tokens, f"usage does not add up: {usage}"
+    )
     return _short(choice["message"]["content"])
 
 
 async def _completion(client: SmokeClient) -> str:
-    answer = await client.post("/v1/completions", {"prompt": "Baton serves large language", "max_tokens": 16})
+    answer = await client.post(
+        "/v1/completions", {"prompt": "Baton serves large language", "max_tokens": 16}
+    )
     expect(bool(answer["choices"][0]["text"]), "the answer is empty")
     return _short(answer["choices"][0]["text"])
 
@@ -96,14 +113,24 @@ async def _stream_equals_whole(client: SmokeClient) -> str:
             text += choice["delta"].get("content") or ""
             if choice["finish_reason"]:
                 finishes.append(choice["finish_reason"])
-    expect(finishes == [whole["finish_reason"]], f"finish reasons {finishes}, not one {whole['finish_reason']!r}")
-    expect(text == whole["message"]["content"], f"streamed {text!r}, whole {whole['message']['content']!r}")
+    expect(
+        finishes == [whole["finish_reason"]],
+        f"finish reasons {finishes}, not one {whole['finish_reason']!r}",
+    )
+    expect(
+        text == whole["message"]["content"],
+        f"streamed {text!r}, whole {whole['message']['content']!r}",
+    )
     return f"{events} events"
 
 
 async def _concurrent(client: SmokeClient) -> str:
     async def ask(i: int) -> tuple[str, int]:
-        body = {"prompt": f"{i}: a router, a prefill node and", "max_tokens": 16, "ignore_eos": True}
+        body = {
+            "prompt": f"{i}: a router, a prefill node and",
+            "max_tokens": 16,
+            "ignore_eos": True,
+        }
         answer = await client.post("/v1/completions", body)
         return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 
@@ -122,19 +149,29 @@ async def _logprobs(client: SmokeClient) -> str:
     for entry in content:
         top = [alternative["logprob"] for alternative in entry["top_logprobs"]]
         expect(len(top) == 3 and top == sorted(top, reverse=True), f"top_logprobs are {top}")
-        expect(abs(top[0] - entry["logprob"]) < 1e-3, f"greedy took {entry['logprob']}, the best is {top[0]}")
+        expect(
+            abs(top[0] - entry["logprob"]) < 1e-3,
+            f"greedy took {entry['logprob']}, the best is {top[0]}",
+        )
     return f"first token {content[0]['logprob']:.3f}"
 
 
 async def _bad_request(client: SmokeClient) -> str:
-    answer = await client.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": -1}, status=400)
+    answer = await client.post(
+        "/v1/chat/completions", {"messages": QUESTION, "max_tokens": -1}, status=400
+    )
     error = answer["error"]
-    expect(set(error) == {"message", "type", "param", "code"}, f"the error has the fields {sorted(error)}")
+    expect(
+        set(error) == {"message", "type", "param", "code"},
+        f"the error has the fields {sorted(error)}",
+    )
     return f"{error['code']}: {_short(error['message'])}"
 
 
 async def _unknown_model(client: SmokeClient) -> str:
-    answer = await client.post("/v1/completions", {"prompt": "x", "model": "no-such-model"}, status=404)
+    answer = await client.post(
+        "/v1/completions", {"prompt": "x", "model": "no-such-model"}, status=404
+    )
     return str(answer["error"]["code"])
 
 
@@ -159,7 +196,13 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
             started = time.perf_counter()
             try:
                 detail, ok = await check(client), True
-            except (SmokeFailure, aiohttp.ClientError, asyncio.TimeoutError, KeyError, ValueError) as err:
+            except (
+                SmokeFailure,
+                aiohttp.ClientError,
+                asyncio.TimeoutError,
+                KeyError,
+                ValueError,
+            ) as err:
                 detail, ok = f"{type(err).__name__}: {err}", False
             passed += ok
             ms = (time.perf_counter() - started) * 1000

@@ -54,7 +54,9 @@ class RestartBackoff:
 class ChildProcess:
     """Supervised process. `argv` is asked for at every start, so that a restart can name the port it had."""
 
-    def __init__(self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.log_path = log_path
         self.restarts = 0
@@ -82,7 +84,9 @@ class ChildProcess:
         try:
             with os.fdopen(write_end, "wb"), self.log_path.open("ab") as log:
                 self._log_start = log.tell()
-                self._group = await ProcessGroup.spawn(self._argv(), self._env, stdout=write_end, stderr=log.fileno())
+                self._group = await ProcessGroup.spawn(
+                    self._argv(), self._env, stdout=write_end, stderr=log.fileno()
+                )
         except BaseException:
             os.close(read_end)
             raise
@@ -92,7 +96,9 @@ class ChildProcess:
         """Wait for the READY line (returns its JSON), or for `probe` if given. Raises ChildFailed; kills nothing."""
         assert self._group is not None, "start comes first"
         assert self._announced is not None, "start comes first"
-        ready = asyncio.ensure_future(probe if probe is not None else asyncio.shield(self._announced))
+        ready = asyncio.ensure_future(
+            probe if probe is not None else asyncio.shield(self._announced)
+        )
         ended = asyncio.ensure_future(self._group.wait())
         done = await first_of(ready, ended, timeout_secs=timeout_secs)
         if ready in done:
@@ -107,7 +113,9 @@ class ChildProcess:
         """Wait for its end; returns the exit code, negative for a signal. The rest of its group is killed."""
         assert self._group is not None, "start comes first"
         code = await self._group.wait()
-        if self._output is not None:  # bounded: a descendant that left the group may hold the pipe open
+        if (
+            self._output is not None
+        ):  # bounded: a descendant that left the group may hold the pipe open
             await asyncio.wait({self._output}, timeout=1.0)
             await cancel(self._output)
         return code
@@ -131,7 +139,9 @@ class ChildProcess:
     def last_errors(self, count: int = 20) -> str:
         """The end of what it logged since its start, without lines of level INFO and below where there are others."""
         lines = self._last_lines()
-        return "\n".join([line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-5:])
+        return "\n".join(
+            [line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-5:]
+        )
 
     def last_progress(self) -> str:
         """Newest INFO line of the log without time and logger; empty when there is none."""

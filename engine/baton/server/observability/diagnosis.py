@@ -55,7 +55,9 @@ def sign_request(cluster_key: str, path: str, at_ms: int) -> str:
 class PrefillProbe:
     """Test of the way from a decode rank to one prefill node."""
 
-    def __init__(self, config: EngineConfig, session: aiohttp.ClientSession, links: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: EngineConfig, session: aiohttp.ClientSession, links: Mapping[str, str]
+    ) -> None:
         """`links`: transport by address of the ranks that this engine is connected to."""
         self._config = config
         self._session = session
@@ -65,7 +67,13 @@ class PrefillProbe:
         """`bootstrap`: ok, unreachable, refused, untrusted or empty, with `detail`; `ranks`: one object for each."""
         if not self._config.is_kv_open and not is_loopback(host):
             detail = f"this node has no cluster key and asks loopback addresses only; {KV_REMEDY}"
-            return {"host": host, "port": port, "bootstrap": "untrusted", "detail": detail, "ranks": []}
+            return {
+                "host": host,
+                "port": port,
+                "bootstrap": "untrusted",
+                "detail": detail,
+                "ranks": [],
+            }
         sizes_path = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
         outcome, detail, sizes = await self._ask(host, port, sizes_path)
         count = min(_count(sizes), MAX_RANKS) if outcome == "ok" else 0
@@ -75,7 +83,13 @@ class PrefillProbe:
     async def _rank(self, host: str, port: int, rank: int) -> dict[str, Any]:
         path = f"/route?engine_rank=0&target_dp_group={rank}&target_pp_rank=0"
         outcome, detail, route = await self._ask(host, port, path)
-        found = {"rank": rank, "address": None, "transfer": outcome, "detail": detail, "transport": None}
+        found = {
+            "rank": rank,
+            "address": None,
+            "transfer": outcome,
+            "detail": detail,
+            "transport": None,
+        }
         if outcome != "ok":
             return found
         peer_host, peer_port = str(route.get("rank_ip", "")), route.get("rank_port")
@@ -95,11 +109,17 @@ class PrefillProbe:
         header = "" if key is None else sign_request(key, path, int(time.time() * 1000))
         url = f"http://{_address(host, port)}{path}"
         try:
-            async with self._session.get(url, headers={AUTH_HEADER: header} if header else {}) as response:
+            async with self._session.get(
+                url, headers={AUTH_HEADER: header} if header else {}
+            ) as response:
                 body, status = await response.content.read(1 << 16), response.status
                 proof = response.headers.get(AUTH_HEADER, "")
         except aiohttp.ClientConnectorError as err:
-            return "unreachable", f"{_address(host, port)}: {err.os_error.strerror or err.os_error}", {}
+            return (
+                "unreachable",
+                f"{_address(host, port)}: {err.os_error.strerror or err.os_error}",
+                {},
+            )
         except asyncio.TimeoutError:
             return "unreachable", f"{_address(host, port)}: no answer within {PROBE_SECS:g} s", {}
         except (aiohttp.ClientError, OSError) as err:
@@ -173,16 +193,22 @@ def links_of(books: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[dict[str, Any]]) -> dict[str, Any]:
+async def diagnose(
+    config: EngineConfig, body: Mapping[str, Any], books: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Answer of the route. `books`: what the ranks say to the control operation `ledger`."""
     targets = fields.read(DiagnosisRequest, body)
     links = links_of(books)
     keys = [key for key in (config.cluster_key, config.second_cluster_key) if key is not None]
-    proofs = [] if targets.challenge is None else [key_proof(key, targets.challenge) for key in keys]
+    proofs = (
+        [] if targets.challenge is None else [key_proof(key, targets.challenge) for key in keys]
+    )
     timeout = aiohttp.ClientTimeout(total=PROBE_SECS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         probe = PrefillProbe(config, session, links)
-        looks = await asyncio.gather(*(probe.look(node.host, node.port) for node in targets.prefill or ()))
+        looks = await asyncio.gather(
+            *(probe.look(node.host, node.port) for node in targets.prefill or ())
+        )
     return {
         "host": HostFacts(),
         "has_cluster_key": config.cluster_key is not None,

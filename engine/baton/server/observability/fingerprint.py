@@ -15,7 +15,13 @@ from baton.server.text.model_info import ModelFacts
 
 LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
 """As far as a layout has them: `tp_size` is reported where pages are divided among several processes."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 def _short(*parts: bytes) -> str:
@@ -28,7 +34,14 @@ def _short(*parts: bytes) -> str:
 def tokenizer_hash(path: Path) -> str:
     """Hash of the files that decide which text is which ids, as far as the directory has them."""
     files = [path / name for name in TOKENIZER_FILES]
-    return _short(*(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes())))
+    return _short(
+        *(
+            part
+            for file in files
+            if file.is_file()
+            for part in (file.name.encode(), file.read_bytes())
+        )
+    )
 
 
 def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object]) -> dict[str, str]:
@@ -39,5 +52,7 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
         "chat_template": _short((facts.chat_template or "").encode()),
         "page_size": str(layout["page_size"]),
         "dtype": str(layout["dtype"]),
-        "kv_layout": _short(*(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)),
+        "kv_layout": _short(
+            *(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)
+        ),
     }

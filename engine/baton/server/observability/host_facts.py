@@ -24,7 +24,17 @@ from typing import Any
 from baton import DISTRIBUTION
 
 PACKAGES = ("torch", "flashinfer-python")
-CPU_FEATURES = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
+CPU_FEATURES = (
+    "sse4_2",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
 """Features that decide which kernels run, as /proc/cpuinfo names them."""
 TIMEX_BYTES = 208
 TIMEX_STATUS_OFFSET = 40
@@ -45,7 +55,9 @@ def _text(path: str) -> str:
 
 def _limits(which: int) -> list[int | None]:
     """Soft and hard limit of a resource."""
-    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
+    return [
+        None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)
+    ]
 
 
 def _cpu_features() -> list[str]:
@@ -99,9 +111,13 @@ def _file_system(path: str) -> tuple[int | None, int | None]:
 def _sealed_memfd_error() -> str | None:
     """Make what a KV pool in host memory is made of, one page long."""
     try:
-        with os.fdopen(os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
+        with os.fdopen(
+            os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb"
+        ) as file:
             file.truncate(4096)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
     except (OSError, AttributeError) as err:
         return str(err)
     return None
@@ -121,7 +137,9 @@ def _is_clock_synchronized() -> bool | None:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name, package in (("baton", DISTRIBUTION), *((name, name) for name in PACKAGES)):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # the caller judges what is not installed
+        with contextlib.suppress(
+            metadata.PackageNotFoundError
+        ):  # the caller judges what is not installed
             found[name] = metadata.version(package)
     with contextlib.suppress(ImportError):  # a source tree without the extension
         from baton._native import __version__
@@ -139,7 +157,9 @@ class HostFacts:
 
     hostname: str = field(default_factory=socket.gethostname)
     boot_id: str = field(default_factory=lambda: _text("/proc/sys/kernel/random/boot_id"))
-    network_namespace: str = field(default_factory=lambda: _or_empty(lambda: os.readlink("/proc/self/ns/net")))
+    network_namespace: str = field(
+        default_factory=lambda: _or_empty(lambda: os.readlink("/proc/self/ns/net"))
+    )
     uid: int = field(default_factory=os.geteuid)
     kernel: str = field(default_factory=platform.release)
     machine: str = field(default_factory=platform.machine)
@@ -156,8 +176,12 @@ class HostFacts:
     sealed_memfd_error: str | None = field(default_factory=_sealed_memfd_error)
     """Why a sealed memory file cannot be made; None: it can."""
     open_files_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[0])
-    open_files_hard_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[1])
-    locked_memory_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_MEMLOCK)[0])
+    open_files_hard_limit: int | None = field(
+        default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[1]
+    )
+    locked_memory_limit: int | None = field(
+        default_factory=lambda: _limits(resource.RLIMIT_MEMLOCK)[0]
+    )
     has_rdma: bool = field(default_factory=lambda: any(Path("/sys/class/infiniband").glob("*")))
     unix_seconds: float = field(default_factory=time.time)
     is_clock_synchronized: bool | None = field(default_factory=_is_clock_synchronized)

@@ -30,12 +30,21 @@ def short(rank: RankClient) -> dict[str, Any]:
 
 def full(rank: RankClient) -> dict[str, Any]:
     """Element of GET /v1/loads: the same, tokens since the start, and all of sched.metrics.load_report.LoadReport."""
-    return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.stats.load}
+    return {
+        **short(rank),
+        **_totals(rank, "_tokens"),
+        "age_ms": _age_ms(rank),
+        "load": rank.stats.load,
+    }
 
 
 def header(rank: RankClient) -> str:
     """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
-    values: dict[str, Any] = {"rank": rank.dp_rank, "reqs": len(rank.items), "tokens": rank.tokens_in_flight}
+    values: dict[str, Any] = {
+        "rank": rank.dp_rank,
+        "reqs": len(rank.items),
+        "tokens": rank.tokens_in_flight,
+    }
     if (load := rank.stats.load) is not None:
         values |= {
             "age_ms": _age_ms(rank),
@@ -50,7 +59,9 @@ def header(rank: RankClient) -> str:
             **_totals(rank),
         }
         if load.bands:
-            values["bands"] = ",".join(f"{name}:{entry.tokens}" for name, entry in load.bands.items())
+            values["bands"] = ",".join(
+                f"{name}:{entry.tokens}" for name, entry in load.bands.items()
+            )
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 

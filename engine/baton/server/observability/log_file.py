@@ -27,7 +27,13 @@ TRACE_BYTES = 2**30
 
 class LogFile:
     def __init__(
-        self, flag: str, path: str, render: Callable[[Any], str], limit_bytes: int, *, must_be_whole: bool = False
+        self,
+        flag: str,
+        path: str,
+        render: Callable[[Any], str],
+        limit_bytes: int,
+        *,
+        must_be_whole: bool = False,
     ) -> None:
         """`render` makes a line of what `put` gets, on the writing thread. Raises ConfigError."""
         self.dropped = 0
@@ -40,9 +46,13 @@ class LogFile:
         try:
             self._file = self._path.open("w" if must_be_whole else "a", encoding="utf-8")
         except OSError as err:
-            raise ConfigError(f"{flag} {path}: {err.strerror}; give a file in a directory that can be written") from err
+            raise ConfigError(
+                f"{flag} {path}: {err.strerror}; give a file in a directory that can be written"
+            ) from err
         self._size = self._file.tell()
-        self._thread = threading.Thread(target=self._run, name=f"log {self._path.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"log {self._path.name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, item: Any) -> None:
@@ -73,7 +83,9 @@ class LogFile:
         if self._size + len(line) > self._limit and self._size:
             if self._whole:
                 if not self._ended:
-                    log.warning("%s has reached %d MiB and ends here", self._path, self._limit >> 20)
+                    log.warning(
+                        "%s has reached %d MiB and ends here", self._path, self._limit >> 20
+                    )
                 self._ended = True
                 return
             self._file.close()

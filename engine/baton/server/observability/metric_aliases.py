@@ -11,7 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 
@@ -88,19 +93,64 @@ SGLANG = (
 VLLM = (
     Alias("vllm:num_requests_running", "gauge", "requests decoding", "requests", _RUNNING),
     Alias("vllm:num_requests_waiting", "gauge", "requests waiting", "requests", _WAITING),
-    Alias("vllm:kv_cache_usage_perc", "gauge", "share of KV pages in use, 0 to 1", "kv_usage_ratio"),
+    Alias(
+        "vllm:kv_cache_usage_perc", "gauge", "share of KV pages in use, 0 to 1", "kv_usage_ratio"
+    ),
     Alias("vllm:gpu_cache_usage_perc", "gauge", "the same under its older name", "kv_usage_ratio"),
-    Alias("vllm:num_preemptions", "counter", "requests sent back to the queue", "request_retraction_reasons"),
+    Alias(
+        "vllm:num_preemptions",
+        "counter",
+        "requests sent back to the queue",
+        "request_retraction_reasons",
+    ),
     Alias("vllm:prompt_tokens", "counter", "prompt tokens of answered requests", "prompt_tokens"),
-    Alias("vllm:generation_tokens", "counter", "tokens generated for answered requests", "completion_tokens"),
+    Alias(
+        "vllm:generation_tokens",
+        "counter",
+        "tokens generated for answered requests",
+        "completion_tokens",
+    ),
     Alias("vllm:prefix_cache_queries", "counter", "prompt tokens looked up", "prompt_tokens"),
     Alias("vllm:prefix_cache_hits", "counter", "prompt tokens found", "cached_prompt_tokens"),
-    Alias("vllm:request_success", "counter", "requests answered", "http_requests", {**_GENERATION, "code": ("ok",)}),
-    Alias("vllm:time_to_first_token_seconds", "histogram", "arrival to first token", "ttft_seconds", _GENERATION),
-    Alias("vllm:inter_token_latency_seconds", "histogram", "mean gap of tokens of a delivery", "itl_seconds"),
-    Alias("vllm:time_per_output_token_seconds", "histogram", "the same under its older name", "itl_seconds"),
-    Alias("vllm:e2e_request_latency_seconds", "histogram", "arrival to end", "e2e_seconds", _GENERATION),
-    Alias("vllm:request_queue_time_seconds", "histogram", "arrival to admission", "priority_waiting_time_seconds"),
+    Alias(
+        "vllm:request_success",
+        "counter",
+        "requests answered",
+        "http_requests",
+        {**_GENERATION, "code": ("ok",)},
+    ),
+    Alias(
+        "vllm:time_to_first_token_seconds",
+        "histogram",
+        "arrival to first token",
+        "ttft_seconds",
+        _GENERATION,
+    ),
+    Alias(
+        "vllm:inter_token_latency_seconds",
+        "histogram",
+        "mean gap of tokens of a delivery",
+        "itl_seconds",
+    ),
+    Alias(
+        "vllm:time_per_output_token_seconds",
+        "histogram",
+        "the same under its older name",
+        "itl_seconds",
+    ),
+    Alias(
+        "vllm:e2e_request_latency_seconds",
+        "histogram",
+        "arrival to end",
+        "e2e_seconds",
+        _GENERATION,
+    ),
+    Alias(
+        "vllm:request_queue_time_seconds",
+        "histogram",
+        "arrival to admission",
+        "priority_waiting_time_seconds",
+    ),
 )
 CACHE_CONFIG = {
     "sglang": ("sglang:cache_config", "page_size", "num_pages"),
@@ -115,7 +165,11 @@ def chosen(which: str) -> tuple[Alias, ...]:
     return (*ALWAYS, *sglang, *(VLLM if which in ("vllm", "all") else ()))
 
 
-_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+_FAMILIES = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +200,9 @@ class CompatCollector(Collector):
         if alias.per:
             whole = sum(s.value for s in ours[alias.per].samples)
             scale = 1 / whole if whole else 0.0
-        sums: defaultdict[tuple[str, ...], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        sums: defaultdict[tuple[str, ...], defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         for s in source.samples:
             if any(s.labels.get(label) not in allowed for label, allowed in alias.where.items()):
                 continue
@@ -164,7 +220,9 @@ class CompatCollector(Collector):
                 made.add_metric(key, sum(table.values()))
         return made
 
-    def _geometry(self, engine: str, name: str, size_label: str, count_label: str, pages: Metric) -> Metric:
+    def _geometry(
+        self, engine: str, name: str, size_label: str, count_label: str, pages: Metric
+    ) -> Metric:
         rank_label = "engine" if engine == "vllm" else "dp_rank"
         made = GaugeMetricFamily(
             name + "_info", "KV pool: tokens per page and pages, value 1",
@@ -188,8 +246,12 @@ def markdown() -> str:
     out += ["| metric | type | switched on by | from | meaning |", "|---|---|---|---|---|"]
     for group, by in ((ALWAYS, "always"), (SGLANG, "`sglang`, `all`"), (VLLM, "`vllm`, `all`")):
         for a in group:
-            out.append(f"| `{exported_name(a)}` | {a.kind} | {by} | `baton_{a.source}` | {a.help} |")
+            out.append(
+                f"| `{exported_name(a)}` | {a.kind} | {by} | `baton_{a.source}` | {a.help} |"
+            )
     for engine, (name, size_label, count_label) in CACHE_CONFIG.items():
         labels = f"labels `{size_label}`, `{count_label}`"
-        out.append(f"| `{name}_info` | gauge | `{engine}`, `all` | `baton_kv_pages` | {labels}, value 1 |")
+        out.append(
+            f"| `{name}_info` | gauge | `{engine}`, `all` | `baton_kv_pages` | {labels}, value 1 |"
+        )
     return "\n".join(out)

@@ -19,7 +19,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -48,12 +53,25 @@ _histogram = partial(Spec, "histogram")
 
 RANK = (
     _gauge(
-        "requests", "requests by state: waiting, opening, transfer, running, suspended, leased, aborting", ("state",)
+        "requests",
+        "requests by state: waiting, opening, transfer, running, suspended, leased, aborting",
+        ("state",),
     ),
-    _gauge("max_running_requests", "most requests that run at once: --max-running-requests, or its default"),
-    _gauge("kv_pages", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
-    _gauge("kv_host_pages", "pages of the host tier by state: free, cached, pinned (preempted requests)", ("state",)),
-    _gauge("page_ledger_healthy", "1 while the KV pages add up; at 0 the rank has ended its requests"),
+    _gauge(
+        "max_running_requests",
+        "most requests that run at once: --max-running-requests, or its default",
+    ),
+    _gauge(
+        "kv_pages", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)
+    ),
+    _gauge(
+        "kv_host_pages",
+        "pages of the host tier by state: free, cached, pinned (preempted requests)",
+        ("state",),
+    ),
+    _gauge(
+        "page_ledger_healthy", "1 while the KV pages add up; at 0 the rank has ended its requests"
+    ),
     _counter("kv_host_copies", "KV pages copied between device and host: out, in", ("direction",)),
     _counter("kv_host_copy_bytes", "bytes of these", ("direction",)),
     _counter("kv_host_copy_seconds", "time they took; 0 on devices that copy in the background"),
@@ -61,7 +79,10 @@ RANK = (
     _gauge("new_token_ratio", "estimate of the answer's share of its limit, used for admission"),
     _counter("engine_steps", "forward passes"),
     _counter("engine_step_seconds", "time from launch to commit of forward passes"),
-    _counter("tp_collectives", "exchanges among tensor-parallel ranks, as the first one counts; with --tp-size"),
+    _counter(
+        "tp_collectives",
+        "exchanges among tensor-parallel ranks, as the first one counts; with --tp-size",
+    ),
     _counter(
         "tp_collective_seconds",
         "how long the first tensor-parallel rank was in exchanges, waiting for others included; on CUDA until the call "
@@ -75,29 +96,49 @@ RANK = (
     ),
     _counter("kv_event_batches", "batches of KV events announced, with --kv-events-config"),
     _counter("generated_tokens", "tokens sampled"),
-    _counter("nonfinite_logits", "rows that got no token because the model computed NaN or infinity"),
+    _counter(
+        "nonfinite_logits", "rows that got no token because the model computed NaN or infinity"
+    ),
     _gauge("generated_tokens_per_s", "the same per second, over the second before the report"),
     _counter("retractions", "running requests sent back to the waiting queue for memory"),
-    _counter("deadline_missed", "first tokens past ttft_deadline_ms (ttft), requests timed out (total)", ("kind",)),
-    _gauge("schedule_policy_active", "1 for the queue order in force, 0 for the other candidates", ("policy",)),
+    _counter(
+        "deadline_missed",
+        "first tokens past ttft_deadline_ms (ttft), requests timed out (total)",
+        ("kind",),
+    ),
+    _gauge(
+        "schedule_policy_active",
+        "1 for the queue order in force, 0 for the other candidates",
+        ("policy",),
+    ),
     _gauge("adaptive_policy", "the same, only under --schedule-policy adaptive", ("policy",)),
     _counter("priority_hook_errors", "failed calls of --priority-adjustment-function"),
-    _counter("schedule_policy_degraded", "times lpm turned to fcfs because of --lpm-degrade-threshold"),
+    _counter(
+        "schedule_policy_degraded", "times lpm turned to fcfs because of --lpm-degrade-threshold"
+    ),
     _counter(
         "queue_turned_away",
         "waiting requests that ended with an error: refused (queue full), evicted (for a higher priority), timeout, "
         "deadline",
         ("reason",),
     ),
-    _counter("preemptions", "running requests sent back to the waiting queue for one of higher priority"),
+    _counter(
+        "preemptions", "running requests sent back to the waiting queue for one of higher priority"
+    ),
     _counter("suspensions", "requests suspended by POST /v1/requests/{rid}/suspend"),
     _counter(
         "steps",
         "steps planned, by mode (extend, decode, mixed) and by why they took no further prompt tokens",
         ("mode", "stopped_by"),
     ),
-    _counter("log_lines_dropped", "lines of --decision-log and --scheduler-trace that were lost", ("log",)),
-    _gauge("starving_requests", "requests that wait too long while later ones are admitted", ("class",)),
+    _counter(
+        "log_lines_dropped",
+        "lines of --decision-log and --scheduler-trace that were lost",
+        ("log",),
+    ),
+    _gauge(
+        "starving_requests", "requests that wait too long while later ones are admitted", ("class",)
+    ),
     _counter("priority_starvation", "requests that were starving at any time", ("class",)),
     _counter(
         "priority_preemption",
@@ -106,12 +147,22 @@ RANK = (
     ),
     _counter("request_retraction_reasons", "the same: memory, priority, slots, admin", ("reason",)),
     _counter("recomputed_tokens", "tokens computed again because their request was sent back"),
-    _histogram("priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)),
+    _histogram(
+        "priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)
+    ),
     _histogram("request_overtaken", "later requests that were admitted before this one"),
-    _histogram("decode_stall_seconds", "gaps between tokens of a running request in which other work was done"),
-    _histogram("deadline_slack_seconds", "time left to ttft_deadline_ms at the first token, negative if late"),
+    _histogram(
+        "decode_stall_seconds",
+        "gaps between tokens of a running request in which other work was done",
+    ),
+    _histogram(
+        "deadline_slack_seconds",
+        "time left to ttft_deadline_ms at the first token, negative if late",
+    ),
     _gauge("class_waiting", "requests waiting, by priority class", ("class",)),
-    _counter("class_tokens", "tokens by priority class: prompt (computed), generated", ("class", "kind")),
+    _counter(
+        "class_tokens", "tokens by priority class: prompt (computed), generated", ("class", "kind")
+    ),
     _counter(
         "tenant_tokens",
         "tokens by tenant (those of the tenant file, 100 more, then other): prompt (computed), cached, generated",
@@ -128,30 +179,53 @@ RANK = (
     _gauge("kv_oldest_lease_seconds", "P: age of the oldest of these prompts; 0 without any"),
     _gauge("kv_peers", "connected nodes of the other role"),
     _gauge("kv_outbox_bytes", "control messages that wait for the slowest peer, about"),
-    _gauge("kv_transfer_healthy", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
+    _gauge(
+        "kv_transfer_healthy",
+        "1 while the KV transfer runtime works; at 0 the node reports itself unready",
+    ),
     _counter("kv_quarantined_pages", "cached pages taken out of use: one was damaged, or gave NaN"),
-    _counter("kv_accept_errors", "connections of this host not accepted for lack of descriptors or memory"),
+    _counter(
+        "kv_accept_errors",
+        "connections of this host not accepted for lack of descriptors or memory",
+    ),
     _counter("kv_pulls", "D: prompts whose pages arrived and verified", ("transport",)),
     _counter("kv_pull_bytes", "D: bytes of KV pages pulled", ("transport",)),
     _counter(
-        "kv_pull_seconds", "D: sum of baton_kv_pull_duration_seconds as the transfer runtime counts it", ("transport",)
+        "kv_pull_seconds",
+        "D: sum of baton_kv_pull_duration_seconds as the transfer runtime counts it",
+        ("transport",),
     ),
     _histogram(
-        "kv_pull_duration_seconds", "D: time from the first pull of a prompt to its last page verified", ("transport",)
+        "kv_pull_duration_seconds",
+        "D: time from the first pull of a prompt to its last page verified",
+        ("transport",),
     ),
-    _counter("kv_transfer_failures", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
+    _counter(
+        "kv_transfer_failures",
+        "transfers that failed, by reason code (docs/protocol.md)",
+        ("code",),
+    ),
     _counter(
         "kv_room_errors",
         "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a bad first token)",
         ("kind",),
     ),
     _counter("kv_rejects", "P: OPENs of decode ranks that were refused, by reason code", ("code",)),
-    _counter("kv_hellos_refused", "connections refused before a link existed, by reason code", ("code",)),
+    _counter(
+        "kv_hellos_refused", "connections refused before a link existed, by reason code", ("code",)
+    ),
     _counter("kv_hellos_evicted", "silent connections closed to make space for new ones"),
-    _counter("kv_reads_refused", "P: reads of pages that were not announced to the asking decode rank"),
+    _counter(
+        "kv_reads_refused", "P: reads of pages that were not announced to the asking decode rank"
+    ),
     _counter("kv_links_lost", "links to nodes of the other role that ended, for any reason"),
-    _counter("kv_bad_frames", "connections cut because of a damaged, unauthenticated or unexpected message"),
-    _counter("kv_damaged_pulls", "D: pulls that brought pages other than announced", ("transport",)),
+    _counter(
+        "kv_bad_frames",
+        "connections cut because of a damaged, unauthenticated or unexpected message",
+    ),
+    _counter(
+        "kv_damaged_pulls", "D: pulls that brought pages other than announced", ("transport",)
+    ),
     _counter(
         "kv_quarantines",
         "D: times that transfers from a P rank were stopped for a while because several in a row were damaged",
@@ -179,54 +253,90 @@ class _RankCollector(Collector):
         helps = {s.name: s.help for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
-            for family, table in zip(_FAMILIES, (report.gauges, report.counters, report.histograms), strict=True):
+            for family, table in zip(
+                _FAMILIES, (report.gauges, report.counters, report.histograms), strict=True
+            ):
                 for key, value in table.items():
                     series, _, rest = key.partition("{")
                     labels = dict(_LABEL.findall(rest))
                     name = series.removesuffix("_total")
                     if series not in families:
                         text = helps.get(name, "reported by the rank")
-                        families[series] = family(PREFIX + series, text, labels=["dp_rank", *labels])
-                    values = (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
+                        families[series] = family(
+                            PREFIX + series, text, labels=["dp_rank", *labels]
+                        )
+                    values = (
+                        (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
+                    )
                     families[series].add_metric([str(dp_rank), *labels.values()], *values)
         yield from families.values()
 
 
 def _cumulated(kept: Histogram) -> list[tuple[str, float]]:
     """Prometheus' form: for each upper bound all observations up to it."""
-    return list(zip(map(floatToGoString, (*kept.bounds, math.inf)), itertools.accumulate(kept.counts), strict=True))
+    return list(
+        zip(
+            map(floatToGoString, (*kept.bounds, math.inf)),
+            itertools.accumulate(kept.counts),
+            strict=True,
+        )
+    )
 
 
 class EngineMetrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
     def __init__(
-        self, version: str = "", mode: str = "", model: str = "", page_size: int = 16, compat_names: str = "none"
+        self,
+        version: str = "",
+        mode: str = "",
+        model: str = "",
+        page_size: int = 16,
+        compat_names: str = "none",
     ) -> None:
         """`compat_names`: --metrics-compat."""
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = prometheus.CollectorRegistry()
         self.table: dict[Spec, MetricWrapperBase] = {}
         """Metrics that the front writes."""
-        counter, gauge = partial(self._add, prometheus.Counter), partial(self._add, prometheus.Gauge)
+        counter, gauge = (
+            partial(self._add, prometheus.Counter),
+            partial(self._add, prometheus.Gauge),
+        )
         histogram = partial(self._add, prometheus.Histogram)
         self.requests = counter(
-            "http_requests", "requests answered, by endpoint and outcome ('ok' or an error code)", ("endpoint", "code")
+            "http_requests",
+            "requests answered, by endpoint and outcome ('ok' or an error code)",
+            ("endpoint", "code"),
         )
-        self.in_flight = gauge("requests_in_flight", "requests this process is working on", ("endpoint",))
+        self.in_flight = gauge(
+            "requests_in_flight", "requests this process is working on", ("endpoint",)
+        )
         self.ttft = histogram(
-            "ttft_seconds", "arrival of the request to its first token", ("endpoint",), buckets=STAGE_BUCKETS
+            "ttft_seconds",
+            "arrival of the request to its first token",
+            ("endpoint",),
+            buckets=STAGE_BUCKETS,
         )
-        self.itl = histogram("itl_seconds", "mean gap between tokens of one delivery", buckets=GAP_BUCKETS)
+        self.itl = histogram(
+            "itl_seconds", "mean gap between tokens of one delivery", buckets=GAP_BUCKETS
+        )
         self.e2e = histogram(
-            "e2e_seconds", "arrival of the request to the end of its answer", ("endpoint",), buckets=STAGE_BUCKETS
+            "e2e_seconds",
+            "arrival of the request to the end of its answer",
+            ("endpoint",),
+            buckets=STAGE_BUCKETS,
         )
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests")
         self.cached_tokens = counter(
             "cached_prompt_tokens", "of these, tokens that prefill did not compute for the request"
         )
-        self.completion_tokens = counter("completion_tokens", "tokens generated for answered requests")
-        self.prompt_length = histogram("request_prompt_tokens", "prompt length of a request", buckets=TOKEN_BUCKETS)
+        self.completion_tokens = counter(
+            "completion_tokens", "tokens generated for answered requests"
+        )
+        self.prompt_length = histogram(
+            "request_prompt_tokens", "prompt length of a request", buckets=TOKEN_BUCKETS
+        )
         self.completion_length = histogram(
             "request_completion_tokens", "answer length of a request", buckets=TOKEN_BUCKETS
         )
@@ -236,7 +346,8 @@ class EngineMetrics:
         self.keepalives = counter("keepalives", "SSE comments sent while a request waited")
         self.ignored = counter("ignored_parameters", "unknown request fields that had no effect")
         self.rate_limited = counter(
-            "tenant_rate_limited", "requests refused with 429: their tenant's tokens_per_minute are used up"
+            "tenant_rate_limited",
+            "requests refused with 429: their tenant's tokens_per_minute are used up",
         )
         self.trace_spans = counter(
             "trace_spans",
@@ -244,20 +355,33 @@ class EngineMetrics:
             ("result",),
         )
         self.ready = gauge("ready", "1 when a request sent now would be accepted")
-        self.state = gauge("state", "1 for the state in force: starting, loading, ready, draining or dead", ("state",))
-        self.load_progress = gauge("load_progress_ratio", "share of the model's weights that are in memory, 0 to 1")
+        self.state = gauge(
+            "state",
+            "1 for the state in force: starting, loading, ready, draining or dead",
+            ("state",),
+        )
+        self.load_progress = gauge(
+            "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
+        )
         self.ranks_alive = gauge("ranks_alive", "DP ranks of this engine that live")
-        build = gauge("build_info", "version and mode, value 1", ("version", "python", "mode", "model"))
+        build = gauge(
+            "build_info", "version and mode, value 1", ("version", "python", "mode", "model")
+        )
         build.labels(version, platform.python_version(), mode, model).set(1)
         self.kv_routes_refused = counter(
-            "kv_routes_refused", "P: requests to the bootstrap server refused, or closed while silent"
+            "kv_routes_refused",
+            "P: requests to the bootstrap server refused, or closed while silent",
         )
         prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)
-        self.registry.register(metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native))
+        self.registry.register(
+            metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
+        )
 
-    def _add(self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> M:
+    def _add(
+        self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any
+    ) -> M:
         """A metric that the front writes, with its row of the table."""
         made = kind(PREFIX + name, help, labels, registry=self.registry, **more)
         self.table[Spec(kind.__name__.lower(), name, help, labels)] = made
@@ -287,7 +411,10 @@ def exported_name(spec: Spec) -> str:
 def markdown() -> str:
     """The tables of docs/metrics.md."""
     out = []
-    for title, specs in (("Written by the front process", FRONT), ("Written by each rank (label `dp_rank`)", RANK)):
+    for title, specs in (
+        ("Written by the front process", FRONT),
+        ("Written by each rank (label `dp_rank`)", RANK),
+    ):
         out += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
         for s in specs:
             labels = ", ".join(f"`{label}`" for label in s.labels) or "-"

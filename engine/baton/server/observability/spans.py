@@ -69,7 +69,9 @@ def continue_trace(traceparent: str | None) -> ParentSpan | None:
     if found is not None:
         version, trace, above, flags, more = found.groups()
         if int(trace, 16) and int(above, 16) and not (version == "00" and more):
-            return ParentSpan(int(trace, 16), new_id(), int(above, 16)) if int(flags, 16) & 1 else None
+            return (
+                ParentSpan(int(trace, 16), new_id(), int(above, 16)) if int(flags, 16) & 1 else None
+            )
     return ParentSpan(random.getrandbits(128) or 1, new_id(), None)
 
 
@@ -103,8 +105,13 @@ def request_span(parent: ParentSpan, answered: AnsweredRequest, unix: ToUnix) ->
     if answered.status is not None:
         attributes.append(("http.response.status_code", answered.status))
     marks = (("submitted", answered.submitted), ("first_token", answered.first_token))
-    events: list[tuple[int, str, Attributes]] = [(unix(at), name, []) for name, at in marks if at is not None]
-    failed = answered.outcome not in ("ok", "client_disconnected") and by_code(answered.outcome).status >= 500
+    events: list[tuple[int, str, Attributes]] = [
+        (unix(at), name, []) for name, at in marks if at is not None
+    ]
+    failed = (
+        answered.outcome not in ("ok", "client_disconnected")
+        and by_code(answered.outcome).status >= 500
+    )
     return Span(
         parent.trace, parent.span, parent.above, f"{answered.method} {answered.route}", True, unix(answered.arrived),
         unix(answered.ended), attributes, events, answered.outcome if failed else None,
@@ -117,20 +124,28 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
     stages = [_Stage("queue", submitted, [("baton.prompt_tokens", timeline.prompt_tokens)])]
     if timeline.admitted_at is not None:
         name, attributes = (
-            ("transfer", _transfer(timeline)) if timeline.is_transfer else ("prefill", _prefill(timeline))
+            ("transfer", _transfer(timeline))
+            if timeline.is_transfer
+            else ("prefill", _prefill(timeline))
         )
         stages.append(_Stage(name, timeline.admitted_at, attributes))
     if timeline.first_token_at is not None:
         leased: Attributes = [("baton.pages", timeline.leased_pages)]
-        name, attributes = ("lease", leased) if timeline.leased_pages else ("decode", _decode(timeline))
+        name, attributes = (
+            ("lease", leased) if timeline.leased_pages else ("decode", _decode(timeline))
+        )
         stages.append(_Stage(name, timeline.first_token_at, attributes))
     stages[-1].attributes.append(("baton.finish", timeline.finish))
     if timeline.lost_events:
         stages[-1].attributes.append(("baton.lost_events", timeline.lost_events))
     ends = [stage.start for stage in stages[1:]] + [max(timeline.ended_at, stages[-1].start)]
-    events: list[tuple[float, str, Attributes]] = [(at, name, [("baton.tokens", n)]) for at, name, n in timeline.events]
+    events: list[tuple[float, str, Attributes]] = [
+        (at, name, [("baton.tokens", n)]) for at, name, n in timeline.events
+    ]
     if timeline.announced_at is not None:
-        events = sorted([*events, (timeline.announced_at, "announced", [])], key=lambda event: event[0])
+        events = sorted(
+            [*events, (timeline.announced_at, "announced", [])], key=lambda event: event[0]
+        )
     who: Attributes = [("baton.dp_rank", dp_rank), ("baton.handle", timeline.handle)]
     spans = []
     for (name, start, attributes), end in zip(stages, ends, strict=True):
@@ -140,7 +155,18 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
         noted = [(unix(at), what, more) for at, what, more in happened]
         trace_id, attributes = int.from_bytes(trace, "big"), who + attributes
         spans.append(
-            Span(trace_id, new_id(), parent, name, False, unix(start), unix(end), attributes, noted, error=None)
+            Span(
+                trace_id,
+                new_id(),
+                parent,
+                name,
+                False,
+                unix(start),
+                unix(end),
+                attributes,
+                noted,
+                error=None,
+            )
         )
     spans[-1] = spans[-1]._replace(error=timeline.error or None)
     return spans

@@ -42,9 +42,14 @@ def start(config: EngineConfig) -> SpanTracer | None:
     try:
         from baton._native import SpanExporter
     except ImportError as err:
-        raise ConfigError(f"--enable-trace needs the native extension of this version ({err}); build it") from err
+        raise ConfigError(
+            f"--enable-trace needs the native extension of this version ({err}); build it"
+        ) from err
     role = config.disaggregation_mode
-    resource = [("baton.role", role), ("service.instance.id", f"{socket.gethostname()}-{os.getpid()}")]
+    resource = [
+        ("baton.role", role),
+        ("service.instance.id", f"{socket.gethostname()}-{os.getpid()}"),
+    ]
     try:
         exporter = SpanExporter(config.otlp_traces_endpoint, SERVICE[role], resource)
     except ValueError as err:
@@ -102,7 +107,9 @@ class SpanTracer:
     def on_timelines(self, message: TimelinesMessage) -> None:
         """A rank is through with some requests."""
         unix = self._to_unix()
-        of_each = (spans.timeline_spans(timeline, message.dp_rank, unix) for timeline in message.timelines)
+        of_each = (
+            spans.timeline_spans(timeline, message.dp_rank, unix) for timeline in message.timelines
+        )
         self._exporter.put([*itertools.chain.from_iterable(of_each)])
 
     def count(self, metric: Counter) -> None:

@@ -81,7 +81,9 @@ class Report(msgspec.Struct, tag="loaded"):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(Report | TransferEvents)
+_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
+    Report | TransferEvents
+)
 
 
 class TpWorkers:
@@ -165,4 +167,7 @@ class TpWorkers:
     def counters(self) -> dict[str, float]:
         """For messages.StatsMessage: what the collectives of the first rank's process cost."""
         assert self._group is not None, "await_loaded comes first"
-        return {"tp_collectives_total": self._group.calls, "tp_collective_seconds_total": self._group.seconds}
+        return {
+            "tp_collectives_total": self._group.calls,
+            "tp_collective_seconds_total": self._group.seconds,
+        }

@@ -28,7 +28,10 @@ log = logging.getLogger("baton.tp")
 
 
 def run_leader(
-    config: EngineConfig, team: TpGroup, context: zmq.Context[Any], on_progress: Callable[[int, int], None]
+    config: EngineConfig,
+    team: TpGroup,
+    context: zmq.Context[Any],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[LoadedModel, TpWorkers]:
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
     from baton.layers.collectives import TpContext
@@ -54,17 +57,27 @@ def run_worker(
     from baton.layers.shard import Shard
     from baton.runtime import build
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager signals every process; the first rank decides
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a service manager signals every process; the first rank decides
     orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
     shard = Shard(team.tp_rank, team.tp_size)
-    place = collectives.TpContext(shard, team.meeting_point, receive=lambda: orders.recv()[len(channel.STEP) :])
+    place = collectives.TpContext(
+        shard, team.meeting_point, receive=lambda: orders.recv()[len(channel.STEP) :]
+    )
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
-        node = transfer_setup.start(config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap)
-    reports.send(encode_report(channel.Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
+        node = transfer_setup.start(
+            config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap
+        )
+    reports.send(
+        encode_report(
+            channel.Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)
+        )
+    )
     _execute(team, loaded, node, orders, reports)
     log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
     if node is not None:
@@ -73,7 +86,11 @@ def run_worker(
 
 
 def _execute(
-    team: TpGroup, loaded: LoadedModel, node: Any, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]
+    team: TpGroup,
+    loaded: LoadedModel,
+    node: Any,
+    orders: zmq.Socket[bytes],
+    reports: zmq.Socket[bytes],
 ) -> None:
     """Run until the stop order."""
     poller = zmq.Poller()
@@ -91,7 +108,11 @@ def _execute(
         if node is not None and is_healthy and not node.healthy:
             is_healthy = False
             reports.send(
-                encode_report(TransferEvents(team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]))
+                encode_report(
+                    TransferEvents(
+                        team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]
+                    )
+                )
             )
         try:
             message = orders.recv(zmq.DONTWAIT)

@@ -95,7 +95,9 @@ class EventMerger:
         for event in events:
             room = self._rooms.get(event[1])
             if room is None:
-                log.error("tensor-parallel rank %d reports %r of a room that is over", tp_rank, event[:3])
+                log.error(
+                    "tensor-parallel rank %d reports %r of a room that is over", tp_rank, event[:3]
+                )
             elif event[0] in ENDS:
                 self._ending.setdefault(event[1], now)
                 merged += self._end(event[1], room, tp_rank, event)
@@ -122,7 +124,9 @@ class EventMerger:
 
     def _go_on(self, number: int, room: Room, tp_rank: int, kind: str) -> list[Event]:
         if room.answers is not None:
-            if room.answers.get(tp_rank) != "revoked":  # which stays true when P's pages come meanwhile
+            if (
+                room.answers.get(tp_rank) != "revoked"
+            ):  # which stays true when P's pages come meanwhile
                 room.answers[tp_rank] = kind
             if len(room.answers) < self._size:
                 return []
@@ -131,7 +135,12 @@ class EventMerger:
                 room.grant, room.announced = None, set()
                 return [("revoked", number)]
             if "revoked" in answers.values() and room.grant is not None:
-                self._broadcast("grant_again", number, *room.grant, [r for r, a in answers.items() if a == "revoked"])
+                self._broadcast(
+                    "grant_again",
+                    number,
+                    *room.grant,
+                    [r for r, a in answers.items() if a == "revoked"],
+                )
             return [("announced", number)]
         if kind == "announced" and len(room.announced) < self._size:
             room.announced.add(tp_rank)

@@ -49,11 +49,15 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: Jinja's own filter escapes HTML characters, which would change prompts."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
@@ -70,7 +74,9 @@ class ChatTemplate:
         try:
             if source is not None:
                 self._template = _environment().from_string(source)
-        except jinja2.TemplateError as err:  # completions still work: the error belongs to chat requests
+        except (
+            jinja2.TemplateError
+        ) as err:  # completions still work: the error belongs to chat requests
             self._broken = f"the model's chat template does not compile ({err})"
 
     def render(
@@ -84,7 +90,8 @@ class ChatTemplate:
         """The prompt's text. Raises BadRequest with the template's own message when it refuses the messages."""
         if self._template is None:
             raise UnsupportedParameter(
-                f"{self._broken}; use /v1/completions, or start the engine with --chat-template FILE", param="messages"
+                f"{self._broken}; use /v1/completions, or start the engine with --chat-template FILE",
+                param="messages",
             )
         if continue_final_message:
             messages = _mark_end(messages)
@@ -93,10 +100,21 @@ class ChatTemplate:
         try:
             text = self._template.render(variables)
         except jinja2.TemplateError as err:
-            raise BadRequest(f"the chat template refuses these messages: {err}", param="messages") from err
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as err:
+            raise BadRequest(
+                f"the chat template refuses these messages: {err}", param="messages"
+            ) from err
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            ArithmeticError,
+        ) as err:
             # A template that meets a shape it did not expect fails with plain Python errors.
-            raise BadRequest(f"the chat template fails on these messages: {err}", param="messages") from err
+            raise BadRequest(
+                f"the chat template fails on these messages: {err}", param="messages"
+            ) from err
         return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -106,7 +124,12 @@ def _mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     content = last.get("content")
     if isinstance(content, str):
         last["content"] = content + MARK_SPACE
-    elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
+    elif (
+        isinstance(content, list)
+        and content
+        and isinstance(content[-1], dict)
+        and "text" in content[-1]
+    ):
         last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + MARK_SPACE}]
     else:
         raise bad("continue_final_message", "needs a last message with text to continue")
@@ -144,7 +167,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if type(content) is str:
         return message
     if type(content) is not list:
-        raise MissingField(f"{where}.content must be a string or an array of text parts", param=f"{where}.content")
+        raise MissingField(
+            f"{where}.content must be a string or an array of text parts", param=f"{where}.content"
+        )
     texts = []
     for part in content:
         if type(part) is dict and part.get("type", "text") != "text":

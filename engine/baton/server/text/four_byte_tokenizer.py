@@ -23,7 +23,9 @@ class FourByteTokenizer(Tokenizer):
         self.vocab_size = MASK + 1
         self.token_bytes: Callable[[int], bytes] = _bytes_of
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         data = text.encode("utf-8", "replace")
         ids = array("i", data + b"\0" * (-len(data) % TOKEN_BYTES))
         if max_tokens is not None and len(ids) > max_tokens:
@@ -33,7 +35,9 @@ class FourByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
-    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+    def decode_batch(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]:
         return [self.decode(ids) for ids in rows]
 
     def id_of(self, token: str) -> int | None:

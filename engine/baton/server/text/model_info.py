@@ -63,7 +63,9 @@ def resolve(model_path: str) -> Path:
     else:
         path = model_directory("--model-path", model_path)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
+        raise ConfigError(
+            f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory"
+        )
     return path.resolve()
 
 
@@ -73,7 +75,9 @@ def model_directory(flag: str, given: str) -> Path:
     if not path.is_dir() and HUB_ID.fullmatch(given):
         path = _from_hub_cache(flag, given)
     if not path.is_dir():
-        raise ConfigError(f"{flag} {given}: {path} is not a directory; give a Hugging Face model directory")
+        raise ConfigError(
+            f"{flag} {given}: {path} is not a directory; give a Hugging Face model directory"
+        )
     return path
 
 
@@ -94,7 +98,11 @@ def _from_hub_cache(flag: str, model_id: str) -> Path:
 def load(config: EngineConfig) -> ModelFacts:
     """Read the directory that `config` names. Raises ConfigError."""
     path = resolve(config.model_path)
-    tokenizer_path = model_directory("--tokenizer-path", config.tokenizer_path) if config.tokenizer_path else path
+    tokenizer_path = (
+        model_directory("--tokenizer-path", config.tokenizer_path)
+        if config.tokenizer_path
+        else path
+    )
     model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
@@ -104,21 +112,30 @@ def load(config: EngineConfig) -> ModelFacts:
     if config.simulate is not None:  # there is no model: only its tokenizer, template and name
         limit = CONTEXT_LENGTH
     if config.context_length is not None and config.context_length > limit:
-        raise ConfigError(f"--context-length {config.context_length}: the model's limit is {limit} tokens")
+        raise ConfigError(
+            f"--context-length {config.context_length}: the model's limit is {limit} tokens"
+        )
     four_bytes = uses_four_bytes(config)
     special_tokens = _special_tokens(tokenizer_path, tokenizer)
     chat_template = _chat_template(config, tokenizer_path, tokenizer)
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
-        name=config.served_model_name or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
+        name=config.served_model_name
+        or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
-        eos_token_ids=tuple(dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))),
+        eos_token_ids=tuple(
+            dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))
+        ),
         chat_template=chat_template,
         special_tokens=special_tokens,
-        tokenizer_fingerprint="" if four_bytes else _fingerprint(tokenizer_path, chat_template, special_tokens),
+        tokenizer_fingerprint=""
+        if four_bytes
+        else _fingerprint(tokenizer_path, chat_template, special_tokens),
         sampling_defaults={
-            k: float(generation[k]) for k in SAMPLING_DEFAULT_KEYS if isinstance(generation.get(k), int | float)
+            k: float(generation[k])
+            for k in SAMPLING_DEFAULT_KEYS
+            if isinstance(generation.get(k), int | float)
         },
         model_type=str(model.get("model_type", "")),
         architectures=tuple(str(a) for a in model.get("architectures") or ()),
@@ -152,7 +169,15 @@ def _content(token: Any) -> str | None:
 
 def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
     merged = {**_read_json(path / "special_tokens_map.json"), **tokenizer}
-    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    names = (
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+        "cls_token",
+        "mask_token",
+    )
     return {name: text for name in names if (text := _content(merged.get(name))) is not None}
 
 
@@ -186,7 +211,9 @@ def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) 
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
-    value = _read_json(path / "chat_template.json").get("chat_template", tokenizer.get("chat_template"))
+    value = _read_json(path / "chat_template.json").get(
+        "chat_template", tokenizer.get("chat_template")
+    )
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
         value = named.get("default")

@@ -26,7 +26,9 @@ MAX_WAITING = 256
 """Requests that wait for a thread, at most (the router's limit too)."""
 NORMALIZER_SHRINKS = 4
 """Characters that a normalizer makes one of, at most: NFC composes up to four."""
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is encoded by the thread that asks
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "false"
+)  # a batch is encoded by the thread that asks
 
 T = TypeVar("T")
 
@@ -66,7 +68,9 @@ class Tokenizer:
         self._hf.no_truncation()
         self._hf.no_padding()
         self._start_pool()
-        self._byte_level = "ByteLevel" in str(self._hf.decoder.__getstate__()) if self._hf.decoder else False
+        self._byte_level = (
+            "ByteLevel" in str(self._hf.decoder.__getstate__()) if self._hf.decoder else False
+        )
         self._added = dict(self._hf.get_added_tokens_decoder())
         self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
         longest = max(map(len, self._hf.get_vocab(with_added_tokens=True)), default=1)
@@ -79,7 +83,9 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
         self._offloaded = 0
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Raises TooManyTokens before the ids become Python objects, during which all threads wait."""
         (found,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if max_tokens is not None and len(found) > max_tokens:
@@ -90,7 +96,9 @@ class Tokenizer:
         """For a few ids: the event loop stands still meanwhile."""
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+    def decode_batch(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]:
         return list(self._hf.decode_batch(rows, skip_special_tokens=skip_special_tokens))
 
     def id_of(self, token: str) -> int | None:
@@ -102,7 +110,10 @@ class Tokenizer:
         if size <= INLINE_CHARS:
             return work()
         if self._offloaded >= WORKERS + MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} long prompts wait to be tokenized; try again later", retry_after_secs=1)
+            raise QueueFull(
+                f"{MAX_WAITING} long prompts wait to be tokenized; try again later",
+                retry_after_secs=1,
+            )
         self._offloaded += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         future.add_done_callback(self._on_offload_done)

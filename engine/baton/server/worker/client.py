@@ -21,7 +21,15 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
+from baton.errors import (
+    EngineDead,
+    EngineError,
+    NonfiniteLogits,
+    NotReady,
+    QueueFull,
+    RequestTimeout,
+    by_code,
+)
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker import messages
@@ -79,7 +87,11 @@ class RankSet:
     """All ranks of this node."""
 
     def __init__(
-        self, pull: zmq.Socket[bytes], pushes: Sequence[zmq.Socket[bytes]], limit: int, tp_size: int = 1
+        self,
+        pull: zmq.Socket[bytes],
+        pushes: Sequence[zmq.Socket[bytes]],
+        limit: int,
+        tp_size: int = 1,
     ) -> None:
         self._pull = pull
         self._limit = limit
@@ -127,12 +139,18 @@ class RankSet:
         else:
             alive = [r for r in self.ranks if r.dead is None]
             if not alive:
-                raise EngineDead(f"no rank of this engine is alive ({self.ranks[0].dead})", retry_after_secs=5)
+                raise EngineDead(
+                    f"no rank of this engine is alive ({self.ranks[0].dead})", retry_after_secs=5
+                )
             self._next += 1
             turn = self._next
-            rank = min(alive, key=lambda r: (r.tokens_in_flight, (r.dp_rank - turn) % len(self.ranks)))
+            rank = min(
+                alive, key=lambda r: (r.tokens_in_flight, (r.dp_rank - turn) % len(self.ranks))
+            )
         if rank.dead is not None:
-            raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})", retry_after_secs=5)
+            raise EngineDead(
+                f"rank {rank.dp_rank} of this engine is gone ({rank.dead})", retry_after_secs=5
+            )
         if not rank.ready:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
@@ -165,9 +183,13 @@ class RankSet:
                 try:
                     self._send(rank, messages.AbortMessage(mine))
                 except QueueFull as err:
-                    log.error("abort lost: %s", err.message)  # the rank hangs; its deadline frees the requests
+                    log.error(
+                        "abort lost: %s", err.message
+                    )  # the rank hangs; its deadline frees the requests
 
-    async def control(self, rank: RankClient, op: str, timeout_secs: float, **args: Any) -> messages.ReplyMessage:
+    async def control(
+        self, rank: RankClient, op: str, timeout_secs: float, **args: Any
+    ) -> messages.ReplyMessage:
         """Ask one rank. Raises EngineDead or RequestTimeout."""
         if rank.dead is not None:
             raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
@@ -178,7 +200,9 @@ class RankSet:
             self._send(rank, messages.ControlMessage(id, op, args))
             return await asyncio.wait_for(future, timeout_secs)
         except asyncio.TimeoutError:
-            raise RequestTimeout(f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s") from None
+            raise RequestTimeout(
+                f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s"
+            ) from None
         finally:
             del self._controls[id]
 
@@ -187,7 +211,8 @@ class RankSet:
             rank.socket.send(messages.encoder.encode(message), zmq.DONTWAIT)
         except zmq.Again:
             raise QueueFull(
-                f"rank {rank.dp_rank} does not take messages; it hangs or is gone", retry_after_secs=5
+                f"rank {rank.dp_rank} does not take messages; it hangs or is gone",
+                retry_after_secs=5,
             ) from None
 
     # ---- from the ranks ----------------------------------------------------------------------------------------
@@ -220,7 +245,9 @@ class RankSet:
             if future is not None and not future.done():  # else the question timed out
                 future.set_result(message)
         elif isinstance(message, messages.LoadingMessage):
-            self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(message.total, 1)
+            self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(
+                message.total, 1
+            )
         elif isinstance(message, messages.ReadyMessage):
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info
@@ -270,7 +297,11 @@ class RankSet:
         self.on_stats(rank)
         for handle, (sink, _) in list(rank.items.items()):
             self._forget(handle)
-            sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
+            sink.on_error(
+                EngineDead(
+                    f"rank {dp_rank} of this engine died while it worked on this request ({why})"
+                )
+            )
         for asked, future in self._controls.values():
             if asked is rank and not future.done():
                 future.set_exception(EngineDead(f"rank {dp_rank} of this engine died ({why})"))
@@ -297,5 +328,8 @@ def _error(row: EmittedTokens) -> EngineError:
     if row.finish is FinishReason.ERROR:
         default = ("internal_error", "the rank gave no reason")
     code, text = row.error or default
-    cls, retry_after_secs = by_code(code), 1 if row.retry_after_secs is None else row.retry_after_secs
+    cls, retry_after_secs = (
+        by_code(code),
+        1 if row.retry_after_secs is None else row.retry_after_secs,
+    )
     return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

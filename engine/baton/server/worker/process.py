@@ -57,8 +57,12 @@ INGEST_BURST = 256
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
-    sys.setswitchinterval(0.0005)  # planning and compute threads hand the GIL over within half a millisecond
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the front decides when we end
+    sys.setswitchinterval(
+        0.0005
+    )  # planning and compute threads hand the GIL over within half a millisecond
     line = sys.stdin.readline()
     if not line:
         return 1  # the front died before it could say what to do
@@ -67,11 +71,15 @@ def main() -> int:
     team = None
     if config.tp_size > 1:
         team = channel.TpGroup(
-            rank_config["tp_rank"], config.tp_size, Path(rank_config["folder"]), rank_config["dp_rank"]
+            rank_config["tp_rank"],
+            config.tp_size,
+            Path(rank_config["folder"]),
+            rank_config["dp_rank"],
         )
     name = f"rank{rank_config['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logging.basicConfig(
-        level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(),
+        format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s",
     )
     context: zmq.Context[Any] = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -89,12 +97,16 @@ def main() -> int:
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], err.message)))
+        push.send(
+            messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], err.message))
+        )
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
         push.send(
-            messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}"))
+            messages.encoder.encode(
+                messages.FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}")
+            )
         )
         return 1
     finally:
@@ -112,7 +124,9 @@ class LoadReports:
     def __call__(self, done: int, total: int) -> None:
         if (now := time.monotonic()) >= self._next or done >= total:
             self._next = now + LOADING_EVERY_SECS
-            self._push.send(messages.encoder.encode(messages.LoadingMessage(*self._place, done, total)))
+            self._push.send(
+                messages.encoder.encode(messages.LoadingMessage(*self._place, done, total))
+            )
 
 
 def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
@@ -156,7 +170,9 @@ class RankProcess:
         driver = None
         if config.disaggregation_mode != "null":
             driver = self._attach_transfer(loaded, self.rank_config["bootstrap"])
-        self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
+        self._decision_log = self._log_file(
+            "decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES
+        )
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
         self.engine = loaded.engine(driver, self._trace.put if self._trace else None)
         if self._decision_log:
@@ -200,9 +216,13 @@ class RankProcess:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
 
-    def _attach_transfer(self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None) -> TransferDriver:
+    def _attach_transfer(
+        self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None
+    ) -> TransferDriver:
         c = self.config
-        self._node = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
+        self._node = transfer_setup.start(
+            c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap
+        )
         if self._followers is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             self._node = TpTransferNode(self._node, self._followers, late_secs)
@@ -245,7 +265,9 @@ class RankProcess:
         """How long to sleep without messages: until the next deadline or report; None when nothing can change."""
         now = time.monotonic()
         if self.engine.sched.is_idle:
-            due = next_idle_report(self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None)
+            due = next_idle_report(
+                self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None
+            )
         else:
             deadline = self.engine.sched.next_deadline()
             due = min(now + STATS_EVERY_SECS, math.inf if deadline is None else deadline)
@@ -277,7 +299,9 @@ class RankProcess:
             self.engine.submit(request)
         except EngineError as err:
             given, later = (err.code, err.message), err.retry_after_secs
-            refused = EmittedTokens(request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later)
+            refused = EmittedTokens(
+                request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later
+            )
             self._send(messages.TokenBatch([refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
@@ -301,13 +325,21 @@ class RankProcess:
             return books
         if op == "left":  # work that must end before this process can stop without a loss
             oldest = sched.oldest_arrival()
-            rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]
+            rooms = (
+                0
+                if self._node is None
+                else json.loads(self._node.stats_json())["detail"]["rooms_live"]
+            )
             age = None if oldest is None else time.monotonic() - oldest
             return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
         if op == "steps":
             return {"steps": sched.decisions.recent(args["n"])}
         if op == "abort":
-            return {"aborted": self.engine.abort_where(args["rooms"], args["rid"], all_leases=args["all"])}
+            return {
+                "aborted": self.engine.abort_where(
+                    args["rooms"], args["rid"], all_leases=args["all"]
+                )
+            }
         if op == "drain":
             if self._node is not None:
                 self._node.drain()
@@ -330,7 +362,12 @@ class RankProcess:
         then, before = self._last_stats or (now, generated)
         rate = (generated - before) / (now - then) if now > then else 0.0
         self._last_stats, self._reported_rest = (now, generated), not rate
-        gauges = {**engine.gauges(), **sched.stats.gauges(), **sched.sharing.gauges(), "generated_tokens_per_s": rate}
+        gauges = {
+            **engine.gauges(),
+            **sched.stats.gauges(),
+            **sched.sharing.gauges(),
+            "generated_tokens_per_s": rate,
+        }
         counters = {
             **engine.counters,
             **(engine.driver.counters if engine.driver is not None else {}),
@@ -357,17 +394,25 @@ class RankProcess:
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
         histograms = sched.stats.histograms()
-        self._send(messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason))
+        self._send(
+            messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason)
+        )
 
 
-def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
+def flatten_transfer_stats(
+    stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]
+) -> str | None:
     """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names.
 
     Returns why the rank should get no new requests; None while the runtime works.
     """
     gauges.update(stats["gauges"])
     counters.update(stats["counters"])
-    return None if stats["healthy"] else f"its KV transfer runtime has failed: {stats['unhealthy_reason']}"
+    return (
+        None
+        if stats["healthy"]
+        else f"its KV transfer runtime has failed: {stats['unhealthy_reason']}"
+    )
 
 
 def next_idle_report(next_stats: float, *, is_at_rest: bool, has_peers: bool) -> float | None:

@@ -53,16 +53,25 @@ def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
         if (reason := unusable()) is not None:
             found = [each for each in found if each != "nccl"]
             log.info("KV pages do not travel by nccl: %s", reason)
-    log.info("KV pages are in %s memory and travel by %s", "GPU" if on_device else "host", ", else ".join(found))
+    log.info(
+        "KV pages are in %s memory and travel by %s",
+        "GPU" if on_device else "host",
+        ", else ".join(found),
+    )
     return found
 
 
 def warn_of_reach(config: EngineConfig) -> None:
     """Log at the start of a P or D engine who can reach its KV, where that may surprise."""
     announced = config.kv_advertise_host
-    is_narrowed = announced is not None and is_loopback(announced) and not is_loopback(config.kv_listen_host)
+    is_narrowed = (
+        announced is not None and is_loopback(announced) and not is_loopback(config.kv_listen_host)
+    )
     if config.disaggregation_mode == "prefill" and is_narrowed:
-        log.warning("--kv-advertise-host %s: only decode nodes of this machine can fetch KV from there", announced)
+        log.warning(
+            "--kv-advertise-host %s: only decode nodes of this machine can fetch KV from there",
+            announced,
+        )
     if config.disaggregation_mode == "null" or config.cluster_key is not None:
         return
     if config.insecure_kv:

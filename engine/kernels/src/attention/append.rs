@@ -51,7 +51,9 @@ pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &
     let size = pages.dtype.bytes();
     let bytes = pages.slot_len() * size;
     for (t, &slot) in slots.iter().enumerate() {
-        let Ok(slot) = usize::try_from(slot) else { continue };
+        let Ok(slot) = usize::try_from(slot) else {
+            continue;
+        };
         let at = pages.slot_offset(slot) * size;
         // SAFETY: the caller vouches for both ends; a token and a slot are `bytes` long and do not
         // overlap.
@@ -90,7 +92,10 @@ mod tests {
         // Tokens 8 elements apart of which 6 are theirs.
         let k: Vec<f32> = (0..24).map(|x| x as f32).collect();
         let v: Vec<f32> = (100..124).map(|x| x as f32).collect();
-        let new = |data: &[f32]| NewTokens { data: data.as_ptr().cast(), stride: 8 };
+        let new = |data: &[f32]| NewTokens {
+            data: data.as_ptr().cast(),
+            stride: 8,
+        };
         // SAFETY: three tokens of 8 elements; slots 9 and 3 exist in 12.
         unsafe { kv_append(&pages, new(&k), new(&v), &[9, -1, 3]) };
         let mut expected = vec![-1.0; 3 * page_stride];

@@ -128,7 +128,13 @@ pub unsafe fn paged_attention_on(isa: Isa, a: &PagedAttention) {
             let tokens = cuts.tokens.min(n - first);
             items.extend((0..kv_heads).step_by(heads).map(|head| {
                 let heads = heads.min(kv_heads - head);
-                Item { row, head, heads, first, tokens }
+                Item {
+                    row,
+                    head,
+                    heads,
+                    first,
+                    tokens,
+                }
             }));
         }
     }
@@ -150,9 +156,16 @@ struct Cuts {
 
 impl Cuts {
     fn new(group: usize, kv_heads: usize, rows: usize, threads: usize) -> Cuts {
-        let per_row = if threads == 1 { 1 } else { (2 * threads).div_ceil(rows).min(kv_heads) };
+        let per_row = if threads == 1 {
+            1
+        } else {
+            (2 * threads).div_ceil(rows).min(kv_heads)
+        };
         let heads = kv_heads.div_ceil(per_row).min((ITEM_ROWS / group).max(1));
-        Cuts { tokens: (ITEM_ROWS / group).max(1), heads }
+        Cuts {
+            tokens: (ITEM_ROWS / group).max(1),
+            heads,
+        }
     }
 }
 
@@ -183,7 +196,12 @@ unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
         units * BLOCK,
         BLOCK * plan.padded_dim / E::PER_UNIT,
     ];
-    let tile = [MAX_TILE_ROWS * BLOCK, MAX_TILE_ROWS * P_STRIDE, rows, rows * SUM_LANES];
+    let tile = [
+        MAX_TILE_ROWS * BLOCK,
+        MAX_TILE_ROWS * P_STRIDE,
+        rows,
+        rows * SUM_LANES,
+    ];
     let words = sizes.iter().chain(&tile).map(|&n| padded(n)).sum();
     with_scratch(words, |mut carver| {
         let state = State {
@@ -197,7 +215,18 @@ unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
             sums: carver.take(tile[3]).cast(),
         };
         // SAFETY: the pieces have the sizes they need; the rest is passed on.
-        unsafe { dispatch(isa, Walk::<E> { a, item, plan, state, elem: PhantomData }) }
+        unsafe {
+            dispatch(
+                isa,
+                Walk::<E> {
+                    a,
+                    item,
+                    plan,
+                    state,
+                    elem: PhantomData,
+                },
+            )
+        }
     });
 }
 
@@ -214,7 +243,13 @@ impl<E: ElementType> SimdKernel for Walk<'_, E> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Walk { a, item, plan, state, .. } = self;
+        let Walk {
+            a,
+            item,
+            plan,
+            state,
+            ..
+        } = self;
         for head in 0..item.heads {
             start::<S, E>(a, item, &plan, head, &state.of_head(&plan, head));
         }
@@ -264,7 +299,11 @@ impl Plan {
             dim: a.pages.head_dim,
             padded_dim: a.pages.head_dim.next_multiple_of(SUM_LANES),
             position,
-            begin: if a.window == 0 { 0 } else { (position + 1).saturating_sub(a.window) },
+            begin: if a.window == 0 {
+                0
+            } else {
+                (position + 1).saturating_sub(a.window)
+            },
             end: position + item.tokens,
         }
     }
@@ -326,7 +365,10 @@ static ZEROS: [u32; MAX_HEAD_DIM] = [0; MAX_HEAD_DIM];
 
 impl BlockRows {
     fn new() -> BlockRows {
-        BlockRows { keys: [ZEROS.as_ptr(); BLOCK], values: [ZEROS.as_ptr(); BLOCK] }
+        BlockRows {
+            keys: [ZEROS.as_ptr(); BLOCK],
+            values: [ZEROS.as_ptr(); BLOCK],
+        }
     }
 
     /// Look up the `n` positions from `at`, a multiple of BLOCK.
@@ -366,7 +408,10 @@ fn each_run(a: &PagedAttention, item: Item, at: usize, n: usize, mut f: impl FnM
     while left > 0 {
         let run = left.min(size - place);
         let id = a.rows.page_indices[first_page + page] as usize;
-        f(a.pages.slot_offset(id * size + place) + item.head * a.pages.head_dim, run);
+        f(
+            a.pages.slot_offset(id * size + place) + item.head * a.pages.head_dim,
+            run,
+        );
         left -= run;
         page += 1;
         place = 0;
@@ -439,8 +484,11 @@ unsafe fn pack_block<S: Simd, E: ElementType>(
             d += S::LANES;
         }
         while d < plan.padded_dim {
-            let unit =
-                if d < plan.dim { E::pair(first.add(d).read(), second.add(d).read()) } else { 0 };
+            let unit = if d < plan.dim {
+                E::pair(first.add(d).read(), second.add(d).read())
+            } else {
+                0
+            };
             to.add(d).write(unit);
             d += 1;
         }
@@ -461,7 +509,9 @@ unsafe fn attend_block<S: Simd, E: ElementType>(
     for g in 0..groups {
         let rows = (plan.rows - row).div_ceil(groups - g);
         // The tile's last row sees most; what it does not see, no row of the tile does.
-        let visible = (plan.position_of_row(row + rows - 1) + 1).saturating_sub(at).min(n);
+        let visible = (plan.position_of_row(row + rows - 1) + 1)
+            .saturating_sub(at)
+            .min(n);
         if visible > 0 {
             attend_tile::<S, E>(a, plan, at, visible, row, rows, state);
         }
@@ -526,7 +576,10 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     let lo = if a.window == 0 {
         0
     } else {
-        (position + 1).saturating_sub(a.window).saturating_sub(at).min(BLOCK) as i32
+        (position + 1)
+            .saturating_sub(a.window)
+            .saturating_sub(at)
+            .min(BLOCK) as i32
     };
     let all_visible = lo == 0 && hi as usize >= columns;
     // Base 2 from here on: one multiplication less per probability.
@@ -547,12 +600,20 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     let after = if reduced > before { reduced } else { before };
     state.max.add(row).write(after);
     // Nothing visible yet (a window's first blocks): any finite stand-in makes all probabilities 0.
-    let shift = S::splat(if after == f32::NEG_INFINITY { 0.0 } else { after });
+    let shift = S::splat(if after == f32::NEG_INFINITY {
+        0.0
+    } else {
+        after
+    });
     let sums = state.sums.add(row * SUM_LANES);
     if after != before {
         let factor = exp2::<S>(S::sub(S::splat(before), shift));
         rescale::<S>(sums, SUM_LANES, factor);
-        rescale::<S>(state.acc.add(row * plan.padded_dim), plan.padded_dim, factor);
+        rescale::<S>(
+            state.acc.add(row * plan.padded_dim),
+            plan.padded_dim,
+            factor,
+        );
     }
     let mut c = 0;
     while c < columns {
@@ -588,7 +649,13 @@ unsafe fn finish<S: Simd, E: ElementType>(
         let token = first_token + row / plan.group;
         let head = (item.head + head) * plan.group + row % plan.group;
         let to = out.add((token * a.heads + head) * plan.dim);
-        let total = tree_sum(&state.sums.add(row * SUM_LANES).cast::<[f32; SUM_LANES]>().read());
+        let total = tree_sum(
+            &state
+                .sums
+                .add(row * SUM_LANES)
+                .cast::<[f32; SUM_LANES]>()
+                .read(),
+        );
         let inverse = S::splat(1.0 / total);
         let mut d = 0;
         while d < plan.dim {

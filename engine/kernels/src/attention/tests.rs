@@ -50,16 +50,21 @@ impl Stored {
     pub(crate) fn new(dtype: Dtype, values: &[f32]) -> Stored {
         let bytes = match dtype {
             Dtype::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-            Dtype::Bf16 => values.iter().flat_map(|&x| to_bf16(x).to_ne_bytes()).collect(),
+            Dtype::Bf16 => values
+                .iter()
+                .flat_map(|&x| to_bf16(x).to_ne_bytes())
+                .collect(),
         };
         Stored(dtype, bytes)
     }
 
     pub(crate) fn values(&self) -> Vec<f32> {
         match self.0 {
-            Dtype::F32 => {
-                self.1.chunks(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
-            }
+            Dtype::F32 => self
+                .1
+                .chunks(4)
+                .map(|b| f32::from_ne_bytes(b.try_into().unwrap()))
+                .collect(),
             Dtype::Bf16 => self
                 .1
                 .chunks(2)
@@ -85,7 +90,13 @@ impl World {
             make(shape.kv_heads, 3),
         );
         assert_eq!(k.len(), len * width);
-        World { shape, q, k, v, len }
+        World {
+            shape,
+            q,
+            k,
+            v,
+            len,
+        }
     }
 
     fn scale(&self) -> f32 {
@@ -102,8 +113,11 @@ impl World {
         let (h, d) = (self.heads(), self.shape.dim);
         let mut out = vec![0.0; self.len * h * d];
         for t in 0..self.len {
-            let first =
-                if self.shape.window == 0 { 0 } else { (t + 1).saturating_sub(self.shape.window) };
+            let first = if self.shape.window == 0 {
+                0
+            } else {
+                (t + 1).saturating_sub(self.shape.window)
+            };
             for head in 0..h {
                 let kv_head = head / self.shape.group;
                 let at = |p: usize| (p * self.shape.kv_heads + kv_head) * d;
@@ -114,8 +128,9 @@ impl World {
                         .map(|(a, b)| f64::from(*a) * f64::from(*b))
                         .sum()
                 };
-                let scores: Vec<f64> =
-                    (first..=t).map(|p| dot(p) * f64::from(self.scale())).collect();
+                let scores: Vec<f64> = (first..=t)
+                    .map(|p| dot(p) * f64::from(self.scale()))
+                    .collect();
                 let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
                 let total: f64 = weights.iter().sum();
@@ -133,9 +148,13 @@ impl World {
     /// sequences.
     fn run(&self, isa: Isa, chunks: &[usize], company: &[&World]) -> Vec<u8> {
         let s = &self.shape;
-        let everyone: Vec<&World> = std::iter::once(self).chain(company.iter().copied()).collect();
-        let pages_each =
-            self.len.max(company.iter().map(|w| w.len).max().unwrap_or(0)).div_ceil(s.page_size);
+        let everyone: Vec<&World> = std::iter::once(self)
+            .chain(company.iter().copied())
+            .collect();
+        let pages_each = self
+            .len
+            .max(company.iter().map(|w| w.len).max().unwrap_or(0))
+            .div_ceil(s.page_size);
         let count = everyone.len() * pages_each;
         let page_stride = LAYERS * 2 * s.page_size * s.kv_heads * s.dim;
         // Unwritten slots hold NaN, so that reading one shows.
@@ -161,7 +180,11 @@ impl World {
             for (w, world) in everyone.iter().enumerate().rev() {
                 // Company is always computed whole, after this sequence's chunk or before, as its
                 // place falls.
-                let (from, to) = if w == 0 { (done, done + n) } else { (0, world.len) };
+                let (from, to) = if w == 0 {
+                    (done, done + n)
+                } else {
+                    (0, world.len)
+                };
                 let (qw, kw) = (world.heads() * s.dim, s.kv_heads * s.dim);
                 q.extend(&world.q[from * qw..to * qw]);
                 k.extend(&world.k[from * kw..to * kw]);
@@ -175,8 +198,11 @@ impl World {
                 indices.extend((0..to.div_ceil(s.page_size)).map(|i| page_of(w, i)));
                 indptr.push(indices.len() as i32);
             }
-            let (q, k, v) =
-                (Stored::new(s.dtype, &q), Stored::new(s.dtype, &k), Stored::new(s.dtype, &v));
+            let (q, k, v) = (
+                Stored::new(s.dtype, &q),
+                Stored::new(s.dtype, &k),
+                Stored::new(s.dtype, &v),
+            );
             let width = self.heads() * s.dim;
             let mut result = vec![0_u8; slots.len() * width * s.dtype.bytes()];
             let stride = s.kv_heads * s.dim;
@@ -200,7 +226,10 @@ impl World {
             };
             // SAFETY: all shapes are built above.
             unsafe {
-                let new = |x: &Stored| NewTokens { data: x.1.as_ptr(), stride };
+                let new = |x: &Stored| NewTokens {
+                    data: x.1.as_ptr(),
+                    stride,
+                };
                 kv_append(&pages, new(&k), new(&v), &slots);
                 paged_attention_on(isa, &call);
             }
@@ -214,7 +243,11 @@ impl World {
 
     fn check(&self, isa: Isa) {
         let got = Stored(self.shape.dtype, self.run(isa, &[self.len], &[])).values();
-        let tolerance = if self.shape.dtype == Dtype::F32 { 3e-6 } else { 8e-3 };
+        let tolerance = if self.shape.dtype == Dtype::F32 {
+            3e-6
+        } else {
+            8e-3
+        };
         for (i, (a, b)) in got.iter().zip(self.reference()).enumerate() {
             assert!(
                 (f64::from(*a) - b).abs() <= tolerance,
@@ -233,7 +266,14 @@ fn shape(
     page_size: usize,
     window: usize,
 ) -> Shape {
-    Shape { dtype, kv_heads, group, dim, page_size, window }
+    Shape {
+        dtype,
+        kv_heads,
+        group,
+        dim,
+        page_size,
+        window,
+    }
 }
 
 #[test]
@@ -250,11 +290,24 @@ fn equals_the_reference_for_every_head_size_and_level() {
 #[test]
 fn equals_the_reference_for_every_group_page_size_and_window() {
     for isa in Isa::available() {
-        for (i, (page_size, window)) in
-            [(1, 0), (4, 0), (16, 5), (64, 0), (16, 64), (128, 100), (4, 1)].iter().enumerate()
+        for (i, (page_size, window)) in [
+            (1, 0),
+            (4, 0),
+            (16, 5),
+            (64, 0),
+            (16, 64),
+            (128, 100),
+            (4, 1),
+        ]
+        .iter()
+        .enumerate()
         {
             for group in [1, 2, 4, 5, 7, 8] {
-                let dtype = if (i + group) % 2 == 0 { Dtype::F32 } else { Dtype::Bf16 };
+                let dtype = if (i + group) % 2 == 0 {
+                    Dtype::F32
+                } else {
+                    Dtype::Bf16
+                };
                 World::new(
                     shape(dtype, 1 + group % 2, group, 32, *page_size, *window),
                     131,
@@ -278,13 +331,21 @@ fn lengths_around_block_and_page_ends() {
 
 #[test]
 fn levels_with_fma_agree_bit_for_bit() {
-    let levels: Vec<Isa> = Isa::available().into_iter().filter(|&isa| isa >= Isa::Avx2).collect();
+    let levels: Vec<Isa> = Isa::available()
+        .into_iter()
+        .filter(|&isa| isa >= Isa::Avx2)
+        .collect();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         for dim in [16, 64, 80] {
             let world = World::new(shape(dtype, 2, 3, dim, 16, 0), 150, 9);
-            let results: Vec<Vec<u8>> =
-                levels.iter().map(|&isa| world.run(isa, &[150], &[])).collect();
-            assert!(results.windows(2).all(|w| w[0] == w[1]), "{dtype:?} dim {dim}");
+            let results: Vec<Vec<u8>> = levels
+                .iter()
+                .map(|&isa| world.run(isa, &[150], &[]))
+                .collect();
+            assert!(
+                results.windows(2).all(|w| w[0] == w[1]),
+                "{dtype:?} dim {dim}"
+            );
         }
     }
 }

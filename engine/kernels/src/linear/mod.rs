@@ -81,10 +81,22 @@ impl PackedWeight {
     /// `weight` covers the shape.
     pub unsafe fn pack(shape: WeightShape, weight: *const u8) -> PackedWeight {
         let words = AlignedWords::new(shape.panels() * PANEL * shape.units());
-        let ends = Ends { weight, packed: words.as_ptr() };
+        let ends = Ends {
+            weight,
+            packed: words.as_ptr(),
+        };
         pool::for_each(shape.panels(), &|panel| {
             // SAFETY: passed on; the words have room for every panel; `current()` runs here.
-            unsafe { dispatch(isa::current(), PackPanel { shape, panel, ends: &ends }) };
+            unsafe {
+                dispatch(
+                    isa::current(),
+                    PackPanel {
+                        shape,
+                        panel,
+                        ends: &ends,
+                    },
+                )
+            };
         });
         PackedWeight { shape, words }
     }
@@ -106,7 +118,10 @@ impl PackedWeight {
         let row_bytes = self.shape.inputs * self.shape.dtype.bytes();
         for (t, &id) in ids.iter().enumerate() {
             let id = id as usize;
-            let from = self.words.as_ptr().add(id / PANEL * PANEL * units + id % PANEL);
+            let from = self
+                .words
+                .as_ptr()
+                .add(id / PANEL * PANEL * units + id % PANEL);
             let to = out.add(t * row_bytes);
             for u in 0..units {
                 let unit = from.add(u * PANEL).read();
@@ -142,7 +157,9 @@ impl SimdKernel for PackPanel<'_> {
         let (units, row_bytes) = (shape.units(), shape.inputs * shape.dtype.bytes());
         let to = ends.packed.add(panel * PANEL * units);
         let row = |lane: usize| {
-            ends.weight.wrapping_add((panel * PANEL + lane) * row_bytes).cast::<u32>()
+            ends.weight
+                .wrapping_add((panel * PANEL + lane) * row_bytes)
+                .cast::<u32>()
         };
         let present = PANEL.min(shape.outputs - panel * PANEL);
         let whole = row_bytes / 4;
@@ -271,7 +288,13 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
     });
 }
 
-struct PackX<'a, E: ElementType>(&'a LinearProduct<'a>, *mut u32, usize, usize, PhantomData<E>);
+struct PackX<'a, E: ElementType>(
+    &'a LinearProduct<'a>,
+    *mut u32,
+    usize,
+    usize,
+    PhantomData<E>,
+);
 
 impl<E: ElementType> SimdKernel for PackX<'_, E> {
     const DOT: bool = E::DOT;
@@ -348,7 +371,12 @@ impl<E: ElementType> Item<'_, E> {
         let from = block * block_units::<E>();
         let operands = TileOperands {
             x: self.x.add((block * self.l.rows + self.first) * X_STRIDE),
-            w: self.l.weight.words.as_ptr().add(((self.panel + p) * units + from) * PANEL),
+            w: self
+                .l
+                .weight
+                .words
+                .as_ptr()
+                .add(((self.panel + p) * units + from) * PANEL),
             w_stride: PANEL,
             units: block_units::<E>().min(units - from),
             out: self.sums.add(p * PANEL),
@@ -366,7 +394,9 @@ impl<E: ElementType> Item<'_, E> {
         let columns = self.width().min(l.weight.shape.outputs - column);
         let bias = l.bias.cast::<E::T>();
         for row in 0..self.rows {
-            let to = l.y.cast::<E::T>().add((self.first + row) * l.weight.shape.outputs + column);
+            let to =
+                l.y.cast::<E::T>()
+                    .add((self.first + row) * l.weight.shape.outputs + column);
             let mut c = 0;
             while c < columns {
                 let mut v = S::load(self.sums.add(row * self.width() + c));

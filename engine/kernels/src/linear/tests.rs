@@ -15,7 +15,11 @@ impl Case {
     fn new(dtype: Dtype, rows: usize, inputs: usize, outputs: usize, with_bias: bool) -> Case {
         let stored = |n: usize, seed: u64| Stored::new(dtype, &noise(n, seed));
         Case {
-            shape: WeightShape { dtype, outputs, inputs },
+            shape: WeightShape {
+                dtype,
+                outputs,
+                inputs,
+            },
             rows,
             x: stored(rows * inputs, 1),
             w: stored(outputs * inputs, 2),
@@ -37,7 +41,10 @@ impl Case {
             x: self.x.1[from * self.shape.inputs * size..].as_ptr(),
             x_stride: self.shape.inputs,
             rows: to - from,
-            bias: self.bias.as_ref().map_or(std::ptr::null(), |b| b.1.as_ptr()),
+            bias: self
+                .bias
+                .as_ref()
+                .map_or(std::ptr::null(), |b| b.1.as_ptr()),
             y: y.as_mut_ptr(),
         };
         // SAFETY: sizes as described.
@@ -49,8 +56,16 @@ impl Case {
         let (x, w) = (self.x.values(), self.w.values());
         let bias = self.bias.as_ref().map(Stored::values);
         let (k, n) = (self.shape.inputs, self.shape.outputs);
-        let got = Stored(self.shape.dtype, self.run(isa, &self.packed(), 0, self.rows)).values();
-        let tolerance = if self.shape.dtype == Dtype::F32 { 2e-6 } else { 8e-3 };
+        let got = Stored(
+            self.shape.dtype,
+            self.run(isa, &self.packed(), 0, self.rows),
+        )
+        .values();
+        let tolerance = if self.shape.dtype == Dtype::F32 {
+            2e-6
+        } else {
+            8e-3
+        };
         for m in 0..self.rows {
             for j in 0..n {
                 let products = || x[m * k..][..k].iter().zip(&w[j * k..][..k]);
@@ -96,19 +111,27 @@ fn a_row_has_the_same_bits_alone_and_in_any_batch() {
         let all = case.run(Isa::best(), &packed, 0, case.rows);
         for (from, to) in [(0, 1), (17, 18), (3, 9), (100, 131), (29, 230)] {
             let part = case.run(Isa::best(), &packed, from, to);
-            assert!(part == all[from * row_bytes..to * row_bytes], "{dtype:?} rows {from}..{to}");
+            assert!(
+                part == all[from * row_bytes..to * row_bytes],
+                "{dtype:?} rows {from}..{to}"
+            );
         }
     }
 }
 
 #[test]
 fn levels_with_fma_and_thread_counts_agree_bit_for_bit() {
-    let levels: Vec<Isa> = Isa::available().into_iter().filter(|&isa| isa >= Isa::Avx2).collect();
+    let levels: Vec<Isa> = Isa::available()
+        .into_iter()
+        .filter(|&isa| isa >= Isa::Avx2)
+        .collect();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let case = Case::new(dtype, 40, 513, 700, true);
         let packed = case.packed();
-        let results: Vec<Vec<u8>> =
-            levels.iter().map(|&isa| case.run(isa, &packed, 0, 40)).collect();
+        let results: Vec<Vec<u8>> = levels
+            .iter()
+            .map(|&isa| case.run(isa, &packed, 0, 40))
+            .collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{dtype:?}");
         crate::pool::tests::with_threads(3, || {
             assert_eq!(case.run(levels[0], &case.packed(), 0, 40), results[0]);
@@ -125,7 +148,11 @@ fn unpacked_rows_are_the_original_ones() {
         // SAFETY: ids below 130, room for three rows.
         unsafe { case.packed().rows(&[129, 0, 64], out.as_mut_ptr()) };
         for (got, id) in out.chunks(row_bytes).zip([129, 0, 64]) {
-            assert_eq!(got, &case.w.1[id * row_bytes..][..row_bytes], "{dtype:?} row {id}");
+            assert_eq!(
+                got,
+                &case.w.1[id * row_bytes..][..row_bytes],
+                "{dtype:?} row {id}"
+            );
         }
     }
 }

@@ -27,17 +27,30 @@ unsafe impl Sync for AlignedWords {}
 impl AlignedWords {
     pub fn new(words: usize) -> AlignedWords {
         let bytes = words.max(1) * 4;
-        let align = if bytes >= LARGE_PAGE { LARGE_PAGE } else { LINE };
+        let align = if bytes >= LARGE_PAGE {
+            LARGE_PAGE
+        } else {
+            LINE
+        };
         // Whole large pages, so that no other allocation shares the last one.
-        let size = if bytes >= LARGE_PAGE { bytes.next_multiple_of(LARGE_PAGE) } else { bytes };
+        let size = if bytes >= LARGE_PAGE {
+            bytes.next_multiple_of(LARGE_PAGE)
+        } else {
+            bytes
+        };
         let layout =
             Layout::from_size_align(size, align).expect("sizes come from tensors that exist");
         // SAFETY: the layout's size is above 0.
-        let Some(at) = NonNull::new(unsafe { alloc(layout) }) else { handle_alloc_error(layout) };
+        let Some(at) = NonNull::new(unsafe { alloc(layout) }) else {
+            handle_alloc_error(layout)
+        };
         if align == LARGE_PAGE {
             prefer_large_pages(at.as_ptr(), size);
         }
-        AlignedWords { at: at.cast(), layout }
+        AlignedWords {
+            at: at.cast(),
+            layout,
+        }
     }
 
     pub fn as_ptr(&self) -> *mut u32 {

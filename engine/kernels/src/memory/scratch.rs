@@ -28,7 +28,11 @@ impl ScratchAllocator {
     /// The next `words` 32-bit words, aligned to 64 bytes. Contents are whatever was left there.
     pub fn take(&mut self, words: usize) -> *mut u32 {
         let rounded = padded(words);
-        assert!(rounded <= self.left, "scratch asked for {rounded} words, {} are left", self.left);
+        assert!(
+            rounded <= self.left,
+            "scratch asked for {rounded} words, {} are left",
+            self.left
+        );
         let piece = self.next;
         // SAFETY: `left` words follow `next` in the buffer, checked above.
         self.next = unsafe { self.next.add(rounded) };
@@ -59,7 +63,10 @@ fn with_buffer<R>(buffer: &Buffer, words: usize, f: impl FnOnce(ScratchAllocator
     if buffer.len() < lines {
         buffer.resize(lines, Line([0; LINE / 4]));
     }
-    f(ScratchAllocator { next: buffer.as_mut_ptr().cast(), left: buffer.len() * (LINE / 4) })
+    f(ScratchAllocator {
+        next: buffer.as_mut_ptr().cast(),
+        left: buffer.len() * (LINE / 4),
+    })
 }
 
 #[cfg(test)]

@@ -50,12 +50,18 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn keep_range(v: __m256, base: i32, lo: i32, hi: i32) -> __m256 {
-        let index =
-            _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(base));
+        let index = _mm256_add_epi32(
+            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+            _mm256_set1_epi32(base),
+        );
         let below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), index);
         let inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), index);
         let keep = _mm256_andnot_si256(below, inside);
-        _mm256_blendv_ps(_mm256_set1_ps(f32::NEG_INFINITY), v, _mm256_castsi256_ps(keep))
+        _mm256_blendv_ps(
+            _mm256_set1_ps(f32::NEG_INFINITY),
+            v,
+            _mm256_castsi256_ps(keep),
+        )
     }
     #[inline(always)]
     unsafe fn reduce_max(v: __m256) -> f32 {
@@ -105,8 +111,10 @@ impl Simd for Avx2 {
         let mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(cols as i32), index);
         let mut r = [_mm256_setzero_ps(); 8];
         for (i, v) in r.iter_mut().enumerate() {
-            *v =
-                _mm256_castsi256_ps(_mm256_maskload_epi32((*rows.add(i)).add(offset).cast(), mask));
+            *v = _mm256_castsi256_ps(_mm256_maskload_epi32(
+                (*rows.add(i)).add(offset).cast(),
+                mask,
+            ));
         }
         let mut a = [_mm256_setzero_ps(); 8];
         for i in 0..4 {
@@ -115,7 +123,12 @@ impl Simd for Avx2 {
         }
         let mut b = [_mm256_setzero_ps(); 8];
         for half in 0..2 {
-            let (x0, x1, x2, x3) = (a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]);
+            let (x0, x1, x2, x3) = (
+                a[4 * half],
+                a[4 * half + 1],
+                a[4 * half + 2],
+                a[4 * half + 3],
+            );
             b[4 * half] = _mm256_shuffle_ps::<0x44>(x0, x2);
             b[4 * half + 1] = _mm256_shuffle_ps::<0xee>(x0, x2);
             b[4 * half + 2] = _mm256_shuffle_ps::<0x44>(x1, x3);

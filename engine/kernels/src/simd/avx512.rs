@@ -26,7 +26,11 @@ unsafe fn transpose16(
         for i in 0..4 {
             for quarter in 0..4 {
                 // Lane l of r[4 * quarter + i] is words 4 * quarter .. of row 4 * l + i.
-                let at = |l: usize| (*rows.add(4 * l + i)).add(offset + 4 * quarter).cast::<f32>();
+                let at = |l: usize| {
+                    (*rows.add(4 * l + i))
+                        .add(offset + 4 * quarter)
+                        .cast::<f32>()
+                };
                 let v = _mm512_castps128_ps512(_mm_loadu_ps(at(0)));
                 let v = _mm512_insertf32x4::<1>(v, _mm_loadu_ps(at(1)));
                 let v = _mm512_insertf32x4::<2>(v, _mm_loadu_ps(at(2)));
@@ -51,8 +55,12 @@ unsafe fn transpose16(
         }
     }
     for quarter in 0..4 {
-        let (r0, r1, r2, r3) =
-            (r[4 * quarter], r[4 * quarter + 1], r[4 * quarter + 2], r[4 * quarter + 3]);
+        let (r0, r1, r2, r3) = (
+            r[4 * quarter],
+            r[4 * quarter + 1],
+            r[4 * quarter + 2],
+            r[4 * quarter + 3],
+        );
         let (a0, a1) = (_mm512_unpacklo_ps(r0, r1), _mm512_unpackhi_ps(r0, r1));
         let (a2, a3) = (_mm512_unpacklo_ps(r2, r3), _mm512_unpackhi_ps(r2, r3));
         let columns = [

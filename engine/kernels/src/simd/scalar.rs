@@ -94,7 +94,11 @@ impl Simd for Scalar {
     #[inline(always)]
     unsafe fn keep_range(v: F, base: i32, lo: i32, hi: i32) -> F {
         std::array::from_fn(|i| {
-            if (lo..hi).contains(&(base + i as i32)) { v[i] } else { f32::NEG_INFINITY }
+            if (lo..hi).contains(&(base + i as i32)) {
+                v[i]
+            } else {
+                f32::NEG_INFINITY
+            }
         })
     }
     #[inline(always)]
@@ -160,7 +164,8 @@ impl Simd for Scalar {
         for r in 0..N {
             let row = (*rows.add(r)).add(offset);
             for c in 0..cols {
-                dst.add(c * dst_stride + r).write(row.add(c).read_unaligned());
+                dst.add(c * dst_stride + r)
+                    .write(row.add(c).read_unaligned());
             }
         }
     }

@@ -56,7 +56,10 @@ impl From<ConnectionError> for ConnectFailure {
 }
 
 fn silent(why: String) -> ConnectFailure {
-    ConnectFailure { err: ConnectionError::new(ReasonCode::Unreachable, why), is_silent: true }
+    ConnectFailure {
+        err: ConnectionError::new(ReasonCode::Unreachable, why),
+        is_silent: true,
+    }
 }
 
 /// Resolve, connect, exchange HELLO, and map the peer's pool if it is on this host. Every step is
@@ -88,7 +91,9 @@ pub async fn establish(
     let addr = stream
         .peer_addr()
         .map_err(|err| ConnectionError::new(ReasonCode::Unreachable, err.to_string()))?;
-    let opened = identity.initiate(&mut stream, Channel::Control, Some(&route.instance_id)).await?;
+    let opened = identity
+        .initiate(&mut stream, Channel::Control, Some(&route.instance_id))
+        .await?;
     let peer = &opened.peer;
     if SumKind::parse(&peer.sums).is_none() {
         let why = format!(
@@ -109,7 +114,13 @@ pub async fn establish(
     } else {
         (None, None)
     };
-    Ok(EstablishedConnection { stream, addr, opened, remote, map_problem })
+    Ok(EstablishedConnection {
+        stream,
+        addr,
+        opened,
+        remote,
+        map_problem,
+    })
 }
 
 async fn connect(host: &str, port: u16, loopback_only: bool) -> Result<TcpStream, ConnectFailure> {
@@ -119,7 +130,11 @@ async fn connect(host: &str, port: u16, loopback_only: bool) -> Result<TcpStream
         let stream = TcpStream::connect(&addrs[..]).await;
         stream.map_err(|err| silent(format!("{host}:{port}: {err}")))
     };
-    let late = |_| Err(silent(format!("{host}:{port} did not accept within {CONNECT_TIMEOUT:?}")));
+    let late = |_| {
+        Err(silent(format!(
+            "{host}:{port} did not accept within {CONNECT_TIMEOUT:?}"
+        )))
+    };
     let timeout = tokio::time::timeout(CONNECT_TIMEOUT, attempt);
     timeout.await.unwrap_or_else(late)
 }
@@ -159,7 +174,9 @@ async fn map_peer(
         shm::fetch(&name, &token, num_pages, page_bytes, device.as_deref())
     })
     .await;
-    mapped.map_err(|err| err.to_string())?.map_err(|err| err.to_string())
+    mapped
+        .map_err(|err| err.to_string())?
+        .map_err(|err| err.to_string())
 }
 
 /// Message of a connection's tasks to the control loop. It holds its frame's bytes of the queue
@@ -189,7 +206,12 @@ impl PeerInbox {
 
     /// Waits for space. False: the node is closing.
     async fn put(&self, peer: ConnectionId, msg: Msg, frame_bytes: usize) -> bool {
-        let Ok(space) = self.bytes.clone().acquire_many_owned(frame_bytes as u32).await else {
+        let Ok(space) = self
+            .bytes
+            .clone()
+            .acquire_many_owned(frame_bytes as u32)
+            .await
+        else {
             return false;
         };
         let message = PeerMessage::Msg(Box::new(msg), space);
@@ -240,8 +262,16 @@ pub fn run(
         read_loop(peer, read_half, opener, peer_inbox.clone(), held_back_by),
     );
     let written = outbox.backlog.clone();
-    let writer = supervised(peer, peer_inbox, write_loop(write_half, sealer, inbox, written));
-    ConnectionTasks { outbox, reader, writer }
+    let writer = supervised(
+        peer,
+        peer_inbox,
+        write_loop(write_half, sealer, inbox, written),
+    );
+    ConnectionTasks {
+        outbox,
+        reader,
+        writer,
+    }
 }
 
 /// Run a task and report its end, also if it panics.
@@ -261,7 +291,10 @@ fn supervised(
             }
             Err(_) => return, // aborted by `cut` or `stop_reading`
         };
-        let _ = peer_inbox.messages.send((peer, PeerMessage::Down(err))).await; // the node is closing
+        let _ = peer_inbox
+            .messages
+            .send((peer, PeerMessage::Down(err)))
+            .await; // the node is closing
     });
     handle
 }
@@ -304,7 +337,9 @@ async fn write_loop(
         }
         let stuck =
             |_| ConnectionError::dead(format!("the peer took no byte for {WRITE_TIMEOUT:?}"));
-        tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await.map_err(stuck)??;
+        tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame))
+            .await
+            .map_err(stuck)??;
         backlog.written(bytes);
     }
     let _ = stream.shutdown().await; // the peer may have closed first

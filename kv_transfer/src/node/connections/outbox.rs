@@ -63,8 +63,11 @@ pub struct Outbox {
 impl Outbox {
     pub fn new(limit: usize) -> (Self, mpsc::UnboundedReceiver<OutgoingMessage>) {
         let (frames, inbox) = mpsc::unbounded_channel();
-        let backlog =
-            Arc::new(Backlog { bytes: AtomicUsize::new(0), limit, shrunk: Notify::new() });
+        let backlog = Arc::new(Backlog {
+            bytes: AtomicUsize::new(0),
+            limit,
+            shrunk: Notify::new(),
+        });
         (Self { frames, backlog }, inbox)
     }
 

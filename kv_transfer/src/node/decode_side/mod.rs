@@ -82,7 +82,14 @@ impl DecodeSide {
     }
 
     pub fn open(&mut self, ctx: &mut LoopContext, room: u64, request: OpenRequest) {
-        let OpenRequest { attempt, host, port, dp_rank, prompt_hash, deadline_ms } = request;
+        let OpenRequest {
+            attempt,
+            host,
+            port,
+            dp_rank,
+            prompt_hash,
+            deadline_ms,
+        } = request;
         let limits = PullLimits {
             pages_per_pull: (PULL_BYTES / ctx.pool.page_bytes()).max(1),
             pulls_in_flight: PULLS_IN_FLIGHT,
@@ -117,14 +124,24 @@ impl DecodeSide {
         self.rooms.insert(room, entry);
         match rank {
             Some(dp_rank) => {
-                self.request_connection(ctx, room, RankAddress { host, port, dp_rank });
+                self.request_connection(
+                    ctx,
+                    room,
+                    RankAddress {
+                        host,
+                        port,
+                        dp_rank,
+                    },
+                );
             }
             None => self.request_sizes(ctx, room),
         }
     }
 
     pub fn tick(&mut self, ctx: &mut LoopContext, room: u64) {
-        let Some(entry) = self.rooms.get(&room) else { return };
+        let Some(entry) = self.rooms.get(&room) else {
+            return;
+        };
         // Report why the prefill rank was not reached instead of the time that passed.
         let event = if entry.room.phase == DecodePhase::Resolving {
             let address = entry.address.as_ref();
@@ -145,7 +162,9 @@ impl DecodeSide {
     pub fn request_sizes(&mut self, ctx: &mut LoopContext, room: u64) {
         let now = ctx.now();
         let entry = self.rooms.get_mut(&room);
-        let Some(unranked) = entry.and_then(|entry| entry.unranked.as_mut()) else { return };
+        let Some(unranked) = entry.and_then(|entry| entry.unranked.as_mut()) else {
+            return;
+        };
         unranked.tried_at = now;
         let client = ctx.bootstrap_client(unranked.host.clone(), unranked.port);
         let internal = ctx.internal.clone();
@@ -164,13 +183,23 @@ impl DecodeSide {
         size: Result<u32, ConnectFailure>,
     ) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else { return };
+        let Some(entry) = self.rooms.get_mut(&room) else {
+            return;
+        };
         match (size, &mut entry.unranked) {
             (Ok(size), Some(unranked)) => {
                 let (host, port) = (unranked.host.clone(), unranked.port);
                 let dp_rank = (room % u64::from(size.max(1))) as u32;
                 entry.unranked = None;
-                self.request_connection(ctx, room, RankAddress { host, port, dp_rank });
+                self.request_connection(
+                    ctx,
+                    room,
+                    RankAddress {
+                        host,
+                        port,
+                        dp_rank,
+                    },
+                );
             }
             (Err(ConnectFailure { err, is_silent }), Some(unranked)) => {
                 let started = unranked.tried_at;
@@ -212,7 +241,9 @@ impl DecodeSide {
             Ok(established) => self.connection_up(ctx, address, established),
             Err(failure) => {
                 let failed = self.ranks.on_failure(ctx, address, failure);
-                let Some(UnreachableRooms { rooms, code, why }) = failed else { return };
+                let Some(UnreachableRooms { rooms, code, why }) = failed else {
+                    return;
+                };
                 for room in rooms {
                     let why = why.clone();
                     self.step(ctx, room, DecodeEvent::Unreachable { code, why });
@@ -235,7 +266,13 @@ impl DecodeSide {
         let mapped = established.remote.as_deref().map(mapped_by);
         let transport = mapped.or_else(|| ctx.transport_with(&opened.peer));
         let transport = transport.unwrap_or(Transport::Tcp).as_str();
-        let EstablishedConnection { stream, addr, opened, remote, .. } = established;
+        let EstablishedConnection {
+            stream,
+            addr,
+            opened,
+            remote,
+            ..
+        } = established;
         let key = Some(address.clone());
         let peer = ctx.add_connection(stream, addr, opened, key, remote, transport);
         self.ranks.set_up(&address, peer);
@@ -263,7 +300,9 @@ impl DecodeSide {
     }
 
     fn attach_to_peer(&mut self, ctx: &mut LoopContext, room: u64, peer: ConnectionId) {
-        let Some(conn) = ctx.connections.get(&peer) else { return };
+        let Some(conn) = ctx.connections.get(&peer) else {
+            return;
+        };
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.remote = conn.remote.clone();
             ctx.attach_room(peer, RoomSide::Decode, room);
@@ -279,15 +318,46 @@ impl DecodeSide {
             Msg::OpenPending { room, attempt, .. } => {
                 (room, DecodeEvent::OpenPending { peer, attempt })
             }
-            Msg::Reject { room, attempt, code, message: why, .. } => {
-                (room, DecodeEvent::Rejected { peer, attempt, code, why })
-            }
-            Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload } => {
+            Msg::Reject {
+                room,
+                attempt,
+                code,
+                message: why,
+                ..
+            } => (
+                room,
+                DecodeEvent::Rejected {
+                    peer,
+                    attempt,
+                    code,
+                    why,
+                },
+            ),
+            Msg::Final {
+                room,
+                attempt,
+                total_pages,
+                last_page_tokens,
+                root,
+                payload,
+            } => {
                 self.note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
-                let fin = FinalMessage { total_pages, last_page_tokens, root, payload };
+                let fin = FinalMessage {
+                    total_pages,
+                    last_page_tokens,
+                    root,
+                    payload,
+                };
                 (room, DecodeEvent::Final { peer, attempt, fin })
             }
-            Msg::Progress { room, attempt, first_page, ids, gens, sums } => {
+            Msg::Progress {
+                room,
+                attempt,
+                first_page,
+                ids,
+                gens,
+                sums,
+            } => {
                 let conn = ctx.connections.get(&peer);
                 let known = conn.map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
@@ -299,10 +369,21 @@ impl DecodeSide {
                 let note = format!("PROGRESS: pages {first_page}..{end}");
                 self.note(ctx, room, attempt, note);
                 let pages = ids.into_iter().zip(gens).zip(sums);
-                let pages =
-                    pages.map(|((page, generation), sum)| PageDigest { page, generation, sum });
+                let pages = pages.map(|((page, generation), sum)| PageDigest {
+                    page,
+                    generation,
+                    sum,
+                });
                 let pages = pages.collect();
-                (room, DecodeEvent::Progress { peer, attempt, first_page, pages })
+                (
+                    room,
+                    DecodeEvent::Progress {
+                        peer,
+                        attempt,
+                        first_page,
+                        pages,
+                    },
+                )
             }
             _ => return,
         };
@@ -323,15 +404,28 @@ impl DecodeSide {
         room: u64,
         code: ReasonCode,
     ) {
-        let remote = self.rooms.get(&room).and_then(|entry| entry.remote.as_ref());
+        let remote = self
+            .rooms
+            .get(&room)
+            .and_then(|entry| entry.remote.as_ref());
         let readable = remote.is_some_and(|remote| remote.device().is_none());
-        self.step(ctx, room, DecodeEvent::PeerGone { peer, code, readable });
+        self.step(
+            ctx,
+            room,
+            DecodeEvent::PeerGone {
+                peer,
+                code,
+                readable,
+            },
+        );
     }
 
     // ---- pulls ----
 
     fn start_pull(&mut self, ctx: &mut LoopContext, room: u64, ticket: u64, pages: Vec<PullPage>) {
-        let Some(entry) = self.rooms.get_mut(&room) else { return };
+        let Some(entry) = self.rooms.get_mut(&room) else {
+            return;
+        };
         entry.first_pull.get_or_insert_with(Instant::now);
         let peer = entry.room.peer().unwrap_or_default();
         let job = PullJob::new(ctx, (room, ticket), peer, pages, entry.remote.clone());
@@ -350,7 +444,9 @@ impl DecodeSide {
 
     pub fn on_pulled(&mut self, ctx: &mut LoopContext, end: PullEnd) {
         let bytes = end.bytes;
-        let Some((room, after)) = self.pulls.on_end(ctx, end) else { return };
+        let Some((room, after)) = self.pulls.on_end(ctx, end) else {
+            return;
+        };
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.bytes += bytes;
         }
@@ -373,7 +469,9 @@ impl DecodeSide {
     /// ignored.
     pub fn step(&mut self, ctx: &mut LoopContext, room: u64, event: DecodeEvent) {
         let now = ctx.now();
-        let Some(entry) = self.rooms.get_mut(&room) else { return };
+        let Some(entry) = self.rooms.get_mut(&room) else {
+            return;
+        };
         let before = entry.room.phase.name();
         let actions = match entry.room.step(event, now) {
             Ok(actions) => actions,
@@ -388,7 +486,8 @@ impl DecodeSide {
             let record = ctx.record_of(RoomSide::Decode, room, attempt, phase.name(), note);
             ctx.record(record, phase.is_over());
         }
-        ctx.timers.set(&NodeTimer::Decode(room), entry.room.next_due());
+        ctx.timers
+            .set(&NodeTimer::Decode(room), entry.room.next_due());
         for action in actions {
             self.act(ctx, room, attempt, action);
         }
@@ -403,20 +502,41 @@ impl DecodeSide {
             DecodeAction::Revoked => ctx.push(NodeEvent::Revoked { room }),
             DecodeAction::Done { peer, root } => {
                 let bytes = self.rooms.get(&room).map_or(0, |entry| entry.bytes);
-                ctx.send(peer, Msg::Done { room, attempt, bytes, root });
+                ctx.send(
+                    peer,
+                    Msg::Done {
+                        room,
+                        attempt,
+                        bytes,
+                        root,
+                    },
+                );
             }
             DecodeAction::SendAbort { peer, code } => {
-                ctx.send(peer, Msg::Abort { room, attempt, code });
+                ctx.send(
+                    peer,
+                    Msg::Abort {
+                        room,
+                        attempt,
+                        code,
+                    },
+                );
             }
             DecodeAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             DecodeAction::Commit(fin) => self.committed(ctx, room, fin),
             DecodeAction::Fail { code, why } => {
-                let Some(entry) = self.remove_room(ctx, room) else { return };
+                let Some(entry) = self.remove_room(ctx, room) else {
+                    return;
+                };
                 ctx.count_failure(code);
                 if let (ReasonCode::Checksum, Some(address)) = (code, &entry.address) {
                     self.ranks.record_damaged_room(ctx, address, entry.opened);
                 }
-                ctx.push(NodeEvent::Failed { room, code, message: why });
+                ctx.push(NodeEvent::Failed {
+                    room,
+                    code,
+                    message: why,
+                });
             }
             DecodeAction::Aborted => {
                 if self.remove_room(ctx, room).is_some() {
@@ -446,7 +566,9 @@ impl DecodeSide {
     }
 
     fn committed(&mut self, ctx: &mut LoopContext, room: u64, fin: FinalMessage) {
-        let Some(entry) = self.remove_room(ctx, room) else { return };
+        let Some(entry) = self.remove_room(ctx, room) else {
+            return;
+        };
         if let Some(address) = entry.address.filter(|_| entry.bytes > 0) {
             self.ranks.record_good_room(&address);
         }

@@ -49,7 +49,9 @@ impl PullJob {
             started: Instant::now(),
         };
         let mapped = job.mapped(ctx);
-        job.via = mapped.or_else(|| ctx.transport_for(peer)).unwrap_or(Transport::Tcp);
+        job.via = mapped
+            .or_else(|| ctx.transport_for(peer))
+            .unwrap_or(Transport::Tcp);
         job
     }
 
@@ -99,7 +101,11 @@ impl PullJobs {
     pub fn submit(&mut self, ctx: &mut LoopContext, job: PullJob) -> Result<(), DecodeEvent> {
         let id = self.next_job;
         self.next_job += 1;
-        let pull = Pull { id, pages: job.pages.clone(), cancel: job.cancel.clone() };
+        let pull = Pull {
+            id,
+            pages: job.pages.clone(),
+            cancel: job.cancel.clone(),
+        };
         let (peer, via) = (job.peer, job.via);
         if via.is_mapped() {
             let Some(from) = job.remote.clone() else {
@@ -125,7 +131,9 @@ impl PullJobs {
     pub fn cancel(&mut self, ctx: &mut LoopContext, room: u64) {
         let mut staged = Vec::new();
         for &(_, id) in self.by_room.range((room, 0)..=(room, u64::MAX)) {
-            let Some(job) = self.jobs.get(&id) else { continue };
+            let Some(job) = self.jobs.get(&id) else {
+                continue;
+            };
             job.cancel.store(true, Ordering::Relaxed);
             if job.via.is_staged() {
                 staged.push((job.peer, id));
@@ -228,9 +236,14 @@ fn submit_to_tcp(
 ) -> Result<(), &'static str> {
     let has_tcp = has_tcp(ctx, peer);
     let ctx = &mut **ctx;
-    let Some(conn) = ctx.connections.get_mut(&peer) else { return Err("the prefill rank is gone") };
+    let Some(conn) = ctx.connections.get_mut(&peer) else {
+        return Err("the prefill rank is gone");
+    };
     if !has_tcp {
         return Err("no other transport of the pair works, and one side has no tcp");
     }
-    conn.data.pull(&ctx.data, pull).then_some(()).ok_or("the data threads are gone")
+    conn.data
+        .pull(&ctx.data, pull)
+        .then_some(())
+        .ok_or("the data threads are gone")
 }

@@ -145,16 +145,19 @@ impl RankConnections {
     /// Find the connection for a room, or let the room wait for it.
     pub fn request(&mut self, ctx: &NodeContext, room: u64, address: &RankAddress) -> RankAnswer {
         let now = ctx.now();
-        let rank = self.ranks.entry(address.clone()).or_insert_with(|| RankConnection {
-            state: RankState::Broken { until: now },
-            waiting: BTreeSet::new(),
-            failures: 0,
-            outage: Outage::default(),
-            tried_at: 0,
-            breaks: 0,
-            last_error: "no answer yet".into(),
-            damage: Damage::default(),
-        });
+        let rank = self
+            .ranks
+            .entry(address.clone())
+            .or_insert_with(|| RankConnection {
+                state: RankState::Broken { until: now },
+                waiting: BTreeSet::new(),
+                failures: 0,
+                outage: Outage::default(),
+                tried_at: 0,
+                breaks: 0,
+                last_error: "no answer yet".into(),
+                damage: Damage::default(),
+            });
         match rank.state {
             RankState::Up(_) if !rank.damage.quarantine.allows(now) => {
                 let (code, why) = (ReasonCode::Quarantined, QUARANTINED.into());
@@ -196,7 +199,9 @@ impl RankConnections {
         // Lost meanwhile: the rooms wait for the next connection.
         let is_up =
             |rank: &&mut RankConnection| matches!(rank.state, RankState::Up(up) if up == peer);
-        let Some(rank) = rank.filter(is_up) else { return BTreeSet::new() };
+        let Some(rank) = rank.filter(is_up) else {
+            return BTreeSet::new();
+        };
         let rest = rank.waiting.iter().nth(OPENS_AT_ONCE).copied();
         let rest = rest.map(|first| rank.waiting.split_off(&first));
         let rooms = mem::replace(&mut rank.waiting, rest.unwrap_or_default());
@@ -240,13 +245,16 @@ impl RankConnections {
         rank.state = RankState::Pausing;
         let pause = (FIRST_PAUSE_MS << rank.failures.min(10)).min(LAST_PAUSE_MS);
         rank.failures += 1;
-        ctx.timers.set(&NodeTimer::Connect(address), Some(now + pause));
+        ctx.timers
+            .set(&NodeTimer::Connect(address), Some(now + pause));
         None
     }
 
     /// The pause after a failed attempt is over, or a broken rank was not probed for some time.
     pub fn retry(&mut self, ctx: &NodeContext, address: &RankAddress) {
-        let Some(rank) = self.ranks.get_mut(address) else { return };
+        let Some(rank) = self.ranks.get_mut(address) else {
+            return;
+        };
         match rank.state {
             RankState::Connecting | RankState::Up(_) => {} // a room's probe came first
             RankState::Pausing if !rank.waiting.is_empty() => connect(rank, ctx, address),
@@ -280,7 +288,9 @@ impl RankConnections {
         address: &RankAddress,
         opened: Instant,
     ) {
-        let Some(rank) = self.ranks.get_mut(address) else { return };
+        let Some(rank) = self.ranks.get_mut(address) else {
+            return;
+        };
         if rank.damage.record_room(opened, Instant::now(), ctx.now()) {
             ctx.shared.stats.lock().quarantines += 1;
             tracing::error!(host = %address.host, port = address.port, rank = address.dp_rank, rooms = rank.damage.rooms, "{QUARANTINED}");

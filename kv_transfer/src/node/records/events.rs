@@ -33,7 +33,11 @@ pub enum NodeEvent {
         stats: PullStats,
     },
     /// D: the room failed; `message` is for the client.
-    Failed { room: u64, code: ReasonCode, message: String },
+    Failed {
+        room: u64,
+        code: ReasonCode,
+        message: String,
+    },
     /// D: the engine's abort is done.
     Aborted { room: u64 },
     /// D: P holds pages for a room without a grant, or a revocation came too late; the room
@@ -59,7 +63,10 @@ impl NodeEvent {
 
     /// True for the last event of a room.
     pub fn is_end(&self) -> bool {
-        !matches!(self, NodeEvent::Announced { .. } | NodeEvent::Revoked { .. })
+        !matches!(
+            self,
+            NodeEvent::Announced { .. } | NodeEvent::Revoked { .. }
+        )
     }
 
     fn side(&self) -> RoomSide {
@@ -131,8 +138,11 @@ impl EventQueue {
     pub fn push(&self, event: NodeEvent) -> bool {
         let mut inner = self.inner.lock();
         let room = (event.side(), event.room());
-        let is_live =
-            if event.is_end() { inner.live.remove(&room) } else { inner.live.contains(&room) };
+        let is_live = if event.is_end() {
+            inner.live.remove(&room)
+        } else {
+            inner.live.contains(&room)
+        };
         if !is_live {
             return false;
         }
@@ -161,8 +171,10 @@ impl EventQueue {
     /// Wait until there is an event; false after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
         matches!(poll(&mut fds, Some(&timeout)), Ok(n) if n > 0)
     }
 }
@@ -188,13 +200,18 @@ mod tests {
         let events = EventQueue::new(3).expect("eventfd");
         let ready = || events.wait(Duration::ZERO);
         for room in 1..=3 {
-            events.claim(RoomSide::Decode, room).expect("room for three");
+            events
+                .claim(RoomSide::Decode, room)
+                .expect("room for three");
         }
         assert_eq!(events.claim(RoomSide::Decode, 1), Err(ClaimError::Live));
         assert_eq!(events.claim(RoomSide::Decode, 4), Err(ClaimError::Full(3)));
         assert!(!ready());
         assert!(events.push(NodeEvent::Aborted { room: 1 }));
-        assert!(!events.push(NodeEvent::Aborted { room: 1 }), "one end per room");
+        assert!(
+            !events.push(NodeEvent::Aborted { room: 1 }),
+            "one end per room"
+        );
         assert!(events.push(NodeEvent::Aborted { room: 2 }));
         assert_eq!(
             events.claim(RoomSide::Decode, 4),
@@ -205,6 +222,8 @@ mod tests {
         assert!(ready(), "one is left");
         assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
         assert!(!ready());
-        events.claim(RoomSide::Decode, 1).expect("the number may be used again");
+        events
+            .claim(RoomSide::Decode, 1)
+            .expect("the number may be used again");
     }
 }

@@ -22,7 +22,9 @@ pub struct Histogram {
 impl Default for Histogram {
     fn default() -> Self {
         Self {
-            buckets: (0..BUCKETS).map(|i| (FIRST_BUCKET_SECS * f64::from(1u32 << i), 0)).collect(),
+            buckets: (0..BUCKETS)
+                .map(|i| (FIRST_BUCKET_SECS * f64::from(1u32 << i), 0))
+                .collect(),
             sum: 0.0,
             count: 0,
         }
@@ -118,7 +120,11 @@ macro_rules! labeled {
 }
 
 labeled!(ByTransport, TransportStats, TRANSPORTS.into_iter());
-labeled!(ByCode, u64, ReasonCode::ALL.iter().map(|code| code.as_str()));
+labeled!(
+    ByCode,
+    u64,
+    ReasonCode::ALL.iter().map(|code| code.as_str())
+);
 labeled!(ByEnd, u64, COMM_ENDS.into_iter());
 
 impl NodeStats {

@@ -92,7 +92,11 @@ impl RoomHistory {
             .filter(|((_, r), _)| wanted(*r))
             .map(|((side, room), live)| json!({"room": room, "side": side, "state": live.state, "attempt": live.attempt, "since_ms": live.since_ms, "age_ms": now_ms.saturating_sub(live.created_ms)}))
             .collect();
-        let timeline: Vec<_> = self.ring.iter().filter(|record| wanted(record.room)).collect();
+        let timeline: Vec<_> = self
+            .ring
+            .iter()
+            .filter(|record| wanted(record.room))
+            .collect();
         json!({"now_ms": now_ms, "live": live, "timeline": timeline, "forgotten": self.recorded - self.ring.len() as u64})
     }
 }

@@ -94,7 +94,10 @@ impl CommPhase {
 
     /// Pages may be asked for and sent, now or when it is open.
     pub fn is_usable(self) -> bool {
-        matches!(self, CommPhase::Asking | CommPhase::Opening | CommPhase::Open)
+        matches!(
+            self,
+            CommPhase::Asking | CommPhase::Opening | CommPhase::Open
+        )
     }
 }
 
@@ -178,7 +181,12 @@ pub struct CommLife {
 impl CommLife {
     fn new(phase: CommPhase, limits: SlabLimits, now: u64) -> Self {
         let due = Some(now + limits.open_ms);
-        Self { phase, limits, due, end: None }
+        Self {
+            phase,
+            limits,
+            due,
+            end: None,
+        }
     }
 
     pub fn phase(&self) -> CommPhase {
@@ -226,7 +234,10 @@ impl CommLife {
 
     /// COMM_END for the other side, unless it knows.
     fn end_notice(&self) -> Option<CommAction> {
-        let end = self.end.clone().filter(|end| !matches!(end, CommEnd::ByPeer(_)));
+        let end = self
+            .end
+            .clone()
+            .filter(|end| !matches!(end, CommEnd::ByPeer(_)));
         end.map(CommAction::SendEnd)
     }
 

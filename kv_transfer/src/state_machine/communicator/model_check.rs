@@ -31,9 +31,18 @@ enum AtP {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum AtD {
     Join,
-    Receive { ticket: Ticket, pages: Vec<PullPage> },
-    Got { ticket: Ticket, pages: Vec<PullPage> },
-    Writing { ticket: Ticket, pages: Vec<PullPage> },
+    Receive {
+        ticket: Ticket,
+        pages: Vec<PullPage>,
+    },
+    Got {
+        ticket: Ticket,
+        pages: Vec<PullPage>,
+    },
+    Writing {
+        ticket: Ticket,
+        pages: Vec<PullPage>,
+    },
 }
 
 impl AtD {
@@ -128,8 +137,13 @@ struct Relay {
     ended: BTreeMap<u64, &'static str>,
 }
 
-const LIMITS: SlabLimits =
-    SlabLimits { slabs: 2, pages_per_slab: 1, open_ms: 10, op_ms: 5, abort_ms: 7 };
+const LIMITS: SlabLimits = SlabLimits {
+    slabs: 2,
+    pages_per_slab: 1,
+    open_ms: 10,
+    op_ms: 5,
+    abort_ms: 7,
+};
 
 impl Relay {
     /// Pulls of so many pages each.
@@ -155,11 +169,23 @@ impl Relay {
         let mut next = 0;
         for (pull, &n) in pulls.iter().enumerate() {
             let pages: Vec<PullPage> = (next..next + n)
-                .map(|page| PullPage { src: PageDigest { page, generation: 2, sum: 0 }, dst: page })
+                .map(|page| PullPage {
+                    src: PageDigest {
+                        page,
+                        generation: 2,
+                        sum: 0,
+                    },
+                    dst: page,
+                })
                 .collect();
             next += n;
-            relay.wanted.insert(pull as u64, pages.iter().map(|p| p.dst).collect());
-            relay.receiver(ReceiverEvent::Pull { pull: pull as u64, pages });
+            relay
+                .wanted
+                .insert(pull as u64, pages.iter().map(|p| p.dst).collect());
+            relay.receiver(ReceiverEvent::Pull {
+                pull: pull as u64,
+                pages,
+            });
         }
         relay
     }
@@ -184,16 +210,21 @@ impl Relay {
                 ReceiverAction::Join(_) => self.d_jobs.push_back(AtD::Join),
                 ReceiverAction::Read { ticket, pages } => self.to_p.push_back(WireMessage::Read(
                     ticket,
-                    pages.iter().map(|p| (p.src.page, p.src.generation)).collect(),
+                    pages
+                        .iter()
+                        .map(|p| (p.src.page, p.src.generation))
+                        .collect(),
                 )),
                 ReceiverAction::Receive(SlabReceive { ticket, pages, .. }) => {
                     self.d_jobs.push_back(AtD::Receive { ticket, pages });
                 }
                 ReceiverAction::Revoke { ticket } if self.revoke(ticket) => revoked.push(ticket),
                 ReceiverAction::Revoke { .. } => {}
-                ReceiverAction::End { pull, pages, result } => {
-                    self.pull_ended(pull, pages, &result)
-                }
+                ReceiverAction::End {
+                    pull,
+                    pages,
+                    result,
+                } => self.pull_ended(pull, pages, &result),
                 ReceiverAction::Comm(CommAction::SendEnd(_)) => {
                     self.to_p.push_back(WireMessage::CommEnd)
                 }
@@ -240,7 +271,11 @@ impl Relay {
             Err(PullError::Cancelled) => "cancelled",
             Err(PullError::Broken(_)) => "broken",
         };
-        assert_eq!(self.ended.insert(pull, name), None, "pull {pull} ended twice");
+        assert_eq!(
+            self.ended.insert(pull, name),
+            None,
+            "pull {pull} ended twice"
+        );
         if result.is_ok() {
             let wanted = &self.wanted[&pull];
             assert_eq!(pages, wanted.len());
@@ -254,7 +289,9 @@ impl Relay {
     fn act_p(&mut self, actions: Vec<SenderAction>) {
         for action in actions {
             match action {
-                SenderAction::Host => self.p_jobs.push_back(AtP::Host { is_announced: false }),
+                SenderAction::Host => self.p_jobs.push_back(AtP::Host {
+                    is_announced: false,
+                }),
                 SenderAction::SendId(_) => self.to_d.push_back(WireMessage::Id),
                 SenderAction::Send(SlabSend { ticket, .. }) => {
                     self.p_jobs.push_back(AtP::Gather(ticket))
@@ -280,8 +317,14 @@ impl Relay {
     }
 
     fn due(&self) -> Option<u64> {
-        let p = self.sender.as_ref().and_then(|sender| sender.life().next_due());
-        [self.receiver.life().next_due(), p].into_iter().flatten().min()
+        let p = self
+            .sender
+            .as_ref()
+            .and_then(|sender| sender.life().next_due());
+        [self.receiver.life().next_due(), p]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn transitions(&self) -> Vec<Transition> {
@@ -296,9 +339,20 @@ impl Relay {
         offer(!self.to_p.is_empty(), Transition::HearP);
         offer(!self.to_d.is_empty(), Transition::HearD);
         let (p, d) = (self.p_jobs.front(), self.d_jobs.front());
-        offer(matches!(p, Some(AtP::Host { is_announced: false })), Transition::MakeId);
         offer(
-            matches!((p, d), (Some(AtP::Host { is_announced: true }), Some(AtD::Join))),
+            matches!(
+                p,
+                Some(AtP::Host {
+                    is_announced: false
+                })
+            ),
+            Transition::MakeId,
+        );
+        offer(
+            matches!(
+                (p, d),
+                (Some(AtP::Host { is_announced: true }), Some(AtD::Join))
+            ),
             Transition::Meet,
         );
         offer(matches!(p, Some(AtP::Gather(_))), Transition::Gather);
@@ -310,9 +364,15 @@ impl Relay {
             offer(!pages.is_empty(), Transition::BeginWrite);
             offer(pages.is_empty(), Transition::Skipped);
         }
-        offer(matches!(d, Some(AtD::Writing { .. })), Transition::Written { intact: true });
+        offer(
+            matches!(d, Some(AtD::Writing { .. })),
+            Transition::Written { intact: true },
+        );
         offer(self.p_thread == Thread::Aborted, Transition::EndThreadP);
-        offer(self.d_thread == Thread::Aborted && self.d_jobs.is_empty(), Transition::EndThreadD);
+        offer(
+            self.d_thread == Thread::Aborted && self.d_jobs.is_empty(),
+            Transition::EndThreadD,
+        );
         offer(
             !self.p_alive && self.to_d.is_empty() && self.receiver.life().phase().is_usable(),
             Transition::ConnectionLost,
@@ -330,24 +390,36 @@ impl Relay {
         offer(b.doubles > 0 && !self.to_d.is_empty(), Transition::DoubleD);
         offer(b.swaps > 0 && self.to_p.len() > 1, Transition::SwapP);
         offer(b.swaps > 0 && self.to_d.len() > 1, Transition::SwapD);
-        offer(b.stale > 0 && matches!(p, Some(AtP::Gather(_))), Transition::GivenAway);
+        offer(
+            b.stale > 0 && matches!(p, Some(AtP::Gather(_))),
+            Transition::GivenAway,
+        );
         offer(
             b.corrupt > 0 && matches!(d, Some(AtD::Writing { .. })),
             Transition::Written { intact: false },
         );
         for &pull in self.wanted.keys() {
-            offer(b.cancels > 0 && !self.ended.contains_key(&pull), Transition::Cancel(pull));
+            offer(
+                b.cancels > 0 && !self.ended.contains_key(&pull),
+                Transition::Cancel(pull),
+            );
         }
         offer(b.closes > 0 && self.receiver.is_idle(), Transition::Close);
         offer(b.kills > 0 && self.p_alive, Transition::Kill);
-        offer(b.breaks > 0 && runs(self.p_thread) && p.is_some(), Transition::BreakP);
+        offer(
+            b.breaks > 0 && runs(self.p_thread) && p.is_some(),
+            Transition::BreakP,
+        );
         offer(
             b.breaks > 0
                 && runs(self.d_thread)
                 && d.is_some_and(|job| !matches!(job, AtD::Writing { .. })),
             Transition::BreakD,
         );
-        offer(b.hangs > 0 && self.p_thread == Thread::Aborted, Transition::HangP);
+        offer(
+            b.hangs > 0 && self.p_thread == Thread::Aborted,
+            Transition::HangP,
+        );
         offer(
             b.hangs > 0 && self.d_thread == Thread::Aborted && self.d_jobs.is_empty(),
             Transition::HangD,
@@ -422,12 +494,14 @@ impl Relay {
                 self.p_jobs.clear();
                 self.p_thread = Thread::Ended;
             }
-            Transition::ConnectionLost => {
-                self.receiver(ReceiverEvent::Comm(CommEvent::End(CommEnd::ByPeer("gone".into()))))
-            }
+            Transition::ConnectionLost => self.receiver(ReceiverEvent::Comm(CommEvent::End(
+                CommEnd::ByPeer("gone".into()),
+            ))),
             Transition::BreakP => {
                 self.budget.breaks -= 1;
-                self.sender(SenderEvent::Comm(CommEvent::End(CommEnd::Failed("broken".into()))));
+                self.sender(SenderEvent::Comm(CommEvent::End(CommEnd::Failed(
+                    "broken".into(),
+                ))));
             }
             Transition::BreakD => {
                 self.budget.breaks -= 1;
@@ -517,7 +591,9 @@ impl Relay {
     }
 
     fn written(&mut self, intact: bool) {
-        let Some(AtD::Writing { ticket, pages }) = self.d_jobs.pop_front() else { return };
+        let Some(AtD::Writing { ticket, pages }) = self.d_jobs.pop_front() else {
+            return;
+        };
         let verdict = if intact {
             self.verified.extend(pages.iter().map(|p| p.dst));
             Ok(())
@@ -540,16 +616,27 @@ impl Relay {
                 let over = self.wanted.iter().any(|(pull, pages)| {
                     self.ended.contains_key(pull) && pages.contains(&page.dst)
                 });
-                assert!(!over, "page {} may be written after its pull ended", page.dst);
+                assert!(
+                    !over,
+                    "page {} may be written after its pull ended",
+                    page.dst
+                );
             }
         }
     }
 
     /// Nothing moves any more.
     fn assert_at_rest(&self) {
-        assert_eq!(self.ended.len(), self.wanted.len(), "a pull waits for ever: {self:?}");
+        assert_eq!(
+            self.ended.len(),
+            self.wanted.len(),
+            "a pull waits for ever: {self:?}"
+        );
         let rests = |phase, idle| idle || matches!(phase, CommPhase::Over | CommPhase::Leaked);
-        assert!(rests(self.receiver.life().phase(), self.receiver.is_idle()), "{self:?}");
+        assert!(
+            rests(self.receiver.life().phase(), self.receiver.is_idle()),
+            "{self:?}"
+        );
         if let Some(sender) = &self.sender {
             assert!(rests(sender.life().phase(), sender.is_idle()), "{self:?}");
         }
@@ -581,7 +668,10 @@ fn explore(start: Relay) -> Explored {
         let transitions = relay.transitions();
         if transitions.is_empty() {
             relay.assert_at_rest();
-            rests.insert((relay.ended.values().copied().collect(), relay.receiver.life().phase()));
+            rests.insert((
+                relay.ended.values().copied().collect(),
+                relay.receiver.life().phase(),
+            ));
         }
         for m in transitions {
             let mut next = relay.clone();
@@ -591,33 +681,68 @@ fn explore(start: Relay) -> Explored {
             }
         }
     }
-    Explored { states: seen.len(), rests }
+    Explored {
+        states: seen.len(),
+        rests,
+    }
 }
 
 #[test]
 fn without_faults_every_order_delivers_every_page() {
     let explored = explore(Relay::new(&[3, 1, 2], Budget::default()));
-    assert_eq!(explored.rests, HashSet::from([(vec!["done", "done", "done"], CommPhase::Open)]));
+    assert_eq!(
+        explored.rests,
+        HashSet::from([(vec!["done", "done", "done"], CommPhase::Open)])
+    );
     assert!(explored.states > 100, "{}", explored.states);
 }
 
 #[test]
 fn lost_doubled_and_reordered_messages_end_every_pull() {
     for budget in [
-        Budget { losses: 1, ..Budget::default() },
-        Budget { doubles: 1, ..Budget::default() },
-        Budget { swaps: 2, ..Budget::default() },
-        Budget { losses: 1, doubles: 1, swaps: 1, hangs: 1, ..Budget::default() },
+        Budget {
+            losses: 1,
+            ..Budget::default()
+        },
+        Budget {
+            doubles: 1,
+            ..Budget::default()
+        },
+        Budget {
+            swaps: 2,
+            ..Budget::default()
+        },
+        Budget {
+            losses: 1,
+            doubles: 1,
+            swaps: 1,
+            hangs: 1,
+            ..Budget::default()
+        },
     ] {
         let explored = explore(Relay::new(&[2, 1], budget.clone()));
-        assert!(explored.has(&["done", "done"], CommPhase::Open), "{budget:?}");
-        assert!(explored.rests.iter().any(|(ends, _)| ends.contains(&"broken")), "{budget:?}");
+        assert!(
+            explored.has(&["done", "done"], CommPhase::Open),
+            "{budget:?}"
+        );
+        assert!(
+            explored
+                .rests
+                .iter()
+                .any(|(ends, _)| ends.contains(&"broken")),
+            "{budget:?}"
+        );
     }
 }
 
 #[test]
 fn cancels_stale_pages_and_flipped_bits_spoil_only_their_own_pull() {
-    let budget = Budget { cancels: 1, stale: 1, corrupt: 1, ..Budget::default() };
+    let budget = Budget {
+        cancels: 1,
+        stale: 1,
+        corrupt: 1,
+        ..Budget::default()
+    };
     let explored = explore(Relay::new(&[2, 2], budget));
     assert!(
         explored
@@ -632,16 +757,30 @@ fn cancels_stale_pages_and_flipped_bits_spoil_only_their_own_pull() {
 
 #[test]
 fn dead_peer_and_hanging_abort_leave_no_pull_waiting() {
-    let budget = Budget { kills: 1, hangs: 1, cancels: 1, ..Budget::default() };
+    let budget = Budget {
+        kills: 1,
+        hangs: 1,
+        cancels: 1,
+        ..Budget::default()
+    };
     let explored = explore(Relay::new(&[2, 1], budget));
     assert!(explored.has(&["broken", "broken"], CommPhase::Over));
     assert!(explored.has(&["broken", "broken"], CommPhase::Leaked));
-    assert!(explored.has(&["done", "done"], CommPhase::Leaked), "killed when all was done");
+    assert!(
+        explored.has(&["done", "done"], CommPhase::Leaked),
+        "killed when all was done"
+    );
 }
 
 #[test]
 fn operations_that_fail_on_either_side_break_both() {
-    let budget = Budget { breaks: 1, hangs: 1, losses: 1, closes: 1, ..Budget::default() };
+    let budget = Budget {
+        breaks: 1,
+        hangs: 1,
+        losses: 1,
+        closes: 1,
+        ..Budget::default()
+    };
     let explored = explore(Relay::new(&[2], budget));
     assert!(explored.has(&["broken"], CommPhase::Over));
     assert!(explored.has(&["broken"], CommPhase::Leaked));
@@ -650,7 +789,14 @@ fn operations_that_fail_on_either_side_break_both() {
 
 #[test]
 fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
-    let page = |page| PullPage { src: PageDigest { page, generation: 2, sum: 0 }, dst: page };
+    let page = |page| PullPage {
+        src: PageDigest {
+            page,
+            generation: 2,
+            sum: 0,
+        },
+        dst: page,
+    };
     let (mut receiver, _) = SlabReceiver::new(LIMITS, 0);
     let pages = vec![page(0), page(1)];
     receiver.step(ReceiverEvent::Pull { pull: 0, pages }, 0);
@@ -658,7 +804,11 @@ fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     receiver.step(ReceiverEvent::Comm(CommEvent::Opened), 0);
     let actions = receiver.step(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);
     assert_eq!(receiver.life().phase(), CommPhase::Aborting);
-    assert!(!actions.iter().any(|a| matches!(a, ReceiverAction::Receive(SlabReceive { .. }))));
+    assert!(
+        !actions
+            .iter()
+            .any(|a| matches!(a, ReceiverAction::Receive(SlabReceive { .. })))
+    );
     assert!(actions.contains(&ReceiverAction::Comm(CommAction::Abort)));
 }
 

@@ -26,7 +26,10 @@ pub enum ReceiverEvent {
     },
     /// Own thread: the slab is received, and unless it was revoked before, scattered and compared
     /// with the announced checksums.
-    Received { ticket: Ticket, verdict: Result<(), (ReasonCode, String)> },
+    Received {
+        ticket: Ticket,
+        verdict: Result<(), (ReasonCode, String)>,
+    },
     /// Answer to `Revoke`: the thread had not begun to write and will not.
     Revoked { ticket: Ticket },
     /// Event of either side.
@@ -40,14 +43,21 @@ pub enum ReceiverAction {
     /// Own thread: join as rank 1.
     Join(Vec<u8>),
     /// Send SLAB_READ.
-    Read { ticket: Ticket, pages: Vec<PullPage> },
+    Read {
+        ticket: Ticket,
+        pages: Vec<PullPage>,
+    },
     /// Own thread: post the next receive.
     Receive(SlabReceive),
     /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else
     /// its `Received` will.
     Revoke { ticket: Ticket },
     /// The pull is over; none of its pages is written from now on.
-    End { pull: u64, pages: usize, result: Result<(), PullError> },
+    End {
+        pull: u64,
+        pages: usize,
+        result: Result<(), PullError>,
+    },
     /// Action of either side.
     Comm(CommAction),
 }
@@ -190,9 +200,20 @@ impl SlabReceiver {
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
-            out.push(ReceiverAction::Read { ticket, pages: pages.clone() });
+            out.push(ReceiverAction::Read {
+                ticket,
+                pages: pages.clone(),
+            });
             let usage = SlabUse::Asked;
-            self.chunks.insert(ticket, Chunk { pull, slab, pages, usage });
+            self.chunks.insert(
+                ticket,
+                Chunk {
+                    pull,
+                    slab,
+                    pages,
+                    usage,
+                },
+            );
         }
     }
 
@@ -246,7 +267,10 @@ impl SlabReceiver {
             return;
         }
         let is_asked = self.chunks.get(&ticket).is_some_and(|chunk| {
-            matches!(chunk.usage, SlabUse::Asked | SlabUse::Dropped { receiving: false })
+            matches!(
+                chunk.usage,
+                SlabUse::Asked | SlabUse::Dropped { receiving: false }
+            )
         });
         if !is_asked {
             let why = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
@@ -268,7 +292,9 @@ impl SlabReceiver {
         now: u64,
         out: &mut Vec<ReceiverAction>,
     ) {
-        let Some(chunk) = self.chunks.remove(&ticket) else { return };
+        let Some(chunk) = self.chunks.remove(&ticket) else {
+            return;
+        };
         self.free.push(chunk.slab);
         self.progress(now);
         let counts = !matches!(chunk.usage, SlabUse::Dropped { .. });
@@ -290,7 +316,9 @@ impl SlabReceiver {
 
     /// End a pull: request no more of its pages and drop those in flight.
     fn finish(&mut self, pull: u64, result: Result<(), PullError>, out: &mut Vec<ReceiverAction>) {
-        let Some(state) = self.pulls.get_mut(&pull) else { return };
+        let Some(state) = self.pulls.get_mut(&pull) else {
+            return;
+        };
         state.ending.get_or_insert(result);
         self.todo.retain(|(of, _)| *of != pull);
         for (&ticket, chunk) in self.chunks.iter_mut().filter(|(_, c)| c.pull == pull) {
@@ -314,7 +342,11 @@ impl SlabReceiver {
         {
             let pages = state.pages;
             self.pulls.remove(&pull);
-            out.push(ReceiverAction::End { pull, pages, result });
+            out.push(ReceiverAction::End {
+                pull,
+                pages,
+                result,
+            });
         }
     }
 
@@ -345,7 +377,11 @@ impl SlabReceiver {
         if !self.life.thread_ended() {
             return;
         }
-        self.free.extend(std::mem::take(&mut self.chunks).into_values().map(|c| c.slab));
+        self.free.extend(
+            std::mem::take(&mut self.chunks)
+                .into_values()
+                .map(|c| c.slab),
+        );
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
             self.end_pull_if_quiet(pull, out);
@@ -360,7 +396,10 @@ impl SlabReceiver {
             Err(CommPhase::Asking) => format!("no COMM_ID within {open_ms} ms"),
             Err(CommPhase::Opening) => format!("the communicator was not open within {open_ms} ms"),
             Err(_) => {
-                format!("none of {} slabs requested came within {op_ms} ms", self.chunks.len())
+                format!(
+                    "none of {} slabs requested came within {op_ms} ms",
+                    self.chunks.len()
+                )
             }
         };
         self.fail(CommEnd::Failed(why), now, out);

@@ -9,7 +9,10 @@ pub enum SenderEvent {
     /// Own thread: the unique id is made.
     Id(Vec<u8>),
     /// SLAB_READ came: (page, generation) each.
-    Read { ticket: Ticket, pages: Vec<(u32, u64)> },
+    Read {
+        ticket: Ticket,
+        pages: Vec<(u32, u64)>,
+    },
     /// Own thread: the pages are in the slab, under the generations asked for; the send is being
     /// posted.
     Gathered { ticket: Ticket },
@@ -101,7 +104,8 @@ impl SlabSender {
             SenderEvent::Comm(CommEvent::End(end)) => self.fail(end, now, &mut out),
             SenderEvent::Comm(CommEvent::ThreadEnded) => {
                 if self.life.thread_ended() {
-                    self.free.extend(std::mem::take(&mut self.busy).into_values());
+                    self.free
+                        .extend(std::mem::take(&mut self.busy).into_values());
                     out.push(SenderAction::Comm(CommAction::Forget));
                 }
             }
@@ -122,7 +126,11 @@ impl SlabSender {
             return; // its end was sent already
         }
         let (next, n) = (self.next_ticket, pages.len());
-        let SlabLimits { slabs, pages_per_slab, .. } = self.life.limits;
+        let SlabLimits {
+            slabs,
+            pages_per_slab,
+            ..
+        } = self.life.limits;
         let why = if ticket != next {
             format!("SLAB_READ {ticket} came out of order: {next} is next")
         } else if n == 0 || n > pages_per_slab {
@@ -147,7 +155,11 @@ impl SlabSender {
                 self.life.progress(true, now);
             }
             self.busy.insert(ticket, slab);
-            out.push(SenderAction::Send(SlabSend { ticket, slab, pages }));
+            out.push(SenderAction::Send(SlabSend {
+                ticket,
+                slab,
+                pages,
+            }));
         }
     }
 
@@ -175,7 +187,10 @@ impl SlabSender {
         let why = match self.life.tick(now) {
             Ok(leak) => return out.extend(leak.map(SenderAction::Comm)),
             Err(CommPhase::Open) => {
-                format!("none of {} sends was received within {op_ms} ms", self.busy.len())
+                format!(
+                    "none of {} sends was received within {op_ms} ms",
+                    self.busy.len()
+                )
             }
             Err(_) => format!("the communicator was not open within {open_ms} ms"),
         };

@@ -1,11 +1,19 @@
 use super::*;
 
 const P: ConnectionId = 3;
-const LIMITS: PullLimits =
-    PullLimits { pages_per_pull: 2, pulls_in_flight: 2, max_pages: 100, wait_ms: 300 };
+const LIMITS: PullLimits = PullLimits {
+    pages_per_pull: 2,
+    pulls_in_flight: 2,
+    max_pages: 100,
+    wait_ms: 300,
+};
 
 fn digest(page: u32) -> PageDigest {
-    PageDigest { page, generation: 2, sum: u64::from(page) * 11 }
+    PageDigest {
+        page,
+        generation: 2,
+        sum: u64::from(page) * 11,
+    }
 }
 
 fn connected(start_page: u32) -> DecodeRoom {
@@ -31,7 +39,12 @@ fn fin(start: u32, total_pages: u32) -> DecodeEvent {
     DecodeEvent::Final {
         peer: P,
         attempt: 1,
-        fin: FinalMessage { total_pages, last_page_tokens: 5, root, payload: vec![1] },
+        fin: FinalMessage {
+            total_pages,
+            last_page_tokens: 5,
+            root,
+            payload: vec![1],
+        },
     }
 }
 
@@ -49,7 +62,10 @@ fn pulls(actions: &[DecodeAction]) -> Vec<(u64, usize)> {
 }
 
 fn grant_first(pages: u32) -> DecodeEvent {
-    DecodeEvent::Grant { start_page: 0, pages: (0..pages).collect() }
+    DecodeEvent::Grant {
+        start_page: 0,
+        pages: (0..pages).collect(),
+    }
 }
 
 #[test]
@@ -61,11 +77,22 @@ fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
     assert_eq!(room.step(DecodeEvent::Tick, 999), Ok(vec![]));
     room.step(grant_first(2), 600).expect("a legal event");
     assert_eq!(room.next_due(), Some(900), "a pull is in flight");
-    room.step(DecodeEvent::Pulled { ticket: 0 }, 700).expect("a legal event");
-    assert_eq!(room.next_due(), Some(1000), "P's engine owes the rest of the prompt");
+    room.step(DecodeEvent::Pulled { ticket: 0 }, 700)
+        .expect("a legal event");
+    assert_eq!(
+        room.next_due(),
+        Some(1000),
+        "P's engine owes the rest of the prompt"
+    );
     assert!(matches!(
         room.step(DecodeEvent::Tick, 1000).as_deref(),
-        Ok([DecodeAction::SendAbort { .. }, DecodeAction::Fail { code: ReasonCode::Deadline, .. }])
+        Ok([
+            DecodeAction::SendAbort { .. },
+            DecodeAction::Fail {
+                code: ReasonCode::Deadline,
+                ..
+            }
+        ])
     ));
 }
 
@@ -77,7 +104,10 @@ fn a_pull_that_hangs_ends_the_room_before_its_deadline() {
     assert_eq!(room.step(DecodeEvent::Tick, 509), Ok(vec![]));
     let actions = room.step(DecodeEvent::Tick, 510).expect("a legal event");
     assert!(
-        matches!(actions[..], [DecodeAction::SendAbort { .. }, DecodeAction::CancelPulls]),
+        matches!(
+            actions[..],
+            [DecodeAction::SendAbort { .. }, DecodeAction::CancelPulls]
+        ),
         "{actions:?}"
     );
 }
@@ -86,23 +116,50 @@ fn a_pull_that_hangs_ends_the_room_before_its_deadline() {
 fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
     let mut room = connected(0);
     assert_eq!(
-        room.step(DecodeEvent::Grant { start_page: 0, pages: vec![50, 51, 52] }, 0),
+        room.step(
+            DecodeEvent::Grant {
+                start_page: 0,
+                pages: vec![50, 51, 52]
+            },
+            0
+        ),
         Ok(vec![]),
         "a grant before OPEN_OK"
     );
     let actions = room.step(progress(0, 1), 0).expect("legal");
     assert_eq!(
         actions,
-        vec![DecodeAction::Pull { ticket: 0, pages: vec![PullPage { src: digest(0), dst: 50 }] }],
+        vec![DecodeAction::Pull {
+            ticket: 0,
+            pages: vec![PullPage {
+                src: digest(0),
+                dst: 50
+            }]
+        }],
         "PROGRESS overtook OPEN_OK"
     );
-    room.step(DecodeEvent::Accepted { peer: P, attempt: 1 }, 0).expect("legal");
-    assert_eq!(pulls(&room.step(progress(1, 2), 0).expect("legal")), vec![(1, 2)]);
+    room.step(
+        DecodeEvent::Accepted {
+            peer: P,
+            attempt: 1,
+        },
+        0,
+    )
+    .expect("legal");
+    assert_eq!(
+        pulls(&room.step(progress(1, 2), 0).expect("legal")),
+        vec![(1, 2)]
+    );
     assert_eq!(room.step(fin(0, 3), 0), Ok(vec![]));
     assert_eq!(room.step(DecodeEvent::Pulled { ticket: 1 }, 0), Ok(vec![]));
-    let end = room.step(DecodeEvent::Pulled { ticket: 0 }, 0).expect("legal");
+    let end = room
+        .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+        .expect("legal");
     assert!(
-        matches!(end[..], [DecodeAction::Done { peer: P, .. }, DecodeAction::Commit(_)]),
+        matches!(
+            end[..],
+            [DecodeAction::Done { peer: P, .. }, DecodeAction::Commit(_)]
+        ),
         "{end:?}"
     );
     assert_eq!(room.phase, DecodePhase::Committed);
@@ -110,18 +167,30 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
 
 #[test]
 fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
-    let grant = |pages: &[u32]| DecodeEvent::Grant { start_page: 0, pages: pages.to_vec() };
+    let grant = |pages: &[u32]| DecodeEvent::Grant {
+        start_page: 0,
+        pages: pages.to_vec(),
+    };
     let mut room = connected(0);
     room.step(grant(&[50, 51]), 0).expect("legal");
-    assert_eq!(room.step(DecodeEvent::Revoke, 0), Ok(vec![DecodeAction::Revoked]));
-    assert!(room.step(DecodeEvent::Revoke, 0).is_err(), "nothing is granted");
+    assert_eq!(
+        room.step(DecodeEvent::Revoke, 0),
+        Ok(vec![DecodeAction::Revoked])
+    );
+    assert!(
+        room.step(DecodeEvent::Revoke, 0).is_err(),
+        "nothing is granted"
+    );
     assert_eq!(
         room.step(progress(0, 1), 0),
         Ok(vec![DecodeAction::Announced]),
         "the engine gets one event that P holds pages"
     );
     assert_eq!(room.step(progress(1, 1), 0), Ok(vec![]));
-    assert_eq!(pulls(&room.step(grant(&[60, 61]), 0).expect("legal")), vec![(0, 2)]);
+    assert_eq!(
+        pulls(&room.step(grant(&[60, 61]), 0).expect("legal")),
+        vec![(0, 2)]
+    );
     assert_eq!(
         room.step(DecodeEvent::Revoke, 0),
         Ok(vec![DecodeAction::Announced]),
@@ -133,23 +202,51 @@ fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
 #[test]
 fn a_full_hit_commits_on_final_alone() {
     let mut room = connected(0);
-    room.step(DecodeEvent::Grant { start_page: 4, pages: vec![] }, 0).expect("legal");
+    room.step(
+        DecodeEvent::Grant {
+            start_page: 4,
+            pages: vec![],
+        },
+        0,
+    )
+    .expect("legal");
     assert_eq!(room.step(progress(0, 4), 0), Ok(vec![]), "nothing to pull");
     let end = room.step(fin(0, 4), 0).expect("legal");
-    assert!(matches!(end[..], [DecodeAction::Done { .. }, DecodeAction::Commit(_)]), "{end:?}");
+    assert!(
+        matches!(
+            end[..],
+            [DecodeAction::Done { .. }, DecodeAction::Commit(_)]
+        ),
+        "{end:?}"
+    );
 }
 
 #[test]
 fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
     let mut room = connected(2);
-    room.step(DecodeEvent::Grant { start_page: 0, pages: (50..57).collect() }, 0).expect("legal");
+    room.step(
+        DecodeEvent::Grant {
+            start_page: 0,
+            pages: (50..57).collect(),
+        },
+        0,
+    )
+    .expect("legal");
     let actions = room.step(progress(0, 9), 0).expect("legal");
-    assert_eq!(pulls(&actions), vec![(0, 2), (1, 2)], "two pulls of two pages, the rest waits");
+    assert_eq!(
+        pulls(&actions),
+        vec![(0, 2), (1, 2)],
+        "two pulls of two pages, the rest waits"
+    );
     assert!(
         matches!(&actions[0], DecodeAction::Pull { pages, .. } if pages[0] == PullPage { src: digest(2), dst: 50 })
     );
     assert_eq!(
-        pulls(&room.step(DecodeEvent::Pulled { ticket: 0 }, 0).expect("legal")),
+        pulls(
+            &room
+                .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+                .expect("legal")
+        ),
         vec![(2, 2)]
     );
 }
@@ -157,32 +254,82 @@ fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
 #[test]
 fn end_is_reported_only_after_the_last_pull_stopped() {
     let mut room = connected(0);
-    room.step(DecodeEvent::Grant { start_page: 0, pages: vec![50, 51, 52, 53] }, 0).expect("legal");
+    room.step(
+        DecodeEvent::Grant {
+            start_page: 0,
+            pages: vec![50, 51, 52, 53],
+        },
+        0,
+    )
+    .expect("legal");
     room.step(progress(0, 4), 0).expect("legal");
     let actions = room
-        .step(DecodeEvent::PullFailed { ticket: 0, code: ReasonCode::Checksum, why: "x".into() }, 0)
+        .step(
+            DecodeEvent::PullFailed {
+                ticket: 0,
+                code: ReasonCode::Checksum,
+                why: "x".into(),
+            },
+            0,
+        )
         .expect("legal");
     assert_eq!(
         actions,
         vec![
-            DecodeAction::SendAbort { peer: P, code: ReasonCode::Checksum },
+            DecodeAction::SendAbort {
+                peer: P,
+                code: ReasonCode::Checksum
+            },
             DecodeAction::CancelPulls
         ]
     );
-    assert_eq!(room.step(DecodeEvent::Tick, 5000), Ok(vec![]), "no second end");
-    assert_eq!(room.step(progress(4, 1), 0), Ok(vec![]), "nothing new is started");
-    let end = room.step(DecodeEvent::Pulled { ticket: 1 }, 0).expect("legal");
-    assert_eq!(end, vec![DecodeAction::Fail { code: ReasonCode::Checksum, why: "x".into() }]);
+    assert_eq!(
+        room.step(DecodeEvent::Tick, 5000),
+        Ok(vec![]),
+        "no second end"
+    );
+    assert_eq!(
+        room.step(progress(4, 1), 0),
+        Ok(vec![]),
+        "nothing new is started"
+    );
+    let end = room
+        .step(DecodeEvent::Pulled { ticket: 1 }, 0)
+        .expect("legal");
+    assert_eq!(
+        end,
+        vec![DecodeAction::Fail {
+            code: ReasonCode::Checksum,
+            why: "x".into()
+        }]
+    );
 }
 
 #[test]
 fn abort_replaces_a_failure_that_was_not_reported_yet() {
     let mut room = connected(0);
-    room.step(DecodeEvent::Grant { start_page: 0, pages: vec![50] }, 0).expect("legal");
+    room.step(
+        DecodeEvent::Grant {
+            start_page: 0,
+            pages: vec![50],
+        },
+        0,
+    )
+    .expect("legal");
     room.step(progress(0, 1), 0).expect("legal");
-    room.step(DecodeEvent::PeerAbort { peer: P, attempt: 1, code: ReasonCode::ClientGone }, 0)
-        .expect("legal");
-    assert_eq!(room.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0), Ok(vec![]));
+    room.step(
+        DecodeEvent::PeerAbort {
+            peer: P,
+            attempt: 1,
+            code: ReasonCode::ClientGone,
+        },
+        0,
+    )
+    .expect("legal");
+    assert_eq!(
+        room.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0),
+        Ok(vec![])
+    );
     assert_eq!(
         room.step(DecodeEvent::PullStopped { ticket: 0 }, 0),
         Ok(vec![DecodeAction::Aborted])
@@ -191,7 +338,11 @@ fn abort_replaces_a_failure_that_was_not_reported_yet() {
 
 #[test]
 fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
-    let gone = |readable| DecodeEvent::PeerGone { peer: P, code: ReasonCode::PeerDead, readable };
+    let gone = |readable| DecodeEvent::PeerGone {
+        peer: P,
+        code: ReasonCode::PeerDead,
+        readable,
+    };
     let ready = || {
         let mut room = connected(0);
         room.step(progress(0, 2), 0).expect("legal");
@@ -201,25 +352,39 @@ fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
     assert!(
         matches!(
             early.step(gone(true), 0).expect("legal")[..],
-            [DecodeAction::Fail { code: ReasonCode::PeerDead, .. }]
+            [DecodeAction::Fail {
+                code: ReasonCode::PeerDead,
+                ..
+            }]
         ),
         "FINAL is missing"
     );
     let mut tcp = ready();
     tcp.step(fin(0, 2), 0).expect("legal");
-    assert!(matches!(tcp.step(gone(false), 0).expect("legal")[..], [DecodeAction::Fail { .. }]));
+    assert!(matches!(
+        tcp.step(gone(false), 0).expect("legal")[..],
+        [DecodeAction::Fail { .. }]
+    ));
     let mut shm = ready();
     shm.step(fin(0, 2), 0).expect("legal");
     assert_eq!(shm.step(gone(true), 0), Ok(vec![]));
     assert_eq!(
         pulls(
-            &shm.step(DecodeEvent::Grant { start_page: 0, pages: vec![50, 51] }, 0).expect("legal")
+            &shm.step(
+                DecodeEvent::Grant {
+                    start_page: 0,
+                    pages: vec![50, 51]
+                },
+                0
+            )
+            .expect("legal")
         ),
         vec![(0, 2)]
     );
     assert!(
         matches!(
-            shm.step(DecodeEvent::Pulled { ticket: 0 }, 0).expect("legal")[..],
+            shm.step(DecodeEvent::Pulled { ticket: 0 }, 0)
+                .expect("legal")[..],
             [DecodeAction::Commit(_)]
         ),
         "and no DONE is sent"
@@ -230,13 +395,23 @@ fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
 fn a_grant_of_the_wrong_size_never_commits() {
     for granted in [0usize, 1, 3] {
         let mut room = connected(0);
-        room.step(DecodeEvent::Grant { start_page: 0, pages: (0..granted as u32).collect() }, 0)
-            .expect("legal");
+        room.step(
+            DecodeEvent::Grant {
+                start_page: 0,
+                pages: (0..granted as u32).collect(),
+            },
+            0,
+        )
+        .expect("legal");
         let actions = room.step(fin(0, 2), 0).expect("legal");
         assert!(
-            actions
-                .iter()
-                .any(|a| matches!(a, DecodeAction::Fail { code: ReasonCode::PromptMismatch, .. })),
+            actions.iter().any(|a| matches!(
+                a,
+                DecodeAction::Fail {
+                    code: ReasonCode::PromptMismatch,
+                    ..
+                }
+            )),
             "{actions:?}"
         );
     }
@@ -245,17 +420,37 @@ fn a_grant_of_the_wrong_size_never_commits() {
 #[test]
 fn a_wrong_root_is_a_checksum_failure() {
     let mut room = connected(0);
-    room.step(DecodeEvent::Grant { start_page: 0, pages: vec![50] }, 0).expect("legal");
+    room.step(
+        DecodeEvent::Grant {
+            start_page: 0,
+            pages: vec![50],
+        },
+        0,
+    )
+    .expect("legal");
     room.step(progress(0, 1), 0).expect("legal");
     let lie = DecodeEvent::Final {
         peer: P,
         attempt: 1,
-        fin: FinalMessage { total_pages: 1, last_page_tokens: 1, root: 1, payload: vec![] },
+        fin: FinalMessage {
+            total_pages: 1,
+            last_page_tokens: 1,
+            root: 1,
+            payload: vec![],
+        },
     };
     room.step(lie, 0).expect("legal");
-    let end = room.step(DecodeEvent::Pulled { ticket: 0 }, 0).expect("legal");
+    let end = room
+        .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+        .expect("legal");
     assert!(
-        end.iter().any(|a| matches!(a, DecodeAction::Fail { code: ReasonCode::Checksum, .. })),
+        end.iter().any(|a| matches!(
+            a,
+            DecodeAction::Fail {
+                code: ReasonCode::Checksum,
+                ..
+            }
+        )),
         "{end:?}"
     );
 }
@@ -265,15 +460,26 @@ fn messages_of_other_peers_and_attempts_are_ignored() {
     let mut room = connected(0);
     let before = room.clone();
     for event in [
-        DecodeEvent::Accepted { peer: 99, attempt: 1 },
+        DecodeEvent::Accepted {
+            peer: 99,
+            attempt: 1,
+        },
         DecodeEvent::Rejected {
             peer: P,
             attempt: 0,
             code: ReasonCode::DupRoom,
             why: String::new(),
         },
-        DecodeEvent::PeerGone { peer: 99, code: ReasonCode::PeerDead, readable: false },
-        DecodeEvent::PeerAbort { peer: P, attempt: 2, code: ReasonCode::ClientGone },
+        DecodeEvent::PeerGone {
+            peer: 99,
+            code: ReasonCode::PeerDead,
+            readable: false,
+        },
+        DecodeEvent::PeerAbort {
+            peer: P,
+            attempt: 2,
+            code: ReasonCode::ClientGone,
+        },
     ] {
         assert_eq!(room.step(event, 0), Ok(vec![]));
     }
@@ -283,15 +489,46 @@ fn messages_of_other_peers_and_attempts_are_ignored() {
 #[test]
 fn illegal_pairs_are_typed_errors_and_change_nothing() {
     let mut over = connected(0);
-    over.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0).expect("legal");
+    over.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0)
+        .expect("legal");
     let mut granted = connected(0);
-    granted.step(DecodeEvent::Grant { start_page: 0, pages: vec![1] }, 0).expect("legal");
+    granted
+        .step(
+            DecodeEvent::Grant {
+                start_page: 0,
+                pages: vec![1],
+            },
+            0,
+        )
+        .expect("legal");
     let cases = [
-        (over.clone(), DecodeEvent::Grant { start_page: 0, pages: vec![1] }, "over"),
-        (over.clone(), DecodeEvent::Abort(ReasonCode::ClientGone), "over"),
+        (
+            over.clone(),
+            DecodeEvent::Grant {
+                start_page: 0,
+                pages: vec![1],
+            },
+            "over",
+        ),
+        (
+            over.clone(),
+            DecodeEvent::Abort(ReasonCode::ClientGone),
+            "over",
+        ),
         (over, DecodeEvent::Connected { peer: P }, "over"),
-        (granted, DecodeEvent::Grant { start_page: 0, pages: vec![2] }, "granted before"),
-        (connected(0), DecodeEvent::Connected { peer: 4 }, "has a peer"),
+        (
+            granted,
+            DecodeEvent::Grant {
+                start_page: 0,
+                pages: vec![2],
+            },
+            "granted before",
+        ),
+        (
+            connected(0),
+            DecodeEvent::Connected { peer: 4 },
+            "has a peer",
+        ),
     ];
     for (mut room, event, why) in cases {
         let before = room.clone();
@@ -306,9 +543,13 @@ fn a_peer_that_announces_without_end_is_cut_off() {
     let mut room = connected(0);
     let actions = room.step(progress(90, 20), 0).expect("legal");
     assert!(
-        actions
-            .iter()
-            .any(|a| matches!(a, DecodeAction::Fail { code: ReasonCode::TransportBroken, .. })),
+        actions.iter().any(|a| matches!(
+            a,
+            DecodeAction::Fail {
+                code: ReasonCode::TransportBroken,
+                ..
+            }
+        )),
         "{actions:?}"
     );
 }

@@ -83,9 +83,14 @@ async fn connect(
     let unreachable = |why: String| ConnectionError::new(ReasonCode::Unreachable, why);
     let late = |_| unreachable(format!("no connection within {CONNECT_TIMEOUT:?}"));
     let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await;
-    let mut stream = connected.map_err(late)?.map_err(|err| unreachable(err.to_string()))?;
+    let mut stream = connected
+        .map_err(late)?
+        .map_err(|err| unreachable(err.to_string()))?;
     tune(&stream);
-    let opened = context.identity.initiate(&mut stream, Channel::Data, Some(inc)).await?;
+    let opened = context
+        .identity
+        .initiate(&mut stream, Channel::Data, Some(inc))
+        .await?;
     Ok((stream, opened))
 }
 
@@ -98,7 +103,11 @@ struct Job {
 
 impl Job {
     fn new(part: &PullPart) -> Self {
-        Self { pages_left: part.pages.len(), bytes: 0, of: part.of.clone() }
+        Self {
+            pages_left: part.pages.len(),
+            bytes: 0,
+            of: part.of.clone(),
+        }
     }
 }
 
@@ -120,7 +129,10 @@ enum Reading {
 
 impl Reading {
     fn head() -> Self {
-        Reading::Head { buffer: Vec::new(), expect: HEADER_BYTES }
+        Reading::Head {
+            buffer: Vec::new(),
+            expect: HEADER_BYTES,
+        }
     }
 }
 
@@ -144,7 +156,11 @@ impl Client {
         opened: OpenedConnection,
         inbox: &mut mpsc::UnboundedReceiver<ClientCommand>,
     ) -> Result<(), ConnectionError> {
-        let OpenedConnection { mut sealer, mut opener, .. } = opened;
+        let OpenedConnection {
+            mut sealer,
+            mut opener,
+            ..
+        } = opened;
         let mut reading = Reading::head();
         let mut scratch = vec![0u8; SCRATCH_BYTES];
         let mut stalled_at = Instant::now() + STALL;
@@ -188,7 +204,10 @@ impl Client {
         if part.pages.is_empty() {
             return self.end(part.id, Ok(()));
         }
-        for pages in part.pages.chunks(pages_per_read(self.context.pool.page_bytes())) {
+        for pages in part
+            .pages
+            .chunks(pages_per_read(self.context.pool.page_bytes()))
+        {
             self.todo.push_back(Chunk {
                 job: part.id,
                 ticket: 0,
@@ -208,7 +227,11 @@ impl Client {
             chunk.ticket = self.next_ticket;
             let ids = chunk.pages.iter().map(|p| p.src.page).collect();
             let gens = chunk.pages.iter().map(|p| p.src.generation).collect();
-            self.out.extend(sealer.seal(&Msg::Read { ticket: chunk.ticket, ids, gens }));
+            self.out.extend(sealer.seal(&Msg::Read {
+                ticket: chunk.ticket,
+                ids,
+                gens,
+            }));
             self.waiting_bytes += chunk.pages.len() * self.context.pool.page_bytes();
             self.waiting.push_back(chunk);
         }
@@ -277,7 +300,12 @@ impl Client {
         let (page, offset) = (chunk.pages[done / page_bytes], done % page_bytes);
         stream.try_io(Interest::READABLE, || {
             let iovec = libc::iovec {
-                iov_base: self.context.pool.page_ptr(page.dst).wrapping_add(offset).cast(),
+                iov_base: self
+                    .context
+                    .pool
+                    .page_ptr(page.dst)
+                    .wrapping_add(offset)
+                    .cast(),
                 iov_len: page_bytes - offset,
             };
             // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not
@@ -316,13 +344,18 @@ impl Client {
     /// Take the checksum of a page that is complete; true after the chunk's last one.
     fn page_arrived(&mut self, before: usize, after: usize) -> bool {
         let page_bytes = self.context.pool.page_bytes();
-        let Some(chunk) = self.waiting.front_mut() else { return true };
+        let Some(chunk) = self.waiting.front_mut() else {
+            return true;
+        };
         let is_done = after == chunk.pages.len() * page_bytes;
         if self.context.pool.device().is_some() {
             return is_done;
         }
         if self.jobs.contains_key(&chunk.job) && before / page_bytes != after / page_bytes {
-            let dst = self.context.pool.page_ptr(chunk.pages[before / page_bytes].dst);
+            let dst = self
+                .context
+                .pool
+                .page_ptr(chunk.pages[before / page_bytes].dst);
             // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses
             // it.
             let sum = unsafe {
@@ -341,10 +374,17 @@ impl Client {
     fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
-            return Err(ConnectionError::broken(format!("{} without a READ", msg.name())));
+            return Err(ConnectionError::broken(format!(
+                "{} without a READ",
+                msg.name()
+            )));
         };
         match msg {
-            Msg::Data { ticket, pages, page_bytes: theirs } if ticket == chunk.ticket => {
+            Msg::Data {
+                ticket,
+                pages,
+                page_bytes: theirs,
+            } if ticket == chunk.ticket => {
                 if pages as usize != chunk.pages.len() || theirs != page_bytes as u64 {
                     return Err(ConnectionError::broken(format!(
                         "{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for",
@@ -353,19 +393,28 @@ impl Client {
                 }
                 Ok(Reading::Pages { done: 0 })
             }
-            Msg::Stale { ticket, page, code: Some(code) } if ticket == chunk.ticket => {
+            Msg::Stale {
+                ticket,
+                page,
+                code: Some(code),
+            } if ticket == chunk.ticket => {
                 let why = format!("the prefill node leases page {page} to this node no more");
                 self.answered(Err(PullError::Failed(code, why)));
                 Ok(Reading::head())
             }
-            Msg::Stale { ticket, page, .. } | Msg::DataEnd { ticket, stale: Some(page) }
-                if ticket == chunk.ticket =>
-            {
+            Msg::Stale { ticket, page, .. }
+            | Msg::DataEnd {
+                ticket,
+                stale: Some(page),
+            } if ticket == chunk.ticket => {
                 let why = format!("page {page} of the prefill node was given to another request");
                 self.answered(Err(PullError::Failed(ReasonCode::StalePage, why)));
                 Ok(Reading::head())
             }
-            Msg::DataEnd { ticket, stale: None } if ticket == chunk.ticket => {
+            Msg::DataEnd {
+                ticket,
+                stale: None,
+            } if ticket == chunk.ticket => {
                 let checked = self.check_oldest();
                 self.answered(checked);
                 Ok(Reading::head())
@@ -380,7 +429,9 @@ impl Client {
     /// Verify the pages of the oldest READ. Pages on a device are scattered there now, unless their
     /// pull is over.
     fn check_oldest(&mut self) -> Result<(), PullError> {
-        let Some(chunk) = self.waiting.front_mut() else { return Ok(()) };
+        let Some(chunk) = self.waiting.front_mut() else {
+            return Ok(());
+        };
         if !self.jobs.contains_key(&chunk.job) {
             return Ok(());
         }
@@ -399,9 +450,13 @@ impl Client {
 
     /// Remove the oldest READ; its pull ends with its last READ or with an error.
     fn answered(&mut self, result: Result<(), PullError>) {
-        let Some(chunk) = self.waiting.pop_front() else { return };
+        let Some(chunk) = self.waiting.pop_front() else {
+            return;
+        };
         self.waiting_bytes -= chunk.pages.len() * self.context.pool.page_bytes();
-        let Some(job) = self.jobs.get_mut(&chunk.job) else { return };
+        let Some(job) = self.jobs.get_mut(&chunk.job) else {
+            return;
+        };
         if result.is_err() {
             self.todo.retain(|later| later.job != chunk.job);
             return self.end(chunk.job, result);

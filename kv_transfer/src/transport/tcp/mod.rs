@@ -62,7 +62,12 @@ pub type Report = Arc<dyn Fn(PullEnd) + Send + Sync>;
 
 enum Command {
     Serve(std::net::TcpStream, Box<OpenedConnection>),
-    Connect(SocketAddr, String, SumKind, mpsc::UnboundedReceiver<ClientCommand>),
+    Connect(
+        SocketAddr,
+        String,
+        SumKind,
+        mpsc::UnboundedReceiver<ClientCommand>,
+    ),
 }
 
 enum ClientCommand {
@@ -115,7 +120,13 @@ pub struct DataStreams {
 
 impl DataStreams {
     pub fn new(addr: SocketAddr, incarnation: String, sums: SumKind) -> Self {
-        Self { addr, incarnation, sums, streams: Vec::new(), next: 0 }
+        Self {
+            addr,
+            incarnation,
+            sums,
+            streams: Vec::new(),
+            next: 0,
+        }
     }
 
     /// Deal a pull out to the streams, in parts of a READ or more, one per stream at most; a stream
@@ -128,11 +139,25 @@ impl DataStreams {
         let reads = pull.pages.len().div_ceil(pages_per_read(plane.page_bytes));
         let per_part = pull.pages.len().div_ceil(reads.clamp(1, streams)).max(1);
         let parts = pull.pages.len().div_ceil(per_part).max(1);
-        let end = PullEnd { id: pull.id, bytes: 0, result: Ok(()) };
+        let end = PullEnd {
+            id: pull.id,
+            bytes: 0,
+            result: Ok(()),
+        };
         let of = Arc::new(DividedPull(Mutex::new((parts, end))));
         for i in 0..parts {
-            let pages = pull.pages.iter().skip(i * per_part).take(per_part).copied().collect();
-            let part = PullPart { id: pull.id, pages, of: of.clone() };
+            let pages = pull
+                .pages
+                .iter()
+                .skip(i * per_part)
+                .take(per_part)
+                .copied()
+                .collect();
+            let part = PullPart {
+                id: pull.id,
+                pages,
+                of: of.clone(),
+            };
             self.send(plane, self.next, ClientCommand::Pull(part));
             self.next = (self.next + 1) % streams;
         }
@@ -152,7 +177,10 @@ impl DataStreams {
     fn connect(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
         let (commands, inbox) = mpsc::unbounded_channel();
         let at = at + usize::from(self.addr.port()); // the first streams of all peers are spread
-        plane.send(at, Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox));
+        plane.send(
+            at,
+            Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox),
+        );
         commands
     }
 
@@ -184,9 +212,15 @@ impl DataPlane {
         dead: impl Fn(String) + Clone + Send + 'static,
     ) -> io::Result<Self> {
         let page_bytes = context.pool.page_bytes();
-        let mut plane = Self { threads: Vec::new(), page_bytes, served: 0 };
+        let mut plane = Self {
+            threads: Vec::new(),
+            page_bytes,
+            served: 0,
+        };
         for i in 0..threads {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()?;
             let (commands, inbox) = mpsc::unbounded_channel();
             let (context, dead) = (context.clone(), dead.clone());
             let served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED / threads);
@@ -196,7 +230,9 @@ impl DataPlane {
                     dead(panic_text(panic.as_ref()));
                 }
             };
-            let thread = std::thread::Builder::new().name(format!("kv-data-{i}")).spawn(work)?;
+            let thread = std::thread::Builder::new()
+                .name(format!("kv-data-{i}"))
+                .spawn(work)?;
             plane.threads.push((commands, thread));
         }
         Ok(plane)
@@ -269,7 +305,11 @@ pub fn tune(stream: &TcpStream) {
         .and_then(|()| sockopt::set_tcp_keepcnt(stream, 3));
     let is_granted = |limit: &str| {
         let cap = std::fs::read_to_string(format!("/proc/sys/net/core/{limit}"));
-        cap.is_ok_and(|cap| cap.trim().parse().is_ok_and(|cap: usize| cap >= SOCKET_BUFFER))
+        cap.is_ok_and(|cap| {
+            cap.trim()
+                .parse()
+                .is_ok_and(|cap: usize| cap >= SOCKET_BUFFER)
+        })
     };
     if is_granted("rmem_max") {
         let _ = sockopt::set_socket_recv_buffer_size(stream, SOCKET_BUFFER);
@@ -305,10 +345,15 @@ mod tests {
 
     #[test]
     fn dead_data_thread_is_reported_and_stop_ends_the_others() {
-        let Msg::Hello(hello) = hello(b"") else { unreachable!("it makes a HELLO") };
+        let Msg::Hello(hello) = hello(b"") else {
+            unreachable!("it makes a HELLO")
+        };
         let context = DataContext {
             pool: Arc::new(KvPool::create(4, 4096).expect("memory")),
-            identity: Arc::new(Identity { cluster_keys: None, hello }),
+            identity: Arc::new(Identity {
+                cluster_keys: None,
+                hello,
+            }),
             faults: Arc::default(),
             announced: Arc::default(),
             bad_frames: Arc::default(),
@@ -322,11 +367,20 @@ mod tests {
         let refusing = listener.local_addr().expect("bound");
         drop(listener);
         let mut streams = DataStreams::new(refusing, "p".into(), SumKind::Xxh3);
-        let pull = || Pull { id: 1, pages: Vec::new(), cancel: Arc::default() };
+        let pull = || Pull {
+            id: 1,
+            pages: Vec::new(),
+            cancel: Arc::default(),
+        };
         assert!(streams.pull(&plane, pull()));
-        let why = deaths.recv_timeout(Duration::from_secs(30)).expect("its end is reported");
+        let why = deaths
+            .recv_timeout(Duration::from_secs(30))
+            .expect("its end is reported");
         assert_eq!(why, "a thread panicked: asked to, by a test");
-        let alive = plane.threads.iter().filter(|(commands, _)| !commands.is_closed());
+        let alive = plane
+            .threads
+            .iter()
+            .filter(|(commands, _)| !commands.is_closed());
         assert_eq!(alive.count(), 1, "the other thread still writes pages");
         plane.stop();
         assert!(!streams.pull(&plane, pull()), "no thread is left");
@@ -334,14 +388,22 @@ mod tests {
 
     #[test]
     fn divided_pull_ends_with_its_last_part_and_a_damaged_page_outranks_a_broken_stream() {
-        let end = PullEnd { id: 7, bytes: 0, result: Ok(()) };
+        let end = PullEnd {
+            id: 7,
+            bytes: 0,
+            result: Ok(()),
+        };
         let pull = DividedPull(Mutex::new((4, end.clone())));
         let broken = || Err(PullError::Broken("reset".into()));
         let damaged = Err(PullError::Failed(ReasonCode::Checksum, "page 3".into()));
         assert_eq!(pull.end_part(10, broken()), None);
         assert_eq!(pull.end_part(20, damaged.clone()), None);
         assert_eq!(pull.end_part(0, broken()), None);
-        let whole = PullEnd { bytes: 35, result: damaged, ..end };
+        let whole = PullEnd {
+            bytes: 35,
+            result: damaged,
+            ..end
+        };
         assert_eq!(pull.end_part(5, Ok(())), Some(whole));
     }
 }

@@ -23,7 +23,11 @@ pub(super) async fn serve(
     stream: std::net::TcpStream,
     opened: OpenedConnection,
 ) {
-    let OpenedConnection { peer, mut sealer, mut opener } = opened;
+    let OpenedConnection {
+        peer,
+        mut sealer,
+        mut opener,
+    } = opened;
     // Closed when this returns: a peer that finds it closed finds its bad frame counted.
     let mut stream =
         TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()));
@@ -50,7 +54,9 @@ pub(super) async fn serve(
     };
     if let Err(err) = served.await {
         let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
-        context.bad_frames.fetch_add(u64::from(is_bad), Ordering::Relaxed);
+        context
+            .bad_frames
+            .fetch_add(u64::from(is_bad), Ordering::Relaxed);
         tracing::debug!(peer = %peer.addr, %err, "a data stream to a decode rank ended");
     }
 }
@@ -114,7 +120,9 @@ async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 
 /// Fail with a timeout if a peer takes no byte for `STALL`.
 async fn within_stall<T>(io: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    tokio::time::timeout(STALL, io).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    tokio::time::timeout(STALL, io)
+        .await
+        .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Result<()> {
@@ -150,7 +158,10 @@ fn iovecs(
     (first..pages.min(first + MAX_IOVECS))
         .map(|i| {
             let skip = if i == first { done % page_bytes } else { 0 };
-            libc::iovec { iov_base: ptr(i).wrapping_add(skip).cast(), iov_len: page_bytes - skip }
+            libc::iovec {
+                iov_base: ptr(i).wrapping_add(skip).cast(),
+                iov_len: page_bytes - skip,
+            }
         })
         .collect()
 }

@@ -39,7 +39,9 @@ struct Line {
 fn main() {
     let flags = Flags::read();
     let mut text = String::new();
-    std::io::stdin().read_to_string(&mut text).expect("a trace on standard input");
+    std::io::stdin()
+        .read_to_string(&mut text)
+        .expect("a trace on standard input");
     let lines: Vec<Line> = text
         .lines()
         .take(flags.number("limit", 1e9) as usize)
@@ -69,9 +71,13 @@ fn main() {
     for load in flags.text("load", "0.85").split(',') {
         let load: f64 = load.parse().expect("--load: numbers with commas between");
         let scale = work / load / span;
-        arrivals.iter_mut().for_each(|arrival| arrival.at_ms *= scale);
+        arrivals
+            .iter_mut()
+            .for_each(|arrival| arrival.at_ms *= scale);
         compare(&config, &arrivals, load, &flags);
-        arrivals.iter_mut().for_each(|arrival| arrival.at_ms /= scale);
+        arrivals
+            .iter_mut()
+            .for_each(|arrival| arrival.at_ms /= scale);
     }
 }
 
@@ -87,7 +93,10 @@ fn compare(config: &FleetConfig, arrivals: &[RequestArrival], load: f64, flags: 
             continue;
         }
         let policy = build(kind, Role::Prefill, &params);
-        let config = FleetConfig { is_bound: name == "(one giant cache)", ..config.clone() };
+        let config = FleetConfig {
+            is_bound: name == "(one giant cache)",
+            ..config.clone()
+        };
         let mut rng = StdRng::seed_from_u64(flags.number("seed", 1.0) as u64);
         let served = serve(&*policy, &config, arrivals, &mut rng);
         let row = Row::of(&served, config.workers);
@@ -124,12 +133,27 @@ fn arms(flags: &Flags) -> Vec<(&'static str, PolicyKind, PolicyParams)> {
         ..PolicyParams::default()
     };
     let usual = with(cost.clone(), MissPolicy::SmallestTree);
-    let argmin = CostParams { beta_max: 0.0, ..cost.clone() };
+    let argmin = CostParams {
+        beta_max: 0.0,
+        ..cost.clone()
+    };
     vec![
         ("cost", PolicyKind::Cost, usual.clone()),
-        ("cost without beta", PolicyKind::Cost, with(argmin, MissPolicy::SmallestTree)),
-        ("cache_aware (smallest_tree)", PolicyKind::CacheAware, usual.clone()),
-        ("cache_aware (least_load)", PolicyKind::CacheAware, with(cost, MissPolicy::LeastLoad)),
+        (
+            "cost without beta",
+            PolicyKind::Cost,
+            with(argmin, MissPolicy::SmallestTree),
+        ),
+        (
+            "cache_aware (smallest_tree)",
+            PolicyKind::CacheAware,
+            usual.clone(),
+        ),
+        (
+            "cache_aware (least_load)",
+            PolicyKind::CacheAware,
+            with(cost, MissPolicy::LeastLoad),
+        ),
         ("power_of_two", PolicyKind::PowerOfTwo, usual.clone()),
         ("round_robin", PolicyKind::RoundRobin, usual.clone()),
         ("random", PolicyKind::Random, usual.clone()),
@@ -169,7 +193,12 @@ fn spread(stamps: &[f64]) -> Vec<f64> {
     while let Some(group) = groups.next() {
         let gap = groups.peek().map_or(0.0, |next| next[0] - group[0]);
         let step = gap / group.len() as f64;
-        times.extend(group.iter().zip(0..).map(|(stamp, i)| stamp + step * f64::from(i)));
+        times.extend(
+            group
+                .iter()
+                .zip(0..)
+                .map(|(stamp, i)| stamp + step * f64::from(i)),
+        );
     }
     times
 }
@@ -223,7 +252,8 @@ impl Flags {
     fn number(&self, name: &str, default: f64) -> f64 {
         let given = self.0.get(name);
         given.map_or(default, |text| {
-            text.parse().unwrap_or_else(|_| panic!("--{name} {text}: not a number"))
+            text.parse()
+                .unwrap_or_else(|_| panic!("--{name} {text}: not a number"))
         })
     }
 }

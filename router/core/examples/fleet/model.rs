@@ -95,7 +95,9 @@ pub struct BlockCache {
 impl BlockCache {
     /// Leading blocks it holds.
     pub fn matched(&self, hashes: &[u64]) -> usize {
-        let held = hashes.iter().take_while(|hash| self.blocks.contains_key(hash));
+        let held = hashes
+            .iter()
+            .take_while(|hash| self.blocks.contains_key(hash));
         held.count()
     }
 
@@ -110,7 +112,9 @@ impl BlockCache {
             self.by_use.insert(place, *hash);
         }
         while self.blocks.len() > capacity {
-            let Some((_, hash)) = self.by_use.pop_first() else { break };
+            let Some((_, hash)) = self.by_use.pop_first() else {
+                break;
+            };
             self.blocks.remove(&hash);
         }
     }
@@ -141,7 +145,8 @@ impl Agenda {
         let number = self.1.len();
         self.1.push(what);
         // Times are not negative, and the bits of such floats sort as they do.
-        self.0.push(Reverse((at_ms.max(0.0).to_bits(), number as u64, number)));
+        self.0
+            .push(Reverse((at_ms.max(0.0).to_bits(), number as u64, number)));
     }
 
     fn next(&mut self) -> Option<(f64, Happens)> {
@@ -216,11 +221,16 @@ pub fn serve(
 impl Fleet<'_> {
     fn arrives(&mut self, request: usize, now_ms: f64, rng: &mut dyn RngCore) {
         let arrival = &self.arrivals[request];
-        let job = Job { request, arrived_ms: now_ms, left_ms: None };
+        let job = Job {
+            request,
+            arrived_ms: now_ms,
+            left_ms: None,
+        };
         if self.config.is_bound {
             self.queues[0].push_back(job);
             let idle = self.running.iter().position(Option::is_none);
-            idle.into_iter().for_each(|worker| self.start(worker, now_ms));
+            idle.into_iter()
+                .for_each(|worker| self.start(worker, now_ms));
             return;
         }
         let view = RequestView {
@@ -235,8 +245,15 @@ impl Fleet<'_> {
             .zip(&self.loads)
             .map(|(id, &load)| WorkerView { id, load, host })
             .collect();
-        let mut input = PolicyInput { request: &view, ready: &ready, rng, explains: false };
-        let Some(choice) = self.policy.choose(&mut input) else { return };
+        let mut input = PolicyInput {
+            request: &view,
+            ready: &ready,
+            rng,
+            explains: false,
+        };
+        let Some(choice) = self.policy.choose(&mut input) else {
+            return;
+        };
         self.policy.observe(&PolicyEvent::Routed {
             ticket: SendTicket(request as u64),
             worker: choice.worker,
@@ -260,7 +277,9 @@ impl Fleet<'_> {
     /// An idle worker takes its next prompt, if there is one.
     fn start(&mut self, worker: usize, now_ms: f64) {
         let shared = self.shared(worker);
-        let Some(mut job) = self.take(shared, now_ms) else { return };
+        let Some(mut job) = self.take(shared, now_ms) else {
+            return;
+        };
         let left_ms = match job.left_ms {
             Some(left_ms) => left_ms,
             None => {
@@ -307,7 +326,9 @@ impl Fleet<'_> {
     }
 
     fn ran(&mut self, worker: usize, now_ms: f64) {
-        let Some(job) = self.running[worker].take() else { return };
+        let Some(job) = self.running[worker].take() else {
+            return;
+        };
         if job.left_ms.is_some_and(|left_ms| left_ms > 1e-9) {
             let shared = self.shared(worker);
             self.queues[shared].push_front(job);
@@ -321,7 +342,11 @@ impl Fleet<'_> {
         let (arrival, shared) = (&self.arrivals[job.request], self.shared(worker));
         let prompt = arrival.blocks.prompt();
         let capacity = self.config.capacity_tokens as usize
-            * if self.config.is_bound { self.config.workers } else { 1 };
+            * if self.config.is_bound {
+                self.config.workers
+            } else {
+                1
+            };
         self.caches[shared].used(prompt.hashes, capacity / prompt.block_units.max(1));
         let served = &mut self.served[job.request];
         served.ttft_ms = now_ms - job.arrived_ms;
@@ -333,11 +358,20 @@ impl Fleet<'_> {
                 completion_tokens: None,
             };
             let now_ms = now_ms as u64;
-            self.policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
-            self.policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+            self.policy.observe(&PolicyEvent::Usage {
+                ticket,
+                worker,
+                usage,
+            });
+            self.policy.observe(&PolicyEvent::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            });
         }
         let answer_ms = self.config.ms_per_answer_token * f64::from(arrival.answer_tokens);
-        self.agenda.plan(now_ms + answer_ms, Happens::AnswerDone(job.request));
+        self.agenda
+            .plan(now_ms + answer_ms, Happens::AnswerDone(job.request));
     }
 
     fn answer_done(&mut self, request: usize, now_ms: f64) {
@@ -391,7 +425,10 @@ mod tests {
         RequestArrival {
             at_ms,
             blocks: PromptBlocks::of_ids(ids, 512, 512 * ids.len() as u32),
-            text: ids.iter().filter_map(|id| char::from_u32(0x4e00 + *id as u32)).collect(),
+            text: ids
+                .iter()
+                .filter_map(|id| char::from_u32(0x4e00 + *id as u32))
+                .collect(),
             answer_tokens,
         }
     }
@@ -403,8 +440,11 @@ mod tests {
             tokens_per_sec: 512_000.0, // a block per millisecond
             ..FleetConfig::default()
         };
-        let arrivals =
-            [arrival(0.0, &[1, 2, 3], 0), arrival(1.0, &[1, 2, 9], 0), arrival(50.0, &[7], 0)];
+        let arrivals = [
+            arrival(0.0, &[1, 2, 3], 0),
+            arrival(1.0, &[1, 2, 9], 0),
+            arrival(50.0, &[7], 0),
+        ];
         let served = serve(
             &*policy(PolicyKind::Random, Role::Prefill),
             &config,
@@ -451,8 +491,11 @@ mod tests {
         let system = "You are a careful assistant of the example company. ".repeat(95);
         let arrivals: Vec<RequestArrival> = (0..400)
             .map(|i| {
-                let text =
-                    format!("{}Question {i}: what is {i} times {}?", &system[..4_900], i * 7);
+                let text = format!(
+                    "{}Question {i}: what is {i} times {}?",
+                    &system[..4_900],
+                    i * 7
+                );
                 RequestArrival {
                     at_ms: 0.0,
                     blocks: PromptBlocks::of_text(text.as_bytes(), None),
@@ -475,12 +518,19 @@ mod tests {
                 };
                 for seed in 0..5 {
                     let mut rng = StdRng::seed_from_u64(seed);
-                    let served =
-                        serve(&*policy(PolicyKind::Cost, role), &config, &arrivals, &mut rng);
+                    let served = serve(
+                        &*policy(PolicyKind::Cost, role),
+                        &config,
+                        &arrivals,
+                        &mut rng,
+                    );
                     let mut counts = [0usize; 4];
                     served.iter().for_each(|s| counts[s.worker] += 1);
                     let max = *counts.iter().max().unwrap_or(&0);
-                    assert!(max <= 110, "{role} {concurrency} in flight, seed {seed}: {counts:?}");
+                    assert!(
+                        max <= 110,
+                        "{role} {concurrency} in flight, seed {seed}: {counts:?}"
+                    );
                     // The best there is: every prompt but the first finds the 19 whole blocks of
                     // the system prompt.
                     let cached: f64 = served.iter().map(|s| s.cached).sum();
@@ -507,8 +557,9 @@ mod tests {
                 order,
                 ..FleetConfig::default()
             };
-            let arrivals: Vec<RequestArrival> =
-                (0..300).map(|i| arrival(500.0 * i as f64, &[2 * i, 2 * i + 1], 10)).collect();
+            let arrivals: Vec<RequestArrival> = (0..300)
+                .map(|i| arrival(500.0 * i as f64, &[2 * i, 2 * i + 1], 10))
+                .collect();
             let policy = policy(PolicyKind::Cost, Role::Prefill);
             let served = serve(&*policy, &config, &arrivals, &mut StdRng::seed_from_u64(5));
             let mut counts = [0usize; 3];
@@ -534,10 +585,15 @@ mod tests {
             }
         }
         arrivals.sort_by(|a, b| a.at_ms.total_cmp(&b.at_ms));
-        let config = FleetConfig { capacity_tokens: 200_000, ..FleetConfig::default() };
+        let config = FleetConfig {
+            capacity_tokens: 200_000,
+            ..FleetConfig::default()
+        };
         let span = arrivals.last().map_or(0.0, |last| last.at_ms);
         let work = shared_cache_work_ms(&config, &arrivals) / config.workers as f64;
-        arrivals.iter_mut().for_each(|arrival| arrival.at_ms *= work / 0.8 / span);
+        arrivals
+            .iter_mut()
+            .for_each(|arrival| arrival.at_ms *= work / 0.8 / span);
         let mean = |kind: PolicyKind| {
             let mut rng = StdRng::seed_from_u64(3);
             let served = serve(&*policy(kind, Role::Prefill), &config, &arrivals, &mut rng);

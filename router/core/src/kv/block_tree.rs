@@ -42,7 +42,11 @@ pub enum BrokenTree {
     )]
     NotAPrefixHash { hash: EngineHash },
     #[error("{hashes} blocks of {block_tokens} tokens came with {tokens} tokens")]
-    WrongLength { hashes: usize, block_tokens: u32, tokens: usize },
+    WrongLength {
+        hashes: usize,
+        block_tokens: u32,
+        tokens: usize,
+    },
 }
 
 #[derive(Debug)]
@@ -102,7 +106,10 @@ pub struct EngineBlockTree {
 
 impl EngineBlockTree {
     pub fn new(block_tokens: usize) -> Self {
-        Self { block_tokens: block_tokens.max(1), ..Self::default() }
+        Self {
+            block_tokens: block_tokens.max(1),
+            ..Self::default()
+        }
     }
 
     /// Blocks known, ghosts included.
@@ -126,7 +133,10 @@ impl EngineBlockTree {
 
     /// There are no blocks, and that is certain.
     pub fn clear(&mut self) {
-        *self = Self { page_tokens: self.page_tokens, ..Self::new(self.block_tokens) };
+        *self = Self {
+            page_tokens: self.page_tokens,
+            ..Self::new(self.block_tokens)
+        };
     }
 
     /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch
@@ -164,7 +174,11 @@ impl EngineBlockTree {
         let (hashes, tokens) = (stored.hashes.len(), stored.tokens.len());
         let (block_tokens, width) = (stored.block_tokens, stored.block_tokens as usize);
         if width == 0 || tokens != width * hashes {
-            return Err(BrokenTree::WrongLength { hashes, block_tokens, tokens });
+            return Err(BrokenTree::WrongLength {
+                hashes,
+                block_tokens,
+                tokens,
+            });
         }
         self.page_tokens = block_tokens;
         let mut parent = NONE;
@@ -363,7 +377,11 @@ pub(super) const fn map_bytes(capacity: usize, entry: usize) -> usize {
 
 impl BlockChange {
     pub(crate) fn new(hash: u64, is_held: bool) -> Self {
-        if is_held { BlockChange::Hold(hash) } else { BlockChange::Drop(hash) }
+        if is_held {
+            BlockChange::Hold(hash)
+        } else {
+            BlockChange::Drop(hash)
+        }
     }
 }
 
@@ -374,7 +392,10 @@ impl BlockRemainder {
         match (done, tail) {
             ([_], []) if is_alone => BlockRemainder::Whole,
             ([], [token]) => BlockRemainder::Token(*token),
-            _ => BlockRemainder::Other(Box::new(Other { done: done.into(), tail: tail.into() })),
+            _ => BlockRemainder::Other(Box::new(Other {
+                done: done.into(),
+                tail: tail.into(),
+            })),
         }
     }
 

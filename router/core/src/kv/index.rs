@@ -189,13 +189,26 @@ pub struct KvIndex {
 impl KvIndex {
     pub fn new(max_bytes: usize) -> Self {
         let shards = (0..SHARDS).map(|_| Shard::default()).collect();
-        Self { shards, max_bytes, ..Self::default() }
+        Self {
+            shards,
+            max_bytes,
+            ..Self::default()
+        }
     }
 
     /// The rank's entry that answers, if there is one.
     pub fn rank(&self, worker: WorkerId) -> Option<KvRank> {
-        let &Rank { in_use, is_exact, page_tokens, .. } = self.ranks.get(&worker)?;
-        Some(KvRank { is_exact, blocks: self.blocks_of(in_use?), page_tokens })
+        let &Rank {
+            in_use,
+            is_exact,
+            page_tokens,
+            ..
+        } = self.ranks.get(&worker)?;
+        Some(KvRank {
+            is_exact,
+            blocks: self.blocks_of(in_use?),
+            page_tokens,
+        })
     }
 
     /// True if no rank has an entry: there is nothing to look for.
@@ -206,8 +219,11 @@ impl KvIndex {
     /// Estimated memory, the mirrors' included.
     pub fn bytes(&self) -> usize {
         let entry = size_of::<(u64, Holders)>();
-        let shards: usize =
-            self.shards.iter().map(|shard| map_bytes(shard.capacity(), entry)).sum();
+        let shards: usize = self
+            .shards
+            .iter()
+            .map(|shard| map_bytes(shard.capacity(), entry))
+            .sum();
         shards + self.heap_bytes + self.mirror_bytes + self.sets.capacity() * size_of::<Set>()
     }
 
@@ -228,7 +244,11 @@ impl KvIndex {
                     self.close(before);
                 }
             }
-            CacheUpdate::Changed { changes, page_tokens, bytes } => {
+            CacheUpdate::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
                 rank.page_tokens = page_tokens;
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
@@ -241,7 +261,9 @@ impl KvIndex {
                     }
                 }
                 if self.bytes() > self.max_bytes {
-                    return Err(NewsError::Full { max_bytes: self.max_bytes });
+                    return Err(NewsError::Full {
+                        max_bytes: self.max_bytes,
+                    });
                 }
             }
             CacheUpdate::Serve { is_exact } => {
@@ -267,7 +289,10 @@ impl KvIndex {
     pub fn forget(&mut self, worker: WorkerId) {
         if let Some(rank) = self.ranks.remove(&worker) {
             self.mirror_bytes -= rank.mirror_bytes;
-            [rank.in_use, rank.loading].into_iter().flatten().for_each(|set| self.close(set));
+            [rank.in_use, rank.loading]
+                .into_iter()
+                .flatten()
+                .for_each(|set| self.close(set));
         }
     }
 
@@ -397,7 +422,9 @@ impl KvIndex {
 
     fn drop_block(&mut self, set: u32, hash: u64) {
         let shard = &mut self.shards[shard_of(hash)];
-        let Some(holders) = shard.get_mut(&hash).filter(|holders| holders.has(set)) else { return };
+        let Some(holders) = shard.get_mut(&hash).filter(|holders| holders.has(set)) else {
+            return;
+        };
         let bytes = holders.heap_bytes();
         if holders.remove(set) {
             self.heap_bytes -= bytes;
@@ -422,7 +449,9 @@ impl KvIndex {
             let shard = &mut self.shards[self.sweep_at];
             shard.retain(|_, holders| {
                 let bytes = holders.heap_bytes();
-                let is_left = !dead.iter().any(|set| holders.has(*set) && holders.remove(*set));
+                let is_left = !dead
+                    .iter()
+                    .any(|set| holders.has(*set) && holders.remove(*set));
                 *heap_bytes -= if is_left { 0 } else { bytes };
                 is_left
             });

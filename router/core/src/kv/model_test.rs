@@ -66,7 +66,12 @@ struct Engine {
 impl Engine {
     fn new(seed: u64, page: usize) -> Self {
         let log = vec![vec![KvEvent::Cleared]];
-        Self { seed, page, log, ..Self::default() }
+        Self {
+            seed,
+            page,
+            log,
+            ..Self::default()
+        }
     }
 
     fn hash(&self, prefix: &[u32]) -> EngineHash {
@@ -127,9 +132,16 @@ impl Engine {
                 let held = self.held_tokens(&prefix);
                 let pages = (prefix.len() - held) / self.page;
                 for i in 1..=pages {
-                    *self.copies.entry(prefix[..held + i * self.page].to_vec()).or_default() += 1;
+                    *self
+                        .copies
+                        .entry(prefix[..held + i * self.page].to_vec())
+                        .or_default() += 1;
                 }
-                if pages == 0 { vec![] } else { vec![self.stored(&prefix, pages)] }
+                if pages == 0 {
+                    vec![]
+                } else {
+                    vec![self.stored(&prefix, pages)]
+                }
             }
             Op::Again(tokens) => {
                 let prefix = whole(tokens, self.page);
@@ -198,7 +210,9 @@ impl World {
     fn new(pages: &[usize]) -> Self {
         let engines = pages.iter().enumerate();
         Self {
-            engines: engines.map(|(at, page)| Engine::new(at as u64, *page)).collect(),
+            engines: engines
+                .map(|(at, page)| Engine::new(at as u64, *page))
+                .collect(),
             replicas: pages.iter().map(|_| CacheReplica::new(BLOCK)).collect(),
             index: KvIndex::new(usize::MAX),
         }
@@ -209,7 +223,9 @@ impl World {
         let events = self.engines[at].log[number].clone();
         let index = &mut self.index;
         self.replicas[at]
-            .batch(number as u64, &events, &mut |news| index.reconcile(worker, &news))
+            .batch(number as u64, &events, &mut |news| {
+                index.reconcile(worker, &news)
+            })
             .expect("events of an engine that keeps the rules")
     }
 
@@ -217,13 +233,17 @@ impl World {
         let (worker, events) = (WorkerId(at as u64), self.engines[at].snapshot());
         let (next, index) = (self.engines[at].log.len(), &mut self.index);
         self.replicas[at]
-            .snapshot(next as u64, &events, &mut |news| index.reconcile(worker, &news))
+            .snapshot(next as u64, &events, &mut |news| {
+                index.reconcile(worker, &news)
+            })
             .expect("a snapshot");
     }
 
     fn forget(&mut self, at: usize) {
         let (worker, index) = (WorkerId(at as u64), &mut self.index);
-        self.replicas[at].forget(&mut |news| index.reconcile(worker, &news)).expect("forgetting");
+        self.replicas[at]
+            .forget(&mut |news| index.reconcile(worker, &news))
+            .expect("forgetting");
     }
 
     fn step(&mut self, at: usize, op: &Op, way: Way, cure: Cure) {
@@ -300,7 +320,10 @@ impl World {
                 rank.map_or(0, |rank| rank.cached_tokens(held[at], BLOCK, usize::MAX)),
                 engine.held_tokens(prompt),
             );
-            assert!(claimed <= true_tokens, "rank {at}: {claimed} of {true_tokens}");
+            assert!(
+                claimed <= true_tokens,
+                "rank {at}: {claimed} of {true_tokens}"
+            );
             if engine.page.is_multiple_of(BLOCK) || BLOCK.is_multiple_of(engine.page) {
                 assert_eq!(claimed, true_tokens / BLOCK * BLOCK, "rank {at}");
             }
@@ -315,14 +338,18 @@ impl World {
 
 fn chain(prompt: &[u32]) -> Vec<u64> {
     let mut chain = TokenChain::new("");
-    prompt.chunks_exact(BLOCK).map(|block| chain.push(block)).collect()
+    prompt
+        .chunks_exact(BLOCK)
+        .map(|block| chain.push(block))
+        .collect()
 }
 
 fn tokens() -> impl Strategy<Value = Prefix> {
     // Runs of equal tokens, so that prompts share long prefixes and part anywhere.
     proptest::collection::vec((0u32..2, 1usize..7), 0..6).prop_map(|runs| {
         let runs = runs.into_iter();
-        runs.flat_map(|(token, n)| std::iter::repeat_n(token, n)).collect()
+        runs.flat_map(|(token, n)| std::iter::repeat_n(token, n))
+            .collect()
     })
 }
 

@@ -46,12 +46,18 @@ impl<C> CacheUpdateRecord<C> {
     pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateRecord<D> {
         match self {
             Self::Begin => CacheUpdateRecord::Begin,
-            Self::Changed { changes, page_tokens, bytes } => CacheUpdateRecord::Changed {
+            Self::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            } => CacheUpdateRecord::Changed {
                 changes: form(changes),
                 page_tokens: *page_tokens,
                 bytes: *bytes,
             },
-            Self::Serve { is_exact } => CacheUpdateRecord::Serve { is_exact: *is_exact },
+            Self::Serve { is_exact } => CacheUpdateRecord::Serve {
+                is_exact: *is_exact,
+            },
             Self::MarkInexact => CacheUpdateRecord::MarkInexact,
             Self::Forget => CacheUpdateRecord::Forget,
         }
@@ -96,7 +102,10 @@ pub struct CacheReplica {
 impl CacheReplica {
     /// `block_tokens`: of the router's blocks.
     pub fn new(block_tokens: usize) -> Self {
-        Self { mirror: EngineBlockTree::new(block_tokens), ..Self::default() }
+        Self {
+            mirror: EngineBlockTree::new(block_tokens),
+            ..Self::default()
+        }
     }
 
     /// Number of the next batch to be taken in.
@@ -217,7 +226,11 @@ impl CacheReplica {
         }
         let (page_tokens, bytes) = (self.mirror.page_tokens(), self.mirror.bytes());
         for changes in self.changes.chunks(PIECE) {
-            tell(CacheUpdate::Changed { changes, page_tokens, bytes })?;
+            tell(CacheUpdate::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            })?;
         }
         Ok(())
     }

@@ -18,7 +18,10 @@ pub fn draw_room(rng: &mut dyn RngCore, prefill_dp: Option<(u64, u64)>) -> u64 {
         Some((dp_size, rank)) if dp_size > 0 => (dp_size.min(ROOMS), rank),
         _ => (1, 0),
     };
-    debug_assert!(rank < dp_size, "DP rank {rank} of a node with {dp_size} ranks");
+    debug_assert!(
+        rank < dp_size,
+        "DP rank {rank} of a node with {dp_size} ranks"
+    );
     let rank = rank % dp_size;
     let rounds = (ROOMS - 1 - rank) / dp_size + 1; // how many rooms below ROOMS have this remainder
     rng.random_range(0..rounds) * dp_size + rank
@@ -39,7 +42,10 @@ pub struct LiveRooms {
 
 impl LiveRooms {
     pub fn new(limit: usize) -> Self {
-        Self { live: HashSet::new(), limit }
+        Self {
+            live: HashSet::new(),
+            limit,
+        }
     }
 
     /// Take `count` rooms that are not in use, drawn as by [`draw_room`]. `None`: there would be
@@ -55,8 +61,9 @@ impl LiveRooms {
         }
         let mut rooms = Vec::with_capacity(count);
         for _ in 0..count {
-            let free =
-                (0..DRAWS).map(|_| draw_room(rng, prefill_dp)).find(|room| self.live.insert(*room));
+            let free = (0..DRAWS)
+                .map(|_| draw_room(rng, prefill_dp))
+                .find(|room| self.live.insert(*room));
             let Some(room) = free else {
                 self.free(&rooms);
                 return None;
@@ -138,7 +145,10 @@ mod tests {
                 counts[(draw_room(&mut rng, prefill_dp) >> 59) as usize] += 1;
             }
             // 1000 each, standard deviation 31; six of them.
-            assert!(counts.iter().all(|&n| n.abs_diff(1_000) < 184), "{counts:?}");
+            assert!(
+                counts.iter().all(|&n| n.abs_diff(1_000) < 184),
+                "{counts:?}"
+            );
         }
     }
 

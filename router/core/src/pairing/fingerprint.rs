@@ -5,8 +5,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Deserialize, Serialize};
 
 /// Fields that a worker may report under `fingerprint`, in the order of a [`WorkerFingerprint`].
-pub const FINGERPRINT_FIELDS: [&str; 6] =
-    ["model", "tokenizer", "chat_template", "page_size", "dtype", "kv_layout"];
+pub const FINGERPRINT_FIELDS: [&str; 6] = [
+    "model",
+    "tokenizer",
+    "chat_template",
+    "page_size",
+    "dtype",
+    "kv_layout",
+];
 
 /// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and
 /// vLLM's report none.
@@ -28,7 +34,8 @@ impl WorkerFingerprint {
         let pairs: [(u64, u64); FINGERPRINT_FIELDS.len()] =
             std::array::from_fn(|i| (self.0[i], other.0[i]));
         let all = FINGERPRINT_FIELDS.into_iter().zip(pairs);
-        all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b).map(|(aspect, _)| aspect)
+        all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b)
+            .map(|(aspect, _)| aspect)
     }
 }
 
@@ -52,8 +59,11 @@ mod tests {
 
     #[test]
     fn only_what_both_tell_can_differ() {
-        let (a, b, unreported) =
-            (fingerprint("16", "bf16"), fingerprint("32", "bf16"), WorkerFingerprint::default());
+        let (a, b, unreported) = (
+            fingerprint("16", "bf16"),
+            fingerprint("32", "bf16"),
+            WorkerFingerprint::default(),
+        );
         assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
         assert!(
             a.is_compatible(&a) && a.is_compatible(&unreported) && unreported.is_compatible(&b)

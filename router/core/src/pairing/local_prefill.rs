@@ -40,7 +40,9 @@ impl LocalPrefillRule {
     /// `None`: let a prefill worker do it.
     pub fn decide(&self, view: &LocalView) -> Option<LocalPrefillReason> {
         if !view.has_prefill {
-            return self.when_no_prefill.then_some(LocalPrefillReason::NoPrefill);
+            return self
+                .when_no_prefill
+                .then_some(LocalPrefillReason::NoPrefill);
         }
         let is_few = |tokens| tokens <= self.max_tokens && self.max_tokens > 0;
         if is_few(view.prompt_tokens) {
@@ -57,24 +59,47 @@ mod tests {
 
     #[test]
     fn few_tokens_to_compute_stay_and_without_prefill_all_do() {
-        let rule = |max_tokens, when_no_prefill| LocalPrefillRule { max_tokens, when_no_prefill };
+        let rule = |max_tokens, when_no_prefill| LocalPrefillRule {
+            max_tokens,
+            when_no_prefill,
+        };
         let view = |prompt_tokens, cached_tokens, has_prefill| LocalView {
             prompt_tokens,
             cached_tokens,
             has_prefill,
         };
         for (rule, view, why) in [
-            (rule(32, true), view(32, 0, true), Some(LocalPrefillReason::Short)),
+            (
+                rule(32, true),
+                view(32, 0, true),
+                Some(LocalPrefillReason::Short),
+            ),
             (rule(32, true), view(33, 0, true), None),
-            (rule(32, true), view(1_000, 968, true), Some(LocalPrefillReason::PrefixHere)),
+            (
+                rule(32, true),
+                view(1_000, 968, true),
+                Some(LocalPrefillReason::PrefixHere),
+            ),
             (rule(32, true), view(1_000, 967, true), None),
             // An index may expect more than the prompt has.
-            (rule(32, true), view(100, 4_000, true), Some(LocalPrefillReason::PrefixHere)),
-            (rule(32, true), view(100_000, 0, false), Some(LocalPrefillReason::NoPrefill)),
+            (
+                rule(32, true),
+                view(100, 4_000, true),
+                Some(LocalPrefillReason::PrefixHere),
+            ),
+            (
+                rule(32, true),
+                view(100_000, 0, false),
+                Some(LocalPrefillReason::NoPrefill),
+            ),
             (rule(32, false), view(1, 0, false), None),
             (rule(0, true), view(0, 0, true), None),
             (rule(0, true), view(10, 10, true), None),
-            (rule(0, true), view(10, 10, false), Some(LocalPrefillReason::NoPrefill)),
+            (
+                rule(0, true),
+                view(10, 10, false),
+                Some(LocalPrefillReason::NoPrefill),
+            ),
         ] {
             assert_eq!(rule.decide(&view), why, "{rule:?} {view:?}");
         }

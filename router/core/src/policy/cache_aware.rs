@@ -106,8 +106,14 @@ impl CacheAware {
         let total_chars = text.chars().count();
         // An empty text divides to NaN, which is above nothing.
         if matched.units as f32 / total_chars as f32 > self.params.cache_threshold {
-            let holders = ready.iter().copied().filter(|worker| matched.is_held_by(worker.id));
-            let why = SelectionReason::PrefixHit { matched_chars: matched.units, total_chars };
+            let holders = ready
+                .iter()
+                .copied()
+                .filter(|worker| matched.is_held_by(worker.id));
+            let why = SelectionReason::PrefixHit {
+                matched_chars: matched.units,
+                total_chars,
+            };
             let worker = least_loaded(holders, rng)?.id;
             return Some(WorkerChoice { worker, why });
         }
@@ -115,7 +121,10 @@ impl CacheAware {
             MissPolicy::SmallestTree => {
                 let ids = ready.iter().map(|worker| worker.id);
                 let worker = min_by_key_random_tie(ids, |id| tree.units_of(id), rng)?;
-                Some(WorkerChoice { worker, why: SelectionReason::SmallestTree })
+                Some(WorkerChoice {
+                    worker,
+                    why: SelectionReason::SmallestTree,
+                })
             }
             MissPolicy::LeastLoad => choose_least_loaded(ready, rng),
         }
@@ -157,7 +166,10 @@ impl Policy for CacheAware {
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
         match input.ready {
             [] => None,
-            [only] => Some(WorkerChoice { worker: only.id, why: SelectionReason::Only }),
+            [only] => Some(WorkerChoice {
+                worker: only.id,
+                why: SelectionReason::Only,
+            }),
             ready if self.is_unbalanced(ready) => choose_least_loaded(ready, input.rng),
             _ => self.choose_by_prefix(input),
         }
@@ -185,7 +197,9 @@ impl Policy for CacheAware {
 
     fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
-            PolicyEvent::Routed { worker, request, .. } => {
+            PolicyEvent::Routed {
+                worker, request, ..
+            } => {
                 if !self.read().touch(worker, request.text) {
                     self.write().insert(worker, request.text);
                 }
@@ -212,13 +226,21 @@ impl Policy for CacheAware {
         let tree = self.read();
         let (chars, index_bytes) = (tree.units_by_worker(), tree.bytes());
         let evicted_total = tree.evicted_units_total();
-        PolicyStats { chars, index_bytes, evicted_total, ..PolicyStats::default() }
+        PolicyStats {
+            chars,
+            index_bytes,
+            evicted_total,
+            ..PolicyStats::default()
+        }
     }
 }
 
 fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerChoice> {
     let worker = least_loaded(ready.iter().copied(), rng)?.id;
-    Some(WorkerChoice { worker, why: SelectionReason::LeastLoaded })
+    Some(WorkerChoice {
+        worker,
+        why: SelectionReason::LeastLoaded,
+    })
 }
 
 #[cfg(test)]
@@ -248,16 +270,31 @@ mod tests {
 
     #[test]
     fn prefix_above_the_threshold_wins_at_it_does_not() {
-        let policy = policy_for(2, CacheAwareParams { cache_threshold: 0.5, ..Default::default() });
+        let policy = policy_for(
+            2,
+            CacheAwareParams {
+                cache_threshold: 0.5,
+                ..Default::default()
+            },
+        );
         routed(&policy, 0, "0123456789");
         let ready = views(&[3, 0]);
         let hit = chosen(&policy, "01234567é🦀", &ready, &mut rng(1));
         assert_eq!(hit.worker, WorkerId(0));
-        assert_eq!(hit.why, SelectionReason::PrefixHit { matched_chars: 8, total_chars: 10 });
+        assert_eq!(
+            hit.why,
+            SelectionReason::PrefixHit {
+                matched_chars: 8,
+                total_chars: 10
+            }
+        );
         let at_threshold = chosen(&policy, "01234éèéèé", &ready, &mut rng(1));
         assert_eq!(
             at_threshold,
-            WorkerChoice { worker: WorkerId(1), why: SelectionReason::SmallestTree }
+            WorkerChoice {
+                worker: WorkerId(1),
+                why: SelectionReason::SmallestTree
+            }
         );
     }
 
@@ -267,7 +304,12 @@ mod tests {
         for worker in [0, 1, 3] {
             routed(&policy, worker, "shared prompt");
         }
-        let taken = chosen(&policy, "shared prompt, more", &views(&[5, 2, 0, 4]), &mut rng(1));
+        let taken = chosen(
+            &policy,
+            "shared prompt, more",
+            &views(&[5, 2, 0, 4]),
+            &mut rng(1),
+        );
         assert_eq!(taken.worker, WorkerId(1));
     }
 
@@ -278,8 +320,17 @@ mod tests {
         routed(&policy, 1, "abcdef__");
         let ready = views(&[0, 0, 0])[1..].to_vec();
         let taken = chosen(&policy, "abcdefgh", &ready, &mut rng(1));
-        let why = SelectionReason::PrefixHit { matched_chars: 6, total_chars: 8 };
-        assert_eq!(taken, WorkerChoice { worker: WorkerId(1), why });
+        let why = SelectionReason::PrefixHit {
+            matched_chars: 6,
+            total_chars: 8,
+        };
+        assert_eq!(
+            taken,
+            WorkerChoice {
+                worker: WorkerId(1),
+                why
+            }
+        );
     }
 
     #[test]
@@ -293,7 +344,11 @@ mod tests {
             (300, 230, false), // 70 > 64 but 300 < 345
         ];
         for (max, min, expected) in cases {
-            assert_eq!(policy.is_unbalanced(&views(&[min, max])), expected, "{max} {min}");
+            assert_eq!(
+                policy.is_unbalanced(&views(&[min, max])),
+                expected,
+                "{max} {min}"
+            );
         }
     }
 
@@ -302,7 +357,13 @@ mod tests {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "hot prompt");
         let taken = chosen(&policy, "hot prompt", &views(&[65, 0]), &mut rng(1));
-        assert_eq!(taken, WorkerChoice { worker: WorkerId(1), why: SelectionReason::LeastLoaded });
+        assert_eq!(
+            taken,
+            WorkerChoice {
+                worker: WorkerId(1),
+                why: SelectionReason::LeastLoaded
+            }
+        );
         routed(&policy, 1, "hot prompt");
         let again = chosen(&policy, "hot prompt", &views(&[60, 0]), &mut rng(1));
         assert_eq!(again.worker, WorkerId(1));
@@ -314,11 +375,23 @@ mod tests {
             (MissPolicy::SmallestTree, 1, SelectionReason::SmallestTree),
             (MissPolicy::LeastLoad, 0, SelectionReason::LeastLoaded),
         ] {
-            let policy = policy_for(2, CacheAwareParams { miss, ..Default::default() });
+            let policy = policy_for(
+                2,
+                CacheAwareParams {
+                    miss,
+                    ..Default::default()
+                },
+            );
             routed(&policy, 0, "a longer text");
             routed(&policy, 1, "b text");
             let taken = chosen(&policy, "something new", &views(&[0, 3]), &mut rng(1));
-            assert_eq!(taken, WorkerChoice { worker: WorkerId(worker), why });
+            assert_eq!(
+                taken,
+                WorkerChoice {
+                    worker: WorkerId(worker),
+                    why
+                }
+            );
             let empty = chosen(&policy, "", &views(&[0, 3]), &mut rng(1));
             assert_eq!(empty.why, why);
         }
@@ -357,8 +430,14 @@ mod tests {
             (48, MissPolicy::SmallestTree),
             (48, MissPolicy::LeastLoad),
         ] {
-            let mut counts =
-                hot_prompt(CacheAwareParams { miss, ..Default::default() }, 400, concurrency);
+            let mut counts = hot_prompt(
+                CacheAwareParams {
+                    miss,
+                    ..Default::default()
+                },
+                400,
+                concurrency,
+            );
             counts.sort_unstable();
             assert_eq!(counts, [0, 0, 0, 400], "{concurrency} in flight");
         }
@@ -368,7 +447,10 @@ mod tests {
     fn hot_prompt_spreads_once_more_are_in_flight_than_the_threshold() {
         let counts = hot_prompt(CacheAwareParams::default(), 400, 128);
         assert!(counts.iter().all(|&count| count > 0), "{counts:?}");
-        let lower = CacheAwareParams { balance_abs_threshold: 4, ..Default::default() };
+        let lower = CacheAwareParams {
+            balance_abs_threshold: 4,
+            ..Default::default()
+        };
         let counts = hot_prompt(lower, 400, 48);
         assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
     }
@@ -440,7 +522,9 @@ mod tests {
     fn late_events_of_a_worker_that_is_gone_leave_nothing() {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "abc");
-        policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
+        policy.observe(&PolicyEvent::WorkerGone {
+            worker: WorkerId(0),
+        });
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
         assert_eq!(
@@ -451,7 +535,13 @@ mod tests {
 
     #[test]
     fn threads_leave_a_tree_within_its_limits() {
-        let policy = policy_for(4, CacheAwareParams { max_tree_size: 400, ..Default::default() });
+        let policy = policy_for(
+            4,
+            CacheAwareParams {
+                max_tree_size: 400,
+                ..Default::default()
+            },
+        );
         std::thread::scope(|scope| {
             for thread in 0..4u64 {
                 let policy = &policy;
@@ -466,7 +556,11 @@ mod tests {
             }
         });
         assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
-        (0..4).for_each(|id| policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(id) }));
+        (0..4).for_each(|id| {
+            policy.observe(&PolicyEvent::WorkerGone {
+                worker: WorkerId(id),
+            })
+        });
         assert_eq!(policy.read().nodes_and_label_bytes(), (0, 0));
     }
 
@@ -487,6 +581,9 @@ mod tests {
             SelectionReason::SmallestTree
         );
         routed(&policy, 1, "abc");
-        assert_eq!(chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker, WorkerId(1));
+        assert_eq!(
+            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker,
+            WorkerId(1)
+        );
     }
 }

@@ -43,7 +43,11 @@ pub struct ManualParams {
 
 impl Default for ManualParams {
     fn default() -> Self {
-        Self { assignment_mode: AssignmentMode::Random, max_idle_secs: 14_400, max_keys: 1_000_000 }
+        Self {
+            assignment_mode: AssignmentMode::Random,
+            max_idle_secs: 14_400,
+            max_keys: 1_000_000,
+        }
     }
 }
 
@@ -134,7 +138,9 @@ impl State {
             return;
         }
         while self.keys.len() >= max_keys.max(1) && !self.keys.contains_key(&key) {
-            let Some((_, oldest)) = self.idle.pop_first() else { break };
+            let Some((_, oldest)) = self.idle.pop_first() else {
+                break;
+            };
             self.forget(oldest);
         }
         self.turn += 1;
@@ -156,7 +162,9 @@ impl State {
     }
 
     fn forget(&mut self, key: u128) {
-        let Some(entry) = self.keys.remove(&key) else { return };
+        let Some(entry) = self.keys.remove(&key) else {
+            return;
+        };
         self.idle.remove(&entry.turn);
         self.evicted_total += 1;
         for worker in entry.workers {
@@ -174,13 +182,24 @@ impl Policy for ManualPolicy {
 
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
         let is_ready = |id: &&WorkerId| input.ready.iter().any(|worker| worker.id == **id);
-        let known = |key: u128| self.lock().keys.get(&key)?.workers.iter().find(is_ready).copied();
+        let known = |key: u128| {
+            self.lock()
+                .keys
+                .get(&key)?
+                .workers
+                .iter()
+                .find(is_ready)
+                .copied()
+        };
         let (worker, why) = if let [only] = input.ready {
             (only.id, SelectionReason::Only)
         } else if let Some(key) = key_of(input.request) {
             match known(key) {
                 Some(worker) => (worker, SelectionReason::Sticky),
-                None => (self.assign(input.ready, input.rng)?, SelectionReason::NewKey),
+                None => (
+                    self.assign(input.ready, input.rng)?,
+                    SelectionReason::NewKey,
+                ),
             }
         } else {
             (random(input.ready, input.rng)?, SelectionReason::NoKey)
@@ -196,15 +215,20 @@ impl Policy for ManualPolicy {
             keys: state.groups.get(&worker.id).copied().unwrap_or(0),
             holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
         };
-        let basis = PolicyBasis::Key { has_key: key.is_some() };
+        let basis = PolicyBasis::Key {
+            has_key: key.is_some(),
+        };
         Explanation::of(self.name(), basis, input.ready, terms)
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
         match *event {
-            PolicyEvent::Routed { worker, request, .. } => {
+            PolicyEvent::Routed {
+                worker, request, ..
+            } => {
                 if let Some(key) = key_of(request) {
-                    self.lock().seen(key, worker, request.now_ms, self.params.max_keys);
+                    self.lock()
+                        .seen(key, worker, request.now_ms, self.params.max_keys);
                 }
             }
             PolicyEvent::WorkerAdded { worker, .. } => {
@@ -237,7 +261,11 @@ impl Policy for ManualPolicy {
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         let state = self.lock();
         let (keys, evicted_total) = (state.keys.len(), state.evicted_total);
-        PolicyStats { keys, evicted_total, ..PolicyStats::default() }
+        PolicyStats {
+            keys,
+            evicted_total,
+            ..PolicyStats::default()
+        }
     }
 }
 
@@ -268,13 +296,29 @@ mod tests {
         assert_eq!(first.why, SelectionReason::NewKey);
         for load in 0..20 {
             let again = sender.keyed(&policy, "session", &views(&[load, 9, 3]), &mut rng);
-            assert_eq!(again, WorkerChoice { worker: first.worker, why: SelectionReason::Sticky });
+            assert_eq!(
+                again,
+                WorkerChoice {
+                    worker: first.worker,
+                    why: SelectionReason::Sticky
+                }
+            );
         }
-        let others: Vec<_> = all.iter().copied().filter(|w| w.id != first.worker).collect();
+        let others: Vec<_> = all
+            .iter()
+            .copied()
+            .filter(|w| w.id != first.worker)
+            .collect();
         let stand_in = sender.keyed(&policy, "session", &others, &mut rng);
         assert_eq!(stand_in.why, SelectionReason::NewKey);
-        assert_eq!(sender.keyed(&policy, "session", &others, &mut rng).worker, stand_in.worker);
-        assert_eq!(sender.keyed(&policy, "session", &all, &mut rng).worker, first.worker);
+        assert_eq!(
+            sender.keyed(&policy, "session", &others, &mut rng).worker,
+            stand_in.worker
+        );
+        assert_eq!(
+            sender.keyed(&policy, "session", &all, &mut rng).worker,
+            first.worker
+        );
     }
 
     #[test]
@@ -282,8 +326,13 @@ mod tests {
         let (mut sender, mut rng) = (TestSender::default(), rng(5));
         for &mode in AssignmentMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
-            let policy =
-                policy_for(3, ManualParams { assignment_mode: mode, ..Default::default() });
+            let policy = policy_for(
+                3,
+                ManualParams {
+                    assignment_mode: mode,
+                    ..Default::default()
+                },
+            );
             let mut counts = [0usize; 3];
             for i in 0..300 {
                 let loads = [counts[0], counts[1] + 50, counts[2]];
@@ -298,9 +347,17 @@ mod tests {
                 AssignmentMode::MinGroup => assert_eq!(counts, [100, 100, 100]),
             }
             for key in ["", "unused"].map(|key| (!key.is_empty()).then_some(key)) {
-                let request = RequestView { routing_key: key, ..Default::default() };
+                let request = RequestView {
+                    routing_key: key,
+                    ..Default::default()
+                };
                 let (ready, rng) = (&views(&[0, 0]), &mut rng);
-                let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+                let mut input = PolicyInput {
+                    request: &request,
+                    ready,
+                    rng,
+                    explains: false,
+                };
                 let why = policy.choose(&mut input).map(|choice| choice.why);
                 assert_eq!(
                     why,
@@ -317,12 +374,25 @@ mod tests {
 
     #[test]
     fn idle_keys_are_forgotten() {
-        let policy = policy_for(2, ManualParams { max_idle_secs: 10, ..Default::default() });
+        let policy = policy_for(
+            2,
+            ManualParams {
+                max_idle_secs: 10,
+                ..Default::default()
+            },
+        );
         let (mut sender, mut rng, all) = (TestSender::default(), rng(1), views(&[0, 0]));
         sender.keyed(&policy, "a", &all, &mut rng);
         sender.now_ms = 6_000;
         sender.keyed(&policy, "b", &all, &mut rng);
-        assert_eq!((policy.evict(9_999), policy.evict(10_000), policy.stats(0).keys), (0, 1, 1));
+        assert_eq!(
+            (
+                policy.evict(9_999),
+                policy.evict(10_000),
+                policy.stats(0).keys
+            ),
+            (0, 1, 1)
+        );
         assert_eq!((policy.evict(16_000), policy.stats(0).keys), (1, 0));
     }
 

@@ -167,7 +167,12 @@ pub fn decide_pair(
 ) -> Option<[ExplainedChoice; 2]> {
     let costs = prefill.as_cost().zip(decode.as_cost());
     let decide = |policy: &dyn Policy, ready: &[WorkerView], rng: &mut dyn RngCore| {
-        policy.decide(&mut PolicyInput { request, ready, rng, explains })
+        policy.decide(&mut PolicyInput {
+            request,
+            ready,
+            rng,
+            explains,
+        })
     };
     let Some(is_compatible) = is_compatible else {
         if let Some((p, d)) = costs {
@@ -176,11 +181,15 @@ pub fn decide_pair(
         let p = decide(prefill, ready[0], rng)?;
         return Some([p, decide(decode, ready[1], rng)?]);
     };
-    let with_partner = passing(ready[0], |p| ready[1].iter().any(|d| is_compatible(p, d.id)));
+    let with_partner = passing(ready[0], |p| {
+        ready[1].iter().any(|d| is_compatible(p, d.id))
+    });
     let p = decide(prefill, &with_partner, rng)?;
     // The decode workers that it fits, and the prefill workers that fit all of these.
     let partners = passing(ready[1], |d| is_compatible(p.0.worker, d));
-    let alike = passing(&with_partner, |p| partners.iter().all(|d| is_compatible(p, d.id)));
+    let alike = passing(&with_partner, |p| {
+        partners.iter().all(|d| is_compatible(p, d.id))
+    });
     if let Some((both, other)) = costs {
         return both.decide_pair(other, request, [&alike, &partners], rng, explains);
     }
@@ -188,7 +197,11 @@ pub fn decide_pair(
 }
 
 fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
-    views.iter().copied().filter(|view| passes(view.id)).collect()
+    views
+        .iter()
+        .copied()
+        .filter(|view| passes(view.id))
+        .collect()
 }
 
 /// The policies an operator can name.
@@ -238,10 +251,17 @@ impl UnknownName {
     where
         T: Copy + VariantArray + Into<&'static str>,
     {
-        let mut found = T::VARIANTS.iter().copied().filter(|item| (*item).into() == name);
+        let mut found = T::VARIANTS
+            .iter()
+            .copied()
+            .filter(|item| (*item).into() == name);
         found.next().ok_or_else(|| {
             let known: Vec<&str> = T::VARIANTS.iter().map(|item| (*item).into()).collect();
-            UnknownName { what, name: name.to_owned(), known: known.join(", ") }
+            UnknownName {
+                what,
+                name: name.to_owned(),
+                known: known.join(", "),
+            }
         })
     }
 }
@@ -326,12 +346,20 @@ mod tests {
             assert!(busy.queue_ms > 100.0 && busy.prefill_ms > 0.0, "{busy:?}");
             assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
         }
-        let other = build(PolicyKind::RoundRobin, Role::Regular, &PolicyParams::default());
+        let other = build(
+            PolicyKind::RoundRobin,
+            Role::Regular,
+            &PolicyParams::default(),
+        );
         assert_eq!(ask(&*other, &TestSender::default(), 0..2), None);
     }
 
     fn view(id: u64) -> WorkerView {
-        WorkerView { id: WorkerId(id), load: 0, host: 0 }
+        WorkerView {
+            id: WorkerId(id),
+            load: 0,
+            host: 0,
+        }
     }
 
     proptest! {

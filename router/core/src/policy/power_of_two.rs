@@ -29,9 +29,15 @@ impl Policy for PowerOfTwo {
             }
         };
         // On equal loads `first` wins; it is as random as `second`.
-        let worker = if second.load < first.load { second.id } else { first.id };
+        let worker = if second.load < first.load {
+            second.id
+        } else {
+            first.id
+        };
         let drawn = [first.id, second.id];
-        let terms = |of: &WorkerView| PolicyTerms::Drawn { is_drawn: drawn.contains(&of.id) };
+        let terms = |of: &WorkerView| PolicyTerms::Drawn {
+            is_drawn: drawn.contains(&of.id),
+        };
         let explain = || Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms);
         Some((WorkerChoice { worker, why }, input.explains.then(explain)))
     }
@@ -71,7 +77,10 @@ mod tests {
         }
         // 12 ordered pairs, 1000 each, standard deviation 30; six of them.
         assert_eq!(counts.len(), 12);
-        assert!(counts.values().all(|&n| n.abs_diff(1_000) < 182), "{counts:?}");
+        assert!(
+            counts.values().all(|&n| n.abs_diff(1_000) < 182),
+            "{counts:?}"
+        );
     }
 
     #[test]

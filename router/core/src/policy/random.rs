@@ -18,7 +18,10 @@ impl Policy for RandomPolicy {
         let (worker, why) = match input.ready {
             [] => return None,
             [only] => (only.id, SelectionReason::Only),
-            ready => (ready[input.rng.random_range(0..ready.len())].id, SelectionReason::Random),
+            ready => (
+                ready[input.rng.random_range(0..ready.len())].id,
+                SelectionReason::Random,
+            ),
         };
         Some(WorkerChoice { worker, why })
     }
@@ -37,6 +40,9 @@ mod tests {
             counts[chosen(&RandomPolicy, "", &ready, &mut rng).worker.0 as usize] += 1;
         }
         // 1000 each, standard deviation 27; six of them.
-        assert!(counts.iter().all(|&n| n.abs_diff(1_000) < 164), "{counts:?}");
+        assert!(
+            counts.iter().all(|&n| n.abs_diff(1_000) < 164),
+            "{counts:?}"
+        );
     }
 }

@@ -22,7 +22,8 @@ impl Policy for RoundRobin {
     }
 
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
-        self.had_choice.store(input.ready.len() > 1, Ordering::Relaxed);
+        self.had_choice
+            .store(input.ready.len() > 1, Ordering::Relaxed);
         let turn = self.turn.load(Ordering::Relaxed);
         let (worker, why) = match input.ready {
             [] => return None,

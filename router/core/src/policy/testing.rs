@@ -13,7 +13,14 @@ pub fn rng(seed: u64) -> StdRng {
 
 /// Workers 0, 1, 2 … with these loads.
 pub fn views(loads: &[usize]) -> Vec<WorkerView> {
-    (0..).zip(loads).map(|(id, &load)| WorkerView { id: WorkerId(id), load, host: 0 }).collect()
+    (0..)
+        .zip(loads)
+        .map(|(id, &load)| WorkerView {
+            id: WorkerId(id),
+            load,
+            host: 0,
+        })
+        .collect()
 }
 
 /// A prompt of one block of 100 tokens per letter.
@@ -29,7 +36,9 @@ pub fn chosen(
     ready: &[WorkerView],
     rng: &mut StdRng,
 ) -> WorkerChoice {
-    TestSender::default().choose(policy, text, ready, rng).expect("there are candidates")
+    TestSender::default()
+        .choose(policy, text, ready, rng)
+        .expect("there are candidates")
 }
 
 /// A shell in small: gives out tickets, builds views and events.
@@ -54,7 +63,12 @@ impl TestSender {
             now_ms: self.now_ms,
             ..RequestView::default()
         };
-        policy.choose(&mut PolicyInput { request: &request, ready, rng, explains: false })
+        policy.choose(&mut PolicyInput {
+            request: &request,
+            ready,
+            rng,
+            explains: false,
+        })
     }
 
     pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> SendTicket {
@@ -76,7 +90,11 @@ impl TestSender {
 
     pub fn first_token(&self, policy: &dyn Policy, ticket: SendTicket, worker: u64) {
         let (worker, now_ms) = (WorkerId(worker), self.now_ms);
-        policy.observe(&PolicyEvent::FirstToken { ticket, worker, now_ms });
+        policy.observe(&PolicyEvent::FirstToken {
+            ticket,
+            worker,
+            now_ms,
+        });
     }
 
     pub fn finished(
@@ -104,9 +122,17 @@ impl TestSender {
         ready: &[WorkerView],
         rng: &mut StdRng,
     ) -> WorkerChoice {
-        let request =
-            RequestView { routing_key: Some(key), now_ms: self.now_ms, ..RequestView::default() };
-        let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+        let request = RequestView {
+            routing_key: Some(key),
+            now_ms: self.now_ms,
+            ..RequestView::default()
+        };
+        let mut input = PolicyInput {
+            request: &request,
+            ready,
+            rng,
+            explains: false,
+        };
         let choice = policy.choose(&mut input).expect("candidates");
         self.tickets += 1;
         policy.observe(&PolicyEvent::Routed {

@@ -63,7 +63,10 @@ mod tests {
         }
         assert_eq!((counts[0], counts[3]), (0, 0));
         // 1000 each, standard deviation 26; six of them.
-        assert!([1, 2, 4].iter().all(|&at| counts[at].abs_diff(1_000) < 156), "{counts:?}");
+        assert!(
+            [1, 2, 4].iter().all(|&at| counts[at].abs_diff(1_000) < 156),
+            "{counts:?}"
+        );
     }
 
     #[test]

@@ -43,12 +43,19 @@ struct Journal {
 impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
         let policies = Role::ALL.map(|role| Arc::from(build(kind(role), role, params)));
-        Self { policies, journal: None }
+        Self {
+            policies,
+            journal: None,
+        }
     }
 
     /// Write down everything from here on: call it before anything happens.
     pub fn with_journal(mut self, sink: Box<dyn LogSink>, secret: u64) -> Self {
-        self.journal = Some(Journal { sink, turn: Mutex::new(0), secret });
+        self.journal = Some(Journal {
+            sink,
+            turn: Mutex::new(0),
+            secret,
+        });
         self
     }
 
@@ -80,7 +87,10 @@ impl PolicySet {
         };
         self.journaled(decide, |decided| {
             let choices = vec![decided.as_ref().map(|(choice, _)| *choice)];
-            Some(LogEntry::Decided { asked: asked?, choices })
+            Some(LogEntry::Decided {
+                asked: asked?,
+                choices,
+            })
         })
     }
 
@@ -95,7 +105,10 @@ impl PolicySet {
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self
             .asked(Role::Prefill, sending, sides)
-            .map(|asked| DecisionInput { fingerprints: fingerprints.cloned(), ..asked });
+            .map(|asked| DecisionInput {
+                fingerprints: fingerprints.cloned(),
+                ..asked
+            });
         let decide = || {
             let pair = self.dry_run_pair(sending, ready, fingerprints)?;
             self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
@@ -107,7 +120,10 @@ impl PolicySet {
                 Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
                 None => vec![None, None],
             };
-            Some(LogEntry::Decided { asked: asked?, choices })
+            Some(LogEntry::Decided {
+                asked: asked?,
+                choices,
+            })
         })
     }
 
@@ -118,9 +134,19 @@ impl PolicySet {
         sending: &RoutingRequest<'_>,
         ready: &[WorkerView],
     ) -> Option<ExplainedChoice> {
-        let RoutingRequest { request, seed, explains, .. } = sending;
+        let RoutingRequest {
+            request,
+            seed,
+            explains,
+            ..
+        } = sending;
         let (explains, rng) = (*explains, &mut SplitMix64(*seed));
-        self.policy(role).decide(&mut PolicyInput { request, ready, rng, explains })
+        self.policy(role).decide(&mut PolicyInput {
+            request,
+            ready,
+            rng,
+            explains,
+        })
     }
 
     /// The same for a pair.
@@ -133,12 +159,24 @@ impl PolicySet {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
         let (rng, is_compatible) = (&mut SplitMix64(sending.seed), is_compatible.as_deref());
-        decide_pair(p, d, &sending.request, ready, is_compatible, rng, sending.explains)
+        decide_pair(
+            p,
+            d,
+            &sending.request,
+            ready,
+            is_compatible,
+            rng,
+            sending.explains,
+        )
     }
 
     /// A candidate is there; `name` is for readers of the log.
     pub fn added(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
-        self.tell(role, &PolicyEvent::WorkerAdded { worker, facts }, Some(name));
+        self.tell(
+            role,
+            &PolicyEvent::WorkerAdded { worker, facts },
+            Some(name),
+        );
     }
 
     /// Tell the role's policy what happened. Not for `Routed`, which [`PolicySet::decide`] tells
@@ -213,7 +251,9 @@ impl PolicySet {
         act: impl FnOnce() -> T,
         entry: impl FnOnce(&T) -> Option<LogEntry>,
     ) -> T {
-        let Some(journal) = &self.journal else { return act() };
+        let Some(journal) = &self.journal else {
+            return act();
+        };
         let mut turn = journal.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let done = act();
         if let Some(entry) = entry(&done) {
@@ -234,7 +274,9 @@ pub fn compatibility_by<'a>(
 ) -> Box<IsCompatible<'a>> {
     let fingerprint = move |side: usize, id: WorkerId| {
         let at = ready[side].iter().position(|worker| worker.id == id);
-        at.and_then(|at| fingerprints[side].get(at)).copied().unwrap_or_default()
+        at.and_then(|at| fingerprints[side].get(at))
+            .copied()
+            .unwrap_or_default()
     };
     Box::new(move |p, d| fingerprint(0, p).is_compatible(&fingerprint(1, d)))
 }

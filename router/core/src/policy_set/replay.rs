@@ -146,7 +146,12 @@ impl DecisionReplay {
             now_ms: asked.now_ms,
         };
         let (seed, streams) = (asked.seed, asked.streams);
-        let sending = RoutingRequest { request, seed, explains: true, streams };
+        let sending = RoutingRequest {
+            request,
+            seed,
+            explains: true,
+            streams,
+        };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
         let fingerprints = asked.fingerprints.as_ref();
         let dry_run = |policies: &PolicySet, sending: &RoutingRequest<'_>| match views.as_slice() {
@@ -176,7 +181,14 @@ impl DecisionReplay {
                 self.policies.sent(role, &sending, choice, ticket);
                 self.evaluators.sent(role, &sending, choice, ticket);
                 let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
-                self.in_flight.insert(ticket, InFlight { role, hashes, sent_ms });
+                self.in_flight.insert(
+                    ticket,
+                    InFlight {
+                        role,
+                        hashes,
+                        sent_ms,
+                    },
+                );
             }
         }
     }
@@ -189,7 +201,9 @@ impl DecisionReplay {
             _ => None,
         };
         let known: &[u64] = sent.map_or(&[], |sent| &sent.hashes);
-        let Some(mut event) = observed.event(known) else { return };
+        let Some(mut event) = observed.event(known) else {
+            return;
+        };
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
             *hashes = known; // the evaluators read them whether or not the recorded policy did
@@ -230,7 +244,8 @@ impl DecisionCounts {
             true => self.other_reason += 1,
             false => self.other_worker += 1,
         }
-        self.first_difference.get_or_insert(DecisionDifference { n, recorded, again });
+        self.first_difference
+            .get_or_insert(DecisionDifference { n, recorded, again });
     }
 
     fn total(&self) -> u64 {
@@ -249,7 +264,11 @@ impl DecisionCounts {
         ] {
             writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
         }
-        writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
+        writeln!(
+            f,
+            "  {:<26} {:>9} {:>9} {:>9}",
+            "", "recorded", "again", "observed"
+        )?;
         let sides = [&self.recorded, &self.again, &self.observed];
         let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
             let shown = |value: f64| format!("{value:.1}");
@@ -257,7 +276,11 @@ impl DecisionCounts {
             writeln!(f, "  {what:<26} {a:>9} {b:>9} {c:>9}")
         };
         if role != Role::Decode.into_str() {
-            row(f, "mean TTFT [ms]", sides.map(PolicyEvaluation::mean_ttft_ms))?;
+            row(
+                f,
+                "mean TTFT [ms]",
+                sides.map(PolicyEvaluation::mean_ttft_ms),
+            )?;
         }
         let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));
         row(f, "cached prompt tokens [%]", hits)?;
@@ -270,7 +293,10 @@ impl DecisionCounts {
                 None => "no worker".to_owned(),
             };
             let (recorded, again) = (show(recorded), show(again));
-            writeln!(f, "  first difference: line {n}: {recorded} recorded, {again} again")?;
+            writeln!(
+                f,
+                "  first difference: line {n}: {recorded} recorded, {again} again"
+            )?;
         }
         Ok(())
     }
@@ -383,8 +409,9 @@ mod tests {
             let written = Written::default();
             let deciders = PolicySet::new(|_| kind, &PolicyParams::default())
                 .with_journal(Box::new(written.clone()), 99);
-            for (role, id) in
-                Role::ALL.into_iter().flat_map(|role| (0..4).map(move |id| (role, id)))
+            for (role, id) in Role::ALL
+                .into_iter()
+                .flat_map(|role| (0..4).map(move |id| (role, id)))
             {
                 deciders.added(
                     role,
@@ -393,7 +420,13 @@ mod tests {
                     &format!("http://w{id}"),
                 );
             }
-            Self { deciders, written, tickets: 0, now_ms: 0, in_flight: Vec::new() }
+            Self {
+                deciders,
+                written,
+                tickets: 0,
+                now_ms: 0,
+                in_flight: Vec::new(),
+            }
         }
 
         fn send(&mut self, is_pair: bool, text: &str, seed: u64) {
@@ -412,7 +445,8 @@ mod tests {
             };
             let ready = views(&[0, seed as usize % 5, 1, 0]);
             let mut sent = |role, ticket, choice: WorkerChoice| {
-                self.in_flight.push((role, ticket, choice.worker, text.to_owned()));
+                self.in_flight
+                    .push((role, ticket, choice.worker, text.to_owned()));
             };
             self.tickets += 2;
             let (p, d) = (SendTicket(self.tickets - 1), SendTicket(self.tickets));
@@ -448,7 +482,11 @@ mod tests {
             let (role, ticket, worker, text) = self.in_flight[0].clone();
             let now_ms = self.now_ms;
             let event = match what {
-                0 => PolicyEvent::FirstToken { ticket, worker, now_ms },
+                0 => PolicyEvent::FirstToken {
+                    ticket,
+                    worker,
+                    now_ms,
+                },
                 1 => {
                     let prompt_tokens = 100 * text.len() as u32;
                     let usage = TokenUsage {
@@ -456,7 +494,11 @@ mod tests {
                         cached_tokens: Some(50),
                         completion_tokens: Some(7),
                     };
-                    PolicyEvent::Usage { ticket, worker, usage }
+                    PolicyEvent::Usage {
+                        ticket,
+                        worker,
+                        usage,
+                    }
                 }
                 2 => PolicyEvent::Reported {
                     worker,
@@ -472,7 +514,13 @@ mod tests {
                     let is_kept = what % 2 == 1;
                     self.deciders.observe(
                         role,
-                        &PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms },
+                        &PolicyEvent::Finished {
+                            ticket,
+                            worker,
+                            is_kept,
+                            hashes,
+                            now_ms,
+                        },
                     );
                     return;
                 }
@@ -483,10 +531,20 @@ mod tests {
         /// A worker announces its cache, exactly or not.
         fn announces(&mut self, text: &str, seed: u64) {
             let blocks = blocks(text);
-            let hold = blocks.prompt().hashes.iter().map(|hash| BlockChange::Hold(*hash));
+            let hold = blocks
+                .prompt()
+                .hashes
+                .iter()
+                .map(|hash| BlockChange::Hold(*hash));
             let changes: Vec<BlockChange> = hold.collect();
-            let changed = CacheUpdate::Changed { changes: &changes, page_tokens: 16, bytes: 64 };
-            let serve = CacheUpdate::Serve { is_exact: seed.is_multiple_of(2) };
+            let changed = CacheUpdate::Changed {
+                changes: &changes,
+                page_tokens: 16,
+                bytes: 64,
+            };
+            let serve = CacheUpdate::Serve {
+                is_exact: seed.is_multiple_of(2),
+            };
             for news in [CacheUpdate::Begin, changed, serve] {
                 let worker = WorkerId(seed % 4);
                 let _: Result<(), NewsError> =
@@ -496,8 +554,14 @@ mod tests {
 
         fn comes_back(&mut self, worker: u64) {
             for role in Role::ALL {
-                self.deciders.observe(role, &PolicyEvent::WorkerGone { worker: WorkerId(worker) });
-                self.deciders.added(role, WorkerId(worker), WorkerFacts::default(), "back");
+                self.deciders.observe(
+                    role,
+                    &PolicyEvent::WorkerGone {
+                        worker: WorkerId(worker),
+                    },
+                );
+                self.deciders
+                    .added(role, WorkerId(worker), WorkerFacts::default(), "back");
             }
             self.deciders.evict(self.now_ms);
         }
@@ -564,14 +628,19 @@ mod tests {
         let (was, is) = (regular.recorded.hit_rate(), regular.again.hit_rate());
         assert!(is > was, "{was:?} {is:?}");
         let shown = report.to_string();
-        for part in
-            ["regular: round_robin recorded, cost again", "other worker", "first difference: line "]
-        {
+        for part in [
+            "regular: round_robin recorded, cost again",
+            "other worker",
+            "first difference: line ",
+        ] {
             assert!(shown.contains(part), "{part} not in {shown}");
         }
         // It reads no text, and the log holds none: blocks stand for it.
         let report = replayed(&lines, PolicyKind::RoundRobin, PolicyKind::CacheAware);
-        assert!(report.roles["regular"].whys["prefix_hit"].1 > 20, "{report}");
+        assert!(
+            report.roles["regular"].whys["prefix_hit"].1 > 20,
+            "{report}"
+        );
     }
 
     #[test]
@@ -582,8 +651,10 @@ mod tests {
             |_| PolicyKind::Cost,
             &PolicyParams::default(),
         );
-        let parsed: Vec<LogLine> =
-            lines.iter().map(|l| serde_json::from_str(l).expect("a line")).collect();
+        let parsed: Vec<LogLine> = lines
+            .iter()
+            .map(|l| serde_json::from_str(l).expect("a line"))
+            .collect();
         assert!(replay.line(&parsed[0]) && replay.line(&parsed[5]));
         assert!(!replay.line(&parsed[3]));
         assert_eq!((replay.report().missing, replay.report().lines), (4, 2));

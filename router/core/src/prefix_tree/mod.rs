@@ -84,7 +84,12 @@ struct Holder {
 impl Holder {
     /// Not queued.
     fn new(worker: WorkerId, stamp: u64, below: u32) -> Self {
-        Self { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below }
+        Self {
+            worker,
+            stamp: AtomicU64::new(stamp),
+            queued: NOT_QUEUED,
+            below,
+        }
     }
 
     fn stamp(&self) -> u64 {
@@ -168,10 +173,14 @@ where
     /// forget. From the first call on its inserts are ignored. Called in a loop so that the lock is
     /// free in between.
     pub fn retire(&mut self, worker: WorkerId, max_nodes: usize) -> bool {
-        let Some(tenant) = self.tenants.get_mut(&worker) else { return false };
+        let Some(tenant) = self.tenants.get_mut(&worker) else {
+            return false;
+        };
         tenant.is_leaving = true;
         for _ in 0..max_nodes {
-            let Some((_, leaf)) = self.oldest_leaf(worker) else { break };
+            let Some((_, leaf)) = self.oldest_leaf(worker) else {
+                break;
+            };
             self.release(leaf, worker);
         }
         if self.oldest_leaf(worker).is_some() {
@@ -213,7 +222,10 @@ where
         let held =
             path.partition_point(|step| ready.iter().any(|worker| step.is_held_by(worker.id)));
         path.truncate(held);
-        path.pop().unwrap_or(PrefixMatch { units: 0, holders: &[] })
+        path.pop().unwrap_or(PrefixMatch {
+            units: 0,
+            holders: &[],
+        })
     }
 
     /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns
@@ -254,7 +266,9 @@ where
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
         let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
-            let Some(next) = self.descend(id, rest) else { return false };
+            let Some(next) = self.descend(id, rest) else {
+                return false;
+            };
             (id, rest) = next;
         }
         if id != ROOT && position(&self.node(id).holders, worker).is_err() {
@@ -288,7 +302,11 @@ where
                 Some(child) => {
                     let label = &self.node(child).label;
                     let (common, len) = (label.common(rest), label.len());
-                    if common < len { self.split(child, common) } else { child }
+                    if common < len {
+                        self.split(child, common)
+                    } else {
+                        child
+                    }
                 }
             };
             self.hold(child, worker, stamp);
@@ -360,7 +378,10 @@ where
 
     /// Units each worker holds, ordered by id; a prefix shared by two workers counts for both.
     pub fn units_by_worker(&self) -> Vec<(WorkerId, usize)> {
-        self.tenants.iter().map(|(&worker, tenant)| (worker, tenant.units)).collect()
+        self.tenants
+            .iter()
+            .map(|(&worker, tenant)| (worker, tenant.units))
+            .collect()
     }
 
     /// Estimated memory: labels, arena, holders, and links between nodes.
@@ -389,7 +410,9 @@ where
             if excess == 0 {
                 break;
             }
-            let Some((_, leaf)) = self.oldest_leaf(worker) else { break };
+            let Some((_, leaf)) = self.oldest_leaf(worker) else {
+                break;
+            };
             let units = self.node(leaf).units;
             if excess < units {
                 let kept = self.node(leaf).label.position_of_unit(units - excess);
@@ -479,7 +502,10 @@ where
     /// Free a node without holders; it has no children then.
     fn unlink(&mut self, id: NodeId) {
         let node = self.take(id);
-        debug_assert!(node.children.is_empty(), "a child's holders hold its parent");
+        debug_assert!(
+            node.children.is_empty(),
+            "a child's holders hold its parent"
+        );
         self.label_bytes -= size_of_val(&*node.label);
         if let Some(first) = node.label.first() {
             let siblings = &mut self.nodes[node.parent as usize].children;
@@ -501,7 +527,9 @@ where
     /// queued as a leaf; `id` cannot be, as its holders all go on to the child.
     fn join_with_only_child(&mut self, id: NodeId) {
         let node = self.node(id);
-        let Some((_, &child)) = node.children.first_key_value() else { return };
+        let Some((_, &child)) = node.children.first_key_value() else {
+            return;
+        };
         let is_same = |(a, b): (&Holder, &Holder)| a.worker == b.worker && a.stamp() == b.stamp();
         let below = &self.node(child).holders;
         if id == ROOT
@@ -579,7 +607,10 @@ where
         let stamp = holder.stamp();
         holder.queued = stamp;
         let before = self.tenant_mut(worker).leaves.insert(stamp, leaf);
-        debug_assert!(before.is_none(), "two ends of one worker with stamp {stamp}");
+        debug_assert!(
+            before.is_none(),
+            "two ends of one worker with stamp {stamp}"
+        );
     }
 
     fn dequeue(&mut self, leaf: NodeId, worker: WorkerId) {
@@ -633,14 +664,22 @@ where
     }
 
     fn tenant_mut(&mut self, worker: WorkerId) -> &mut Tenant {
-        self.tenants.get_mut(&worker).expect("holders are tenants until the last node is released")
+        self.tenants
+            .get_mut(&worker)
+            .expect("holders are tenants until the last node is released")
     }
 }
 
 impl<S: TreeSegment + ?Sized> Node<S> {
     /// Without children and holders.
     fn new(label: Box<S>, parent: NodeId) -> Self {
-        Self { units: label.units(), label, parent, children: BTreeMap::new(), holders: Vec::new() }
+        Self {
+            units: label.units(),
+            label,
+            parent,
+            children: BTreeMap::new(),
+            holders: Vec::new(),
+        }
     }
 
     fn child_for(&self, rest: &S) -> Option<NodeId> {

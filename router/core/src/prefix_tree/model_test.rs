@@ -105,13 +105,19 @@ struct Model {
 impl Model {
     fn send(&mut self, worker: u64, text: &str) {
         self.stamp += 1;
-        let Some(held) = self.held.get_mut(&worker) else { return };
+        let Some(held) = self.held.get_mut(&worker) else {
+            return;
+        };
         for prefix in prefixes(text) {
             held.retain(|(other, _)| other != prefix);
             held.push((prefix.to_owned(), self.stamp));
         }
         while held.len() > self.limit {
-            let oldest = held.iter().map(|(_, stamp)| *stamp).min().expect("not empty");
+            let oldest = held
+                .iter()
+                .map(|(_, stamp)| *stamp)
+                .min()
+                .expect("not empty");
             let longest = held
                 .iter()
                 .filter(|(_, stamp)| *stamp == oldest)
@@ -135,7 +141,10 @@ impl Model {
     fn held_by(&self, worker: u64, text: &str) -> usize {
         let held = self.held.get(&worker).into_iter().flatten();
         let of_text = held.filter(|(prefix, _)| text.starts_with(prefix.as_str()));
-        of_text.map(|(prefix, _)| prefix.chars().count()).max().unwrap_or(0)
+        of_text
+            .map(|(prefix, _)| prefix.chars().count())
+            .max()
+            .unwrap_or(0)
     }
 
     fn longest_match(&self, text: &str, ready: &[u64]) -> (usize, Vec<u64>) {
@@ -157,11 +166,18 @@ impl Model {
 
 /// Non-empty prefixes, shortest first.
 fn prefixes(text: &str) -> impl Iterator<Item = &str> {
-    text.char_indices().map(|(at, c)| &text[..at + c.len_utf8()])
+    text.char_indices()
+        .map(|(at, c)| &text[..at + c.len_utf8()])
 }
 
 fn views(ids: &[u64]) -> Vec<WorkerView> {
-    ids.iter().map(|&id| WorkerView { id: WorkerId(id), load: 0, host: 0 }).collect()
+    ids.iter()
+        .map(|&id| WorkerView {
+            id: WorkerId(id),
+            load: 0,
+            host: 0,
+        })
+        .collect()
 }
 
 /// Prefixes a worker holds, by the tree: every one, character by character.
@@ -177,7 +193,9 @@ where
             if position(&node.holders, WorkerId(worker)).is_ok() {
                 let whole = format!("{above}{}", node.label.read());
                 found.extend(
-                    prefixes(&whole).filter(|prefix| prefix.len() > above.len()).map(str::to_owned),
+                    prefixes(&whole)
+                        .filter(|prefix| prefix.len() > above.len())
+                        .map(str::to_owned),
                 );
                 todo.push((child, whole));
             }
@@ -223,7 +241,10 @@ where
             assert!(holder.queued <= holder.stamp());
             *units.entry(holder.worker).or_default() += node.units;
             if below == 0 {
-                leaves.entry(holder.worker).or_default().insert(holder.queued, id);
+                leaves
+                    .entry(holder.worker)
+                    .or_default()
+                    .insert(holder.queued, id);
             }
             if node.parent != ROOT {
                 let above = &tree.node(node.parent).holders;
@@ -232,8 +253,15 @@ where
             }
         }
     }
-    assert_eq!(seen, tree.nodes.len() - tree.free.len(), "every slot is reachable or free");
-    assert_eq!((label_bytes, slots, inner), (tree.label_bytes, tree.holder_slots, tree.inner));
+    assert_eq!(
+        seen,
+        tree.nodes.len() - tree.free.len(),
+        "every slot is reachable or free"
+    );
+    assert_eq!(
+        (label_bytes, slots, inner),
+        (tree.label_bytes, tree.holder_slots, tree.inner)
+    );
     for (worker, tenant) in &tree.tenants {
         assert_eq!(tenant.units, units.remove(worker).unwrap_or(0));
         assert!(tenant.units <= tenant.limit);
@@ -261,7 +289,11 @@ where
             }
             model.send(*worker, text);
         }
-        Op::SendAndRetract { worker, text, between } => {
+        Op::SendAndRetract {
+            worker,
+            text,
+            between,
+        } => {
             let (path, keep) = (S::spell(text), model.held_by(*worker, text));
             let stamp = tree.insert(WorkerId(*worker), &path);
             model.send(*worker, text);
@@ -306,7 +338,10 @@ where
     Box<S>: Default + for<'a> From<&'a S>,
 {
     let mut tree = PrefixTree::<S>::new(usize::MAX);
-    let mut model = Model { limit, ..Model::default() };
+    let mut model = Model {
+        limit,
+        ..Model::default()
+    };
     for worker in 0..WORKERS - 1 {
         step(&mut tree, &mut model, &Op::Add(worker)); // the last one comes later or never
     }
@@ -387,7 +422,10 @@ fn oldest_text_is_forgotten_first_from_its_end() {
     assert!(tree.touch(WorkerId(0), "aaaa"));
     tree.insert(WorkerId(0), "dddddd");
     let matched = |text| tree.longest_match(text, &views(&[0])).units;
-    assert_eq!(["aaaa", "bbbb", "cccc", "dddddd"].map(matched), [4, 0, 2, 6]);
+    assert_eq!(
+        ["aaaa", "bbbb", "cccc", "dddddd"].map(matched),
+        [4, 0, 2, 6]
+    );
     assert_eq!(tree.evicted_units_total, 6);
 }
 
@@ -402,7 +440,11 @@ fn text_above_the_limit_keeps_its_start() {
 #[test]
 fn split_is_undone_when_the_branch_is_gone() {
     let mut tree = tree_of(1000, 2);
-    for text in ["system prompt, question one", "system prompt, answer", "system"] {
+    for text in [
+        "system prompt, question one",
+        "system prompt, answer",
+        "system",
+    ] {
         tree.insert(WorkerId(1), text);
     }
     tree.insert(WorkerId(0), "system prompt, question one");
@@ -415,7 +457,10 @@ fn split_is_undone_when_the_sibling_is_evicted() {
     let mut tree = tree_of(15, 1);
     tree.insert(WorkerId(0), "shared old");
     tree.insert(WorkerId(0), "shared newer one");
-    assert_eq!((tree.nodes_and_label_bytes().0, tree.units_of(WorkerId(0))), (1, 15));
+    assert_eq!(
+        (tree.nodes_and_label_bytes().0, tree.units_of(WorkerId(0))),
+        (1, 15)
+    );
 }
 
 #[test]
@@ -427,7 +472,10 @@ fn depth_costs_no_stack() {
         tree.insert(WorkerId(0), &text[..end]); // every prefix once: a chain of one-character nodes
     }
     assert_eq!(
-        (tree.nodes_and_label_bytes().0, tree.longest_match(&text, &views(&[0])).units),
+        (
+            tree.nodes_and_label_bytes().0,
+            tree.longest_match(&text, &views(&[0])).units
+        ),
         (depth, depth)
     );
     while tree.retire(WorkerId(0), 100) {}
@@ -442,7 +490,11 @@ fn many_branches_of_one_hot_prefix_stay_within_the_limit() {
         tree.insert(WorkerId(i % 4), &format!("{hot}{i:05} {}", "y".repeat(94)));
     }
     check(&tree);
-    assert!(tree.units_by_worker().iter().all(|&(_, chars)| chars == 20_000));
+    assert!(
+        tree.units_by_worker()
+            .iter()
+            .all(|&(_, chars)| chars == 20_000)
+    );
     // 1000 shared and 4 × 190 tails of 100 characters.
     let (nodes, label_bytes) = tree.nodes_and_label_bytes();
     assert!(label_bytes < 1_000 + 4 * 19_100, "{label_bytes}");

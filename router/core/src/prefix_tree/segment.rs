@@ -100,5 +100,10 @@ fn common_items<T: PartialEq>(a: &[T], b: &[T]) -> usize {
     const BLOCK: usize = 128; // compared at once; the rest one by one
     let blocks = a.chunks_exact(BLOCK).zip(b.chunks_exact(BLOCK));
     let common = BLOCK * blocks.take_while(|(x, y)| x == y).count();
-    common + a[common..].iter().zip(&b[common..]).take_while(|(x, y)| x == y).count()
+    common
+        + a[common..]
+            .iter()
+            .zip(&b[common..])
+            .take_while(|(x, y)| x == y)
+            .count()
 }

@@ -34,7 +34,12 @@ pub struct BreakerConfig {
 
 impl Default for BreakerConfig {
     fn default() -> Self {
-        Self { failure_threshold: 10, success_threshold: 3, timeout_ms: 60_000, window_ms: 120_000 }
+        Self {
+            failure_threshold: 10,
+            success_threshold: 3,
+            timeout_ms: 60_000,
+            window_ms: 120_000,
+        }
     }
 }
 
@@ -66,7 +71,11 @@ enum State {
     /// No requests until the pause is over.
     Open { since_ms: u64 },
     /// Trial requests decide.
-    HalfOpen { successes: u32, trials: u32, last_trial_ms: u64 },
+    HalfOpen {
+        successes: u32,
+        trials: u32,
+        last_trial_ms: u64,
+    },
 }
 
 /// See the module. One per worker and DP rank.
@@ -79,7 +88,12 @@ pub struct CircuitBreaker {
 impl CircuitBreaker {
     /// A closed breaker.
     pub fn new(config: BreakerConfig) -> Self {
-        Self { config, state: State::Closed { failures_ms: VecDeque::new() } }
+        Self {
+            config,
+            state: State::Closed {
+                failures_ms: VecDeque::new(),
+            },
+        }
     }
 
     pub fn state(&self, now_ms: u64) -> BreakerState {
@@ -110,9 +124,16 @@ impl CircuitBreaker {
     pub fn on_sent(&mut self, now_ms: u64) {
         if self.state(now_ms) == BreakerState::HalfOpen {
             let trials = self.trials_in_flight(now_ms) + 1;
-            let successes =
-                if let State::HalfOpen { successes, .. } = self.state { successes } else { 0 };
-            self.state = State::HalfOpen { successes, trials, last_trial_ms: now_ms };
+            let successes = if let State::HalfOpen { successes, .. } = self.state {
+                successes
+            } else {
+                0
+            };
+            self.state = State::HalfOpen {
+                successes,
+                trials,
+                last_trial_ms: now_ms,
+            };
         }
     }
 
@@ -135,7 +156,9 @@ impl CircuitBreaker {
             (State::HalfOpen { successes, .. }, RequestOutcome::Success) => {
                 *successes += 1;
                 if *successes >= self.config.success_threshold {
-                    self.state = State::Closed { failures_ms: VecDeque::new() };
+                    self.state = State::Closed {
+                        failures_ms: VecDeque::new(),
+                    };
                 }
             }
             (State::HalfOpen { .. }, RequestOutcome::Failure) => {
@@ -152,11 +175,11 @@ impl CircuitBreaker {
     /// that a trial that never reports cannot keep the worker out for ever.
     fn trials_in_flight(&self, now_ms: u64) -> u32 {
         match self.state {
-            State::HalfOpen { trials, last_trial_ms, .. }
-                if now_ms.saturating_sub(last_trial_ms) < self.config.timeout_ms =>
-            {
-                trials
-            }
+            State::HalfOpen {
+                trials,
+                last_trial_ms,
+                ..
+            } if now_ms.saturating_sub(last_trial_ms) < self.config.timeout_ms => trials,
             _ => 0,
         }
     }
@@ -186,14 +209,21 @@ mod tests {
             let before = breaker.state(now_ms);
             let change = breaker.on_result(outcome, now_ms);
             after.push(breaker.state(now_ms));
-            assert_eq!(change, (before != breaker.state(now_ms)).then(|| breaker.state(now_ms)));
+            assert_eq!(
+                change,
+                (before != breaker.state(now_ms)).then(|| breaker.state(now_ms))
+            );
         }
         after
     }
 
     #[test]
     fn transitions() {
-        type Case = (&'static str, &'static [(u64, RequestOutcome)], &'static [BreakerState]);
+        type Case = (
+            &'static str,
+            &'static [(u64, RequestOutcome)],
+            &'static [BreakerState],
+        );
         let cases: [Case; 9] = [
             (
                 "opens at the threshold",
@@ -202,17 +232,34 @@ mod tests {
             ),
             (
                 "a success in between starts over",
-                &[(1, Failure), (2, Failure), (3, Success), (4, Failure), (5, Failure)],
+                &[
+                    (1, Failure),
+                    (2, Failure),
+                    (3, Success),
+                    (4, Failure),
+                    (5, Failure),
+                ],
                 &[Closed; 5],
             ),
             (
                 "an unknown end neither counts nor starts over",
-                &[(1, Failure), (2, Unknown), (3, Failure), (4, Unknown), (5, Failure)],
+                &[
+                    (1, Failure),
+                    (2, Unknown),
+                    (3, Failure),
+                    (4, Unknown),
+                    (5, Failure),
+                ],
                 &[Closed, Closed, Closed, Closed, Open],
             ),
             (
                 "failures older than the window do not count",
-                &[(1, Failure), (1_000, Failure), (1_002, Failure), (1_003, Failure)],
+                &[
+                    (1, Failure),
+                    (1_000, Failure),
+                    (1_002, Failure),
+                    (1_003, Failure),
+                ],
                 &[Closed, Closed, Closed, Open],
             ),
             (
@@ -229,7 +276,13 @@ mod tests {
             ),
             (
                 "successes after the timeout close it",
-                &[(1, Failure), (1, Failure), (1, Failure), (101, Success), (102, Success)],
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (101, Success),
+                    (102, Success),
+                ],
                 &[Closed, Closed, Open, HalfOpen, Closed],
             ),
             (
@@ -280,15 +333,24 @@ mod tests {
         let mut breaker = CircuitBreaker::new(BreakerConfig::default());
         let states = run(&mut breaker, &[(0, Failure); 10]);
         assert_eq!(states.iter().filter(|&&state| state == Open).count(), 1);
-        assert_eq!([59_999, 60_000].map(|now_ms| breaker.state(now_ms)), [Open, HalfOpen]);
-        assert_eq!(run(&mut breaker, &[(60_000, Success); 3]), [HalfOpen, HalfOpen, Closed]);
+        assert_eq!(
+            [59_999, 60_000].map(|now_ms| breaker.state(now_ms)),
+            [Open, HalfOpen]
+        );
+        assert_eq!(
+            run(&mut breaker, &[(60_000, Success); 3]),
+            [HalfOpen, HalfOpen, Closed]
+        );
     }
 
     #[test]
     fn half_open_lets_few_through_at_a_time() {
         let mut breaker = small();
         run(&mut breaker, &[(1, Failure); 3]);
-        assert_eq!([1, 100, 101].map(|now_ms| breaker.allows(now_ms)), [false, false, true]);
+        assert_eq!(
+            [1, 100, 101].map(|now_ms| breaker.allows(now_ms)),
+            [false, false, true]
+        );
         breaker.on_sent(101);
         assert!(breaker.allows(101));
         breaker.on_sent(102);
@@ -303,7 +365,10 @@ mod tests {
         run(&mut breaker, &[(1, Failure); 3]);
         breaker.on_sent(101);
         breaker.on_sent(101);
-        assert_eq!([101, 200, 201].map(|now_ms| breaker.allows(now_ms)), [false, false, true]);
+        assert_eq!(
+            [101, 200, 201].map(|now_ms| breaker.allows(now_ms)),
+            [false, false, true]
+        );
     }
 
     #[test]
@@ -315,6 +380,9 @@ mod tests {
             window_ms: 0,
         };
         let mut breaker = CircuitBreaker::new(config);
-        assert_eq!(run(&mut breaker, &[(1, Failure), (11, Success)]), [Open, Closed]);
+        assert_eq!(
+            run(&mut breaker, &[(1, Failure), (11, Success)]),
+            [Open, Closed]
+        );
     }
 }

@@ -14,7 +14,12 @@ pub struct HealthCounter {
 impl HealthCounter {
     /// Healthy. The thresholds say how many probes in a row change the verdict.
     pub fn new(failure_threshold: u32, success_threshold: u32) -> Self {
-        Self { failure_threshold, success_threshold, is_healthy: true, against: 0 }
+        Self {
+            failure_threshold,
+            success_threshold,
+            is_healthy: true,
+            against: 0,
+        }
     }
 
     pub fn is_healthy(&self) -> bool {
@@ -28,7 +33,11 @@ impl HealthCounter {
             return None;
         }
         self.against += 1;
-        let needed = if probe_ok { self.success_threshold } else { self.failure_threshold };
+        let needed = if probe_ok {
+            self.success_threshold
+        } else {
+            self.failure_threshold
+        };
         if self.against < needed {
             return None;
         }
@@ -44,7 +53,10 @@ mod tests {
 
     /// Probes as a string, + good and - bad; the answer has H or U where the verdict turned.
     fn run(is_healthy: bool, probes: &str) -> String {
-        let mut counter = HealthCounter { is_healthy, ..HealthCounter::new(3, 2) };
+        let mut counter = HealthCounter {
+            is_healthy,
+            ..HealthCounter::new(3, 2)
+        };
         let verdict = |probe: char| match counter.record(probe == '+') {
             Some(true) => 'H',
             Some(false) => 'U',

@@ -58,7 +58,9 @@ pub struct PoisonList {
 impl PoisonList {
     /// A request with this body broke a worker that had no other.
     pub fn add_break(&mut self, body: u64, worker: WorkerId, now_ms: u64) {
-        let Some(suspect) = self.suspect(body, now_ms) else { return };
+        let Some(suspect) = self.suspect(body, now_ms) else {
+            return;
+        };
         if !suspect.workers.contains(&worker) {
             suspect.workers.push(worker);
         }

@@ -22,7 +22,11 @@ pub struct ResumePacer<W> {
 
 impl<W> Default for ResumePacer<W> {
     fn default() -> Self {
-        Self { running: 0, waiting: VecDeque::new(), next: 0 }
+        Self {
+            running: 0,
+            waiting: VecDeque::new(),
+            next: 0,
+        }
     }
 }
 
@@ -55,9 +59,15 @@ impl<W> ResumePacer<W> {
     /// At least one turn is always free for the first: without ready workers the attempt itself
     /// finds that out.
     fn start(&mut self, limit: usize) -> Vec<W> {
-        let count = limit.max(1).saturating_sub(self.running).min(self.waiting.len());
+        let count = limit
+            .max(1)
+            .saturating_sub(self.running)
+            .min(self.waiting.len());
         self.running += count;
-        self.waiting.drain(..count).map(|(_, waker)| waker).collect()
+        self.waiting
+            .drain(..count)
+            .map(|(_, waker)| waker)
+            .collect()
     }
 }
 

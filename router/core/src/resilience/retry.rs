@@ -67,11 +67,18 @@ impl RetryConfig {
 
     /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
     pub fn backoff_ms(&self, attempts: u32, rng: &mut dyn RngCore) -> u64 {
-        let growth = self.multiplier.max(1.0).powf(f64::from(attempts.saturating_sub(1)));
+        let growth = self
+            .multiplier
+            .max(1.0)
+            .powf(f64::from(attempts.saturating_sub(1)));
         let cap_ms = self.max_backoff_ms as f64;
         let base_ms = (self.initial_backoff_ms as f64 * growth).min(cap_ms);
         let jitter = self.jitter.clamp(0.0, 1.0);
-        let factor = if jitter > 0.0 { rng.random_range(1.0 - jitter..=1.0 + jitter) } else { 1.0 };
+        let factor = if jitter > 0.0 {
+            rng.random_range(1.0 - jitter..=1.0 + jitter)
+        } else {
+            1.0
+        };
         (base_ms * factor).min(cap_ms).round() as u64
     }
 }
@@ -165,7 +172,13 @@ pub struct RetryBudget {
 
 impl RetryBudget {
     pub fn new(ratio: f64, floor: u32, window_ms: u64) -> Self {
-        Self { ratio, floor, window_ms, slices: [(0, 0); SLICES], newest: 0 }
+        Self {
+            ratio,
+            floor,
+            window_ms,
+            slices: [(0, 0); SLICES],
+            newest: 0,
+        }
     }
 
     /// A request came in.
@@ -209,17 +222,26 @@ mod tests {
 
     #[test]
     fn waits_grow_by_half_up_to_the_cap() {
-        let config = RetryConfig { jitter: 0.0, ..RetryConfig::default() };
+        let config = RetryConfig {
+            jitter: 0.0,
+            ..RetryConfig::default()
+        };
         let wait_ms = |attempts| config.backoff_ms(attempts, &mut StdRng::seed_from_u64(1));
         assert_eq!([1, 2, 3, 4, 5].map(wait_ms), [50, 75, 113, 169, 253]);
-        assert_eq!([16, 17, 1_000, u32::MAX].map(wait_ms), [21_895, 30_000, 30_000, 30_000]);
+        assert_eq!(
+            [16, 17, 1_000, u32::MAX].map(wait_ms),
+            [21_895, 30_000, 30_000, 30_000]
+        );
     }
 
     #[test]
     fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
         let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
         let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
-        assert_eq!((waits.iter().min(), waits.iter().max()), (Some(&40), Some(&60)));
+        assert_eq!(
+            (waits.iter().min(), waits.iter().max()),
+            (Some(&40), Some(&60))
+        );
         let capped = (0..2_000).map(|_| config.backoff_ms(100, &mut rng)).max();
         assert_eq!(capped, Some(30_000));
     }
@@ -235,9 +257,11 @@ mod tests {
 
     #[test]
     fn only_the_loss_of_a_worker_that_had_the_request_for_long_counts_less() {
-        for (held_ms, lost_worker, counts) in
-            [(HELD_MS, true, 1), (HELD_MS - 1, true, 4), (HELD_MS, false, 4)]
-        {
+        for (held_ms, lost_worker, counts) in [
+            (HELD_MS, true, 1),
+            (HELD_MS - 1, true, 4),
+            (HELD_MS, false, 4),
+        ] {
             let mut failed = FailedAttempts::default();
             (0..4).for_each(|_| failed.add(held_ms, lost_worker));
             assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
@@ -247,10 +271,14 @@ mod tests {
     #[test]
     fn every_code_of_the_protocol_has_a_class() {
         let page = include_str!("../../../../docs/protocol.md");
-        let (_, errors) = page.split_once("\n## 5. Errors").expect("the page has the section");
+        let (_, errors) = page
+            .split_once("\n## 5. Errors")
+            .expect("the page has the section");
         let (table, _) = errors.split_once("\n## ").expect("it is not the last");
-        let codes: Vec<_> =
-            table.lines().filter_map(|row| row.strip_prefix("| `")?.split_once("` | ")).collect();
+        let codes: Vec<_> = table
+            .lines()
+            .filter_map(|row| row.strip_prefix("| `")?.split_once("` | "))
+            .collect();
         assert!(codes.len() > 30, "the table has moved");
         for (code, rest) in codes {
             let (known, class) =
@@ -273,8 +301,9 @@ mod tests {
             (RetryClass::Overloaded, vec![429]),
             (RetryClass::Leaving, vec![]),
         ] {
-            let of_class: Vec<u16> =
-                (100..600).filter(|&status| RetryClass::of_status(status) == class).collect();
+            let of_class: Vec<u16> = (100..600)
+                .filter(|&status| RetryClass::of_status(status) == class)
+                .collect();
             assert_eq!(of_class, expected, "{class:?}");
         }
     }

@@ -30,7 +30,11 @@ pub struct DenialShare {
 impl DenialShare {
     /// 0 without answers.
     fn ratio(self) -> f64 {
-        if self.answered > 0.0 { self.denied / self.answered } else { 0.0 }
+        if self.answered > 0.0 {
+            self.denied / self.answered
+        } else {
+            0.0
+        }
     }
 }
 
@@ -94,7 +98,10 @@ impl WorkerPenalty {
     pub fn share(&self, now_ms: u64) -> DenialShare {
         let age_ms = now_ms.saturating_sub(self.share_at_ms) as f64;
         let keep = (-age_ms / MEMORY_MS).exp();
-        DenialShare { denied: self.share.denied * keep, answered: self.share.answered * keep }
+        DenialShare {
+            denied: self.share.denied * keep,
+            answered: self.share.answered * keep,
+        }
     }
 
     fn count(&mut self, denied: f64, now_ms: u64) {
@@ -170,7 +177,10 @@ mod tests {
             penalty.overloaded(Some(asked_ms), 5_000);
             penalty.left_ms(5_000)
         };
-        assert_eq!([0, 7_000, u64::MAX].map(left_ms), [0, 7_000, MAX_PENALTY_MS]);
+        assert_eq!(
+            [0, 7_000, u64::MAX].map(left_ms),
+            [0, 7_000, MAX_PENALTY_MS]
+        );
     }
 
     #[test]
@@ -249,10 +259,18 @@ mod tests {
                 (*view, objection)
             });
             let ready = least_objection(evaluated);
-            let request =
-                RequestView { text: "all say the same", now_ms, ..RequestView::default() };
+            let request = RequestView {
+                text: "all say the same",
+                now_ms,
+                ..RequestView::default()
+            };
             let (ready, rng) = (&ready, &mut rng);
-            let mut input = PolicyInput { request: &request, ready, rng, explains: false };
+            let mut input = PolicyInput {
+                request: &request,
+                ready,
+                rng,
+                explains: false,
+            };
             let choice = policy.choose(&mut input);
             let worker = choice.expect("a candidate").worker;
             let ticket = SendTicket(turn);

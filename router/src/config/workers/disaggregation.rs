@@ -33,7 +33,14 @@ pub struct PairFlags {
 
 impl PairFlags {
     pub fn local_rule(&self) -> LocalPrefillRule {
-        let max_tokens = if self.disable_local_prefill { 0 } else { self.local_prefill_max_tokens };
-        LocalPrefillRule { max_tokens, when_no_prefill: !self.disable_local_prefill }
+        let max_tokens = if self.disable_local_prefill {
+            0
+        } else {
+            self.local_prefill_max_tokens
+        };
+        LocalPrefillRule {
+            max_tokens,
+            when_no_prefill: !self.disable_local_prefill,
+        }
     }
 }

@@ -56,7 +56,11 @@ pub struct WorkerFlags {
 impl WorkerFlags {
     /// Roles without which nothing can be answered.
     pub fn serving_roles(&self) -> &'static [Role] {
-        if self.pd_disaggregation { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
+        if self.pd_disaggregation {
+            &[Role::Prefill, Role::Decode]
+        } else {
+            &[Role::Regular]
+        }
     }
 
     /// The ranks that flags say each worker of this role has.

@@ -30,7 +30,9 @@ impl WorkerUrl {
             return Err(bad("has a path"));
         }
         if authority.contains('@') {
-            return Err(bad("has an '@'; ranks are found by --dp-aware, never given"));
+            return Err(bad(
+                "has an '@'; ranks are found by --dp-aware, never given",
+            ));
         }
         let authority: http::uri::Authority =
             authority.parse().map_err(|_| bad("has no valid host"))?;
@@ -50,7 +52,11 @@ impl WorkerUrl {
     /// `host:port`, with brackets around an IPv6 address: the Host header.
     pub fn authority(&self) -> String {
         let Self { host, port, .. } = self;
-        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+        if host.contains(':') {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
+        }
     }
 }
 
@@ -99,7 +105,12 @@ impl WorkerSpec {
                 BootstrapPort::Port(port.get())
             }
         };
-        Ok(Self { url: WorkerUrl::parse(url)?, role, bootstrap, topology: None })
+        Ok(Self {
+            url: WorkerUrl::parse(url)?,
+            role,
+            bootstrap,
+            topology: None,
+        })
     }
 
     pub fn in_topology(self, topology: Option<String>) -> Self {
@@ -130,9 +141,16 @@ mod tests {
 
     #[test]
     fn paths_ranks_and_nonsense_are_refused() {
-        for given in
-            ["ftp://a", "http://a:1/v1", "http://a:1@3", "", "http://", "a:0", "a:99999", "a b"]
-        {
+        for given in [
+            "ftp://a",
+            "http://a:1/v1",
+            "http://a:1@3",
+            "",
+            "http://",
+            "a:0",
+            "a:99999",
+            "a b",
+        ] {
             assert!(WorkerUrl::parse(given).is_err(), "{given:?} was accepted");
         }
     }

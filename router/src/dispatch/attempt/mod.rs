@@ -66,7 +66,11 @@ pub enum ErrorReply {
     /// An error of the router.
     Error(RouteError),
     /// The worker's own words.
-    Answer { status: StatusCode, headers: HeaderMap, body: Bytes },
+    Answer {
+        status: StatusCode,
+        headers: HeaderMap,
+        body: Bytes,
+    },
 }
 
 /// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
@@ -91,13 +95,19 @@ pub struct AttemptError {
 
 /// Reasons that mean a worker has gone, as far as they tell, rather than refused the request.
 pub fn is_loss(reason: &str) -> bool {
-    matches!(reason, "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready")
+    matches!(
+        reason,
+        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
+    )
 }
 
 /// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
 pub fn is_loss_of_any(reason: &str) -> bool {
     is_loss(reason)
-        || matches!(reason, "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable")
+        || matches!(
+            reason,
+            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
+        )
 }
 
 /// Reasons that mean a worker, or its connection, ended with the request in hand.
@@ -106,8 +116,12 @@ pub fn is_break(reason: &str) -> bool {
 }
 
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
-const PARTNERS_FAULT: [&str; 4] =
-    ["kv_transfer_failed", "kv_transfer_timeout", "prefill_failed", "bootstrap_unreachable"];
+const PARTNERS_FAULT: [&str; 4] = [
+    "kv_transfer_failed",
+    "kv_transfer_timeout",
+    "prefill_failed",
+    "bootstrap_unreachable",
+];
 
 impl AttemptError {
     /// True if the other leg's worker may have failed.
@@ -117,12 +131,25 @@ impl AttemptError {
 
     fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
         let (role, worker) = (leg.candidate.worker.role(), leg.candidate.id);
-        Self { role, worker, reason, class, broke_alone: None, is_stale: false, reply }
+        Self {
+            role,
+            worker,
+            reason,
+            class,
+            broke_alone: None,
+            is_stale: false,
+            reply,
+        }
     }
 
     /// The worker, or the connection to it, has gone.
     fn broken(leg: &LoadGuard, reason: &'static str, cause: String) -> Self {
-        Self::new(leg, reason, RetryClass::Broken, ErrorReply::Error(upstream_error(leg, cause)))
+        Self::new(
+            leg,
+            reason,
+            RetryClass::Broken,
+            ErrorReply::Error(upstream_error(leg, cause)),
+        )
     }
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
@@ -132,7 +159,9 @@ impl AttemptError {
             }
             SendError::Broken(_) => Self::broken(leg, "reset", err.to_string()),
             SendError::Exhausted(cause) => {
-                let err = RouteError::Exhausted { cause: cause.clone() };
+                let err = RouteError::Exhausted {
+                    cause: cause.clone(),
+                };
                 Self::new(leg, err.code(), RetryClass::Refused, ErrorReply::Error(err))
             }
         }
@@ -149,11 +178,22 @@ impl AttemptError {
         let known = code.and_then(|code| RetryClass::of_code(&code));
         let (reason, class) =
             known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
-        Self::new(leg, reason, class, ErrorReply::Answer { status, headers, body })
+        Self::new(
+            leg,
+            reason,
+            class,
+            ErrorReply::Answer {
+                status,
+                headers,
+                body,
+            },
+        )
     }
 
     fn status(&self) -> Option<StatusCode> {
-        let ErrorReply::Answer { status, .. } = &self.reply else { return None };
+        let ErrorReply::Answer { status, .. } = &self.reply else {
+            return None;
+        };
         Some(*status)
     }
 
@@ -169,12 +209,17 @@ impl AttemptError {
     /// The worker would not take the request: it lacks the path, the model or the key. So may the
     /// request.
     pub fn is_denial(&self) -> bool {
-        matches!(self.status().map(|status| status.as_u16()), Some(401 | 403..=405))
+        matches!(
+            self.status().map(|status| status.as_u16()),
+            Some(401 | 403..=405)
+        )
     }
 
     /// The time after which the worker asks to be tried again.
     pub fn retry_after_ms(&self) -> Option<u64> {
-        let ErrorReply::Answer { headers, .. } = &self.reply else { return None };
+        let ErrorReply::Answer { headers, .. } = &self.reply else {
+            return None;
+        };
         retry_after_ms(headers)
     }
 
@@ -221,7 +266,11 @@ pub fn status_label(status: StatusCode) -> &'static str {
 /// The leg's worker failed in a way that `cause` describes.
 pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
     let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
-    RouteError::Upstream { role, worker, cause }
+    RouteError::Upstream {
+        role,
+        worker,
+        cause,
+    }
 }
 
 /// In the place of an error answer that is too long to be passed on: the class is its status's.
@@ -233,7 +282,11 @@ fn error_too_long(status: StatusCode) -> Bytes {
 pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
     let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
     let waited_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-    RouteError::UpstreamSilent { role, worker, waited_ms }
+    RouteError::UpstreamSilent {
+        role,
+        worker,
+        waited_ms,
+    }
 }
 
 impl UpstreamAttempt {
@@ -249,21 +302,36 @@ impl UpstreamAttempt {
             self.guard.first_token();
         }
         let (guard, has_token_ids) = (self.guard, self.has_token_ids && is_sse);
-        Ok(UpstreamResponse { guard, answer, is_sse, has_token_ids, stages })
+        Ok(UpstreamResponse {
+            guard,
+            answer,
+            is_sse,
+            has_token_ids,
+            stages,
+        })
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
     /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
         let mut drained = async {
-            let PartialAnswer { mut headers, pieces, mut events, mut rest, .. } =
-                self.open_unless_hung().await?;
+            let PartialAnswer {
+                mut headers,
+                pieces,
+                mut events,
+                mut rest,
+                ..
+            } = self.open_unless_hung().await?;
             self.take_stages(&mut headers);
             self.guard.read_usage(pieces.iter());
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let is_stream = is_sse(&headers);
-            let mut error = if is_stream { pieces.iter().find_map(from_error) } else { None };
+            let mut error = if is_stream {
+                pieces.iter().find_map(from_error)
+            } else {
+                None
+            };
             let mut find = |piece: Bytes| match is_stream {
                 true => from_error(&events.push(piece)?),
                 false => None,
@@ -305,10 +373,16 @@ impl UpstreamAttempt {
             Ok(_) => RequestOutcome::Success,
             Err(failure) => failure.outcome(),
         });
-        let Candidate { worker, penalty, .. } = &*self.guard.candidate;
-        let Err(failure) = ended else { return penalty.lock().answered(now_ms()) };
+        let Candidate {
+            worker, penalty, ..
+        } = &*self.guard.candidate;
+        let Err(failure) = ended else {
+            return penalty.lock().answered(now_ms());
+        };
         if failure.is_overload() {
-            penalty.lock().overloaded(failure.retry_after_ms(), now_ms());
+            penalty
+                .lock()
+                .overloaded(failure.retry_after_ms(), now_ms());
         }
         if is_break(failure.reason) {
             failure.broke_alone = Some(worker.note_break(now_ms()));
@@ -334,7 +408,9 @@ impl UpstreamAttempt {
         let pool = &self.guard.candidate.worker.pool;
         let sent = || self.guard.timeline.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);
-        let sent = timeout(self.limit, sending).await.map_err(|_| self.silent())?;
+        let sent = timeout(self.limit, sending)
+            .await
+            .map_err(|_| self.silent())?;
         let response = sent.map_err(|err| AttemptError::send(&self.guard, &err))?;
         let (mut head, mut answer) = response.into_parts();
         if let Some(report) = load_report::take(&mut head.headers) {
@@ -345,7 +421,13 @@ impl UpstreamAttempt {
             let body = self.collect(Bytes::new(), &mut answer).await?;
             let body = body.unwrap_or_else(|| error_too_long(status));
             let code = code_of(&body);
-            return Err(AttemptError::answer(&self.guard, code, status, head.headers, body));
+            return Err(AttemptError::answer(
+                &self.guard,
+                code,
+                status,
+                head.headers,
+                body,
+            ));
         }
         let mut events = EventSplitter::default();
         let mut pieces = Vec::with_capacity(1);
@@ -362,7 +444,9 @@ impl UpstreamAttempt {
                 let begin = comments_len(&run);
                 if error_event(&run[begin..]).is_some() {
                     let (headers, rest) = (head.headers, Some(answer));
-                    return Err(self.error_in_stream(headers, &run[begin..], events, rest).await);
+                    return Err(self
+                        .error_in_stream(headers, &run[begin..], events, rest)
+                        .await);
                 }
                 // Comments alone say that the worker lives, not that it has begun.
                 if begin < run.len() {
@@ -376,16 +460,26 @@ impl UpstreamAttempt {
                 if held > MAX_HELD {
                     break Some(answer);
                 }
-                let Some(piece) = self.next_piece(&mut answer).await? else { break None };
+                let Some(piece) = self.next_piece(&mut answer).await? else {
+                    break None;
+                };
                 held += piece.len();
                 pieces.push(piece);
             }
         };
-        Ok(PartialAnswer { status: head.status, headers: head.headers, pieces, events, rest })
+        Ok(PartialAnswer {
+            status: head.status,
+            headers: head.headers,
+            pieces,
+            events,
+            rest,
+        })
     }
 
     async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
-        let piece = timeout(self.limit, answer.piece()).await.map_err(|_| self.silent())?;
+        let piece = timeout(self.limit, answer.piece())
+            .await
+            .map_err(|_| self.silent())?;
         piece.transpose().map_err(|err| {
             let cause = format!("answer broke off: {}", with_source(&err));
             AttemptError::broken(&self.guard, "reset", cause)
@@ -395,7 +489,12 @@ impl UpstreamAttempt {
     /// The worker was silent for too long.
     fn silent(&self) -> AttemptError {
         let err = silent_error(&self.guard, self.limit);
-        AttemptError::new(&self.guard, SILENT, RetryClass::Refused, ErrorReply::Error(err))
+        AttemptError::new(
+            &self.guard,
+            SILENT,
+            RetryClass::Refused,
+            ErrorReply::Error(err),
+        )
     }
 
     /// A stream whose event is an error. If no other worker does better, the client gets the stream

@@ -6,7 +6,12 @@ fn codes_are_read_from_the_nested_object_only() {
         code_of(br#"{"error":{"message":"m","code":"queue_full"}}"#).as_deref(),
         Some("queue_full")
     );
-    for body in [&b"oops"[..], b"{}", br#"{"error":"x"}"#, br#"{"error":{"code":500}}"#] {
+    for body in [
+        &b"oops"[..],
+        b"{}",
+        br#"{"error":"x"}"#,
+        br#"{"error":{"code":500}}"#,
+    ] {
         assert_eq!(code_of(body), None);
     }
 }
@@ -37,5 +42,8 @@ fn an_attempt_is_small_enough_to_be_moved() {
         future_bytes(UpstreamAttempt::open),
         future_bytes(|attempt: UpstreamAttempt| attempt.drain(false)),
     );
-    assert!(open.max(drain) < 6 << 10, "open {open} bytes, drain {drain} bytes");
+    assert!(
+        open.max(drain) < 6 << 10,
+        "open {open} bytes, drain {drain} bytes"
+    );
 }

@@ -90,7 +90,9 @@ async fn try_attempt(
 ) -> AttemptResult {
     let mut reader = None;
     if let Some(prefilled) = reusable_prefill.take() {
-        let decode = app.fleet.choose(Role::Decode, &request.wanted(), &request.avoid)?;
+        let decode = app
+            .fleet
+            .choose(Role::Decode, &request.wanted(), &request.avoid)?;
         let fingerprint = prefilled.leg.prefill.fingerprint;
         let is_fit = fingerprint.is_compatible(&decode.candidate.fingerprint);
         reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
@@ -126,12 +128,16 @@ async fn try_attempt(
     };
     if is_second_reader {
         let result = if opened.is_ok() { "opened" } else { "failed" };
-        app.metrics.decode_retries.with_label_values(&[result]).inc();
+        app.metrics
+            .decode_retries
+            .with_label_values(&[result])
+            .inc();
     }
     match opened {
         Ok(mut opened) => {
             prefilled.leg.pages_claimed = true;
-            app.pair_traffic.opened(pair, opened.stages.as_ref(), now_ms());
+            app.pair_traffic
+                .opened(pair, opened.stages.as_ref(), now_ms());
             if request.scan.wants_input_logprobs && (opened.is_sse || opened.answer.rest.is_none())
             {
                 let limit = app.config.request_timeout();
@@ -141,7 +147,9 @@ async fn try_attempt(
         }
         Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            Err(attribute_failure(failure, &mut prefilled, is_second_reader).await.into())
+            Err(attribute_failure(failure, &mut prefilled, is_second_reader)
+                .await
+                .into())
         }
         Err(failure) => {
             let mut tried = request.avoid.clone();
@@ -198,15 +206,22 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
     let (wanted, fleet) = (request.wanted(), &app.fleet);
     let (prefill, decode) = match fleet.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
-        Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
-            match fleet.choose(Role::Decode, &wanted, &request.avoid) {
-                Ok(decode) => (Err(err), decode),
-                Err(_) => return Err(err),
-            }
-        }
+        Err(
+            err @ RouteError::NoWorker {
+                role: Role::Prefill,
+                ..
+            },
+        ) => match fleet.choose(Role::Decode, &wanted, &request.avoid) {
+            Ok(decode) => (Err(err), decode),
+            Err(_) => return Err(err),
+        },
         Err(err) => return Err(err),
     };
-    let why = app.config.pairs.local_rule().decide(&view(request, &decode, prefill.is_ok()));
+    let why = app
+        .config
+        .pairs
+        .local_rule()
+        .decide(&view(request, &decode, prefill.is_ok()));
     match why.filter(|_| can_prefill(app, &decode)) {
         // Dropping P's guard takes back what its policy was sent.
         Some(why) => Ok(Placement::Local(decode, why)),
@@ -217,9 +232,15 @@ fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteEr
 fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
-    let counted = request.prompt.tokens.or(forecast.map(|forecast| forecast.prompt_tokens));
+    let counted = request
+        .prompt
+        .tokens
+        .or(forecast.map(|forecast| forecast.prompt_tokens));
     let prompt = counted.unwrap_or_else(|| u32::try_from(estimate).unwrap_or(u32::MAX));
-    let resumed_tokens = request.resume_point.as_ref().map_or(0, |point| point.tokens);
+    let resumed_tokens = request
+        .resume_point
+        .as_ref()
+        .map_or(0, |point| point.tokens);
     LocalView {
         prompt_tokens: prompt.saturating_add(u32::try_from(resumed_tokens).unwrap_or(u32::MAX)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
@@ -233,7 +254,10 @@ async fn local(
     decode: LoadGuard,
     why: LocalPrefillReason,
 ) -> AttemptResult {
-    app.metrics.local_prefills.with_label_values(&[why.into_str()]).inc();
+    app.metrics
+        .local_prefills
+        .with_label_values(&[why.into_str()])
+        .inc();
     let candidate = &decode.candidate;
     request.record.prefill = None;
     request.record.room = None;
@@ -270,7 +294,14 @@ fn start_prefill(
     let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
     let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
     let (task, app, prefill) = (Some(tokio::spawn(draining)), app.clone(), candidate);
-    let leg = PrefillAttempt { task, response: None, app, prefill, rooms, pages_claimed: false };
+    let leg = PrefillAttempt {
+        task,
+        response: None,
+        app,
+        prefill,
+        rooms,
+        pages_claimed: false,
+    };
     Ok(PendingPrefill { leg, meeting })
 }
 
@@ -298,7 +329,10 @@ impl BootstrapParams {
             "\"bootstrap_host\":{hosts},\"bootstrap_port\":{ports},\"bootstrap_room\":{rooms}"
         );
         let prefill_rank = prefill.rank.filter(|_| with_ranks);
-        Self { shared, prefill_rank }
+        Self {
+            shared,
+            prefill_rank,
+        }
     }
 
     /// Body for one of the two.

@@ -33,11 +33,16 @@ impl RoomLease {
     ) -> Result<Self, RouteError> {
         // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang
         // nodes place by it.
-        let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
+        let dp = prefill
+            .rank
+            .map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
         let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.count() })?;
-        Ok(Self { rooms, live: app.rooms.clone() })
+        Ok(Self {
+            rooms,
+            live: app.rooms.clone(),
+        })
     }
 }
 
@@ -87,7 +92,11 @@ impl Drop for PrefillAttempt {
         let task = self.task.take();
         if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
             task.abort();
-            self.app.metrics.leg_aborts.with_label_values(&["prefill", "dropped"]).inc();
+            self.app
+                .metrics
+                .leg_aborts
+                .with_label_values(&["prefill", "dropped"])
+                .inc();
         }
         // An aborted leg, too: the prompt may be computed, and only the answer that says so still
         // on its way.

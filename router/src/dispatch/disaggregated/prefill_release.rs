@@ -26,20 +26,30 @@ pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     }
     let count = |app: &AppState, result| app.metrics.releases.with_label_values(&[result]).inc();
     // No runtime: the process ends.
-    let (Ok(runtime), Ok(place)) =
-        (Handle::try_current(), app.releases.clone().try_acquire_owned())
-    else {
+    let (Ok(runtime), Ok(place)) = (
+        Handle::try_current(),
+        app.releases.clone().try_acquire_owned(),
+    ) else {
         return count(app, "skipped");
     };
     let body = serde_json::json!({"bootstrap_room": rooms}).to_string();
     let (app, worker) = (app.clone(), worker.clone());
     runtime.spawn(async move {
         let mut headers = app.fleet.worker_headers();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("application/json"),
+        );
         let head = RequestHead::new(Method::POST, Uri::from_static("/abort_request"), headers);
         let asking = async {
-            let sent = worker.pool.send(&head, BodySegments::from(Bytes::from(body)), &|| ()).await;
-            let mut answer = sent.ok().filter(|sent| sent.status().is_success())?.into_body();
+            let sent = worker
+                .pool
+                .send(&head, BodySegments::from(Bytes::from(body)), &|| ())
+                .await;
+            let mut answer = sent
+                .ok()
+                .filter(|sent| sent.status().is_success())?
+                .into_body();
             while let Some(piece) = answer.piece().await {
                 piece.ok()?; // read to its end, the connection can be used again
             }

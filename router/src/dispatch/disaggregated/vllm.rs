@@ -41,7 +41,10 @@ pub async fn attempt(
     let params = if request.scan.batch.is_some() {
         request.record.prefill = None;
         drop(prefill);
-        app.metrics.local_prefills.with_label_values(&["batch"]).inc();
+        app.metrics
+            .local_prefills
+            .with_label_values(&["batch"])
+            .inc();
         None
     } else {
         request.record.prefill = Some((prefill.candidate.name.clone(), prefill.why));

@@ -42,7 +42,12 @@ impl BackgroundExporter {
 
     /// Spans so far by what became of them.
     pub fn counts(&self) -> [(&'static str, u64); 3] {
-        RESULTS.map(|result| (result, self.exporter.counts.with_label_values(&[result]).get()))
+        RESULTS.map(|result| {
+            (
+                result,
+                self.exporter.counts.with_label_values(&[result]).get(),
+            )
+        })
     }
 
     /// Wait until what was put has been sent, or could not be, for at most `limit`.

@@ -24,12 +24,30 @@ pub fn encode(service: TraceService, spans: Vec<Span>) -> Vec<u8> {
         text_attribute("service.name", service.name),
         text_attribute("service.version", env!("CARGO_PKG_VERSION")),
     ];
-    attributes
-        .extend(service.attributes.into_iter().map(|(key, value)| text_attribute(key, value)));
-    let scope = Some(InstrumentationScope { name: "baton".to_owned(), ..Default::default() });
-    let scope_spans = vec![ScopeSpans { scope, spans, ..Default::default() }];
-    let resource = Some(Resource { attributes, ..Default::default() });
-    let resource_spans = vec![ResourceSpans { resource, scope_spans, ..Default::default() }];
+    attributes.extend(
+        service
+            .attributes
+            .into_iter()
+            .map(|(key, value)| text_attribute(key, value)),
+    );
+    let scope = Some(InstrumentationScope {
+        name: "baton".to_owned(),
+        ..Default::default()
+    });
+    let scope_spans = vec![ScopeSpans {
+        scope,
+        spans,
+        ..Default::default()
+    }];
+    let resource = Some(Resource {
+        attributes,
+        ..Default::default()
+    });
+    let resource_spans = vec![ResourceSpans {
+        resource,
+        scope_spans,
+        ..Default::default()
+    }];
     ExportTraceServiceRequest { resource_spans }.encode_to_vec()
 }
 
@@ -42,17 +60,28 @@ pub fn int_attribute(key: impl Into<String>, value: impl Into<i64>) -> KeyValue 
 }
 
 fn attribute(key: String, value: Value) -> KeyValue {
-    KeyValue { key, value: Some(AnyValue { value: Some(value) }), ..Default::default() }
+    KeyValue {
+        key,
+        value: Some(AnyValue { value: Some(value) }),
+        ..Default::default()
+    }
 }
 
 /// Something that happened during a span, at a time in ns since 1970.
 pub fn span_event(at_unix_ns: u64, name: impl Into<String>) -> Event {
-    Event { time_unix_nano: at_unix_ns, name: name.into(), ..Default::default() }
+    Event {
+        time_unix_nano: at_unix_ns,
+        name: name.into(),
+        ..Default::default()
+    }
 }
 
 /// Status of a span that counts as failed.
 pub fn failed_status(reason: impl Into<String>) -> Status {
-    Status { message: reason.into(), code: StatusCode::Error.into() }
+    Status {
+        message: reason.into(),
+        code: StatusCode::Error.into(),
+    }
 }
 
 /// Trace ids and span ids are big-endian, as in `traceparent`.
@@ -84,12 +113,19 @@ mod tests {
             kind: SpanKind::Client.into(),
             start_time_unix_nano: 1_700_000_000_000_000_000,
             end_time_unix_nano: 1_700_000_000_000_000_300,
-            attributes: vec![text_attribute("worker", "http://a"), int_attribute("tokens", -300)],
+            attributes: vec![
+                text_attribute("worker", "http://a"),
+                int_attribute("tokens", -300),
+            ],
             events: vec![event],
             status: Some(failed_status("reset")),
             ..Default::default()
         };
-        let hex: String = span.encode_to_vec().iter().map(|b| format!("{b:02x}")).collect();
+        let hex: String = span
+            .encode_to_vec()
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect();
         assert_eq!(hex, include_str!("span.hex").trim());
     }
 }

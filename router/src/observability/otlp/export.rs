@@ -129,7 +129,12 @@ async fn send_all(
 
 /// Send a batch over a connection of its own: there is one a second at most.
 async fn send(endpoint: &TraceEndpoint, message: Vec<u8>) -> Result<(), SendError> {
-    let TraceEndpoint { protocol, host, port, path } = endpoint;
+    let TraceEndpoint {
+        protocol,
+        host,
+        port,
+        path,
+    } = endpoint;
     let io = TokioIo::new(TcpStream::connect((host.as_str(), *port)).await?);
     // The connection's task ends with the sending, also when that is given up.
     let mut driver = JoinSet::new();
@@ -172,8 +177,9 @@ async fn answered(response: Response<Incoming>, protocol: TraceProtocol) -> Resu
             .trailers()
             .and_then(|trailers| trailers.get("grpc-status"))
             .or(head.headers.get("grpc-status"));
-        let status =
-            status.map_or("missing".into(), |status| String::from_utf8_lossy(status.as_bytes()));
+        let status = status.map_or("missing".into(), |status| {
+            String::from_utf8_lossy(status.as_bytes())
+        });
         if status != "0" {
             return Err(format!("gRPC status {status}").into());
         }

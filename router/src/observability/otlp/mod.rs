@@ -53,9 +53,18 @@ impl TraceContext {
     pub fn of(headers: &HeaderMap) -> Self {
         let (trace, parent, is_sampled) = match headers.get(TRACEPARENT).and_then(parse) {
             Some((trace, parent, is_sampled)) => (trace, Some(parent), is_sampled),
-            None => ((u128::from(new_id()) << 64) | u128::from(new_id()), None, true),
+            None => (
+                (u128::from(new_id()) << 64) | u128::from(new_id()),
+                None,
+                true,
+            ),
         };
-        Self { trace, span: new_id(), parent, is_sampled }
+        Self {
+            trace,
+            span: new_id(),
+            parent,
+            is_sampled,
+        }
     }
 
     /// Header for the receiver of a leg.
@@ -106,10 +115,18 @@ mod tests {
         let text = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let (trace, parent, is_sampled) = read(text).unwrap();
         assert!(is_sampled && parent == 0x00f0_67aa_0ba9_02b7);
-        let context = TraceContext { trace, span: 1, parent: Some(parent), is_sampled };
+        let context = TraceContext {
+            trace,
+            span: 1,
+            parent: Some(parent),
+            is_sampled,
+        };
         assert_eq!(context.header(parent), text);
         assert!(!read(&text.replace("-01", "-00")).unwrap().2);
-        assert!(read(&text.replacen("00", "cc", 1)).is_some(), "a later version");
+        assert!(
+            read(&text.replacen("00", "cc", 1)).is_some(),
+            "a later version"
+        );
         assert!(read(&format!("cc{}-more", &text[2..])).is_some());
         for wrong in [
             "",
@@ -127,7 +144,10 @@ mod tests {
 
     #[test]
     fn a_request_without_a_trace_begins_one() {
-        let (a, b) = (TraceContext::of(&HeaderMap::new()), TraceContext::of(&HeaderMap::new()));
+        let (a, b) = (
+            TraceContext::of(&HeaderMap::new()),
+            TraceContext::of(&HeaderMap::new()),
+        );
         assert!(a.is_sampled && a.parent.is_none() && a.trace != b.trace && a.span != b.span);
     }
 }

@@ -154,8 +154,17 @@ impl RequestTimeline {
     }
 
     pub fn prompt(&self, blocks: &PromptBlocks) {
-        let PromptView { hashes, units, tokens, .. } = blocks.prompt();
-        self.records.lock().prompt = Some(PromptSize { units, tokens, blocks: hashes.len() });
+        let PromptView {
+            hashes,
+            units,
+            tokens,
+            ..
+        } = blocks.prompt();
+        self.records.lock().prompt = Some(PromptSize {
+            units,
+            tokens,
+            blocks: hashes.len(),
+        });
     }
 
     /// The request goes to this worker. `explanation`: what was weighed, as JSON.
@@ -184,7 +193,10 @@ impl RequestTimeline {
             stages: None,
             explanation,
         });
-        AttemptRecorder { timeline: Some(self.clone()), at: records.legs.len() - 1 }
+        AttemptRecorder {
+            timeline: Some(self.clone()),
+            at: records.legs.len() - 1,
+        }
     }
 
     /// The pair that was chosen last meets in this room.
@@ -200,17 +212,33 @@ impl RequestTimeline {
         let at_ms = ms(self.started);
         let mut records = self.records.lock();
         let attempt = records.failures.len() as u32 + 1;
-        records.failures.push(Failed { attempt, role, reason, at_ms, failover_at_token });
+        records.failures.push(Failed {
+            attempt,
+            role,
+            reason,
+            at_ms,
+            failover_at_token,
+        });
     }
 
     /// How often another worker was asked to go on with the answer.
     pub fn failovers(&self) -> usize {
-        self.records.lock().failures.iter().filter(|f| f.failover_at_token.is_some()).count()
+        self.records
+            .lock()
+            .failures
+            .iter()
+            .filter(|f| f.failover_at_token.is_some())
+            .count()
     }
 
     /// Count of the last worker that answered.
     pub fn usage(&self) -> Option<TokenUsage> {
-        self.records.lock().legs.iter().rev().find_map(|leg| leg.usage)
+        self.records
+            .lock()
+            .legs
+            .iter()
+            .rev()
+            .find_map(|leg| leg.usage)
     }
 
     /// How long each stage of the first attempt took.
@@ -220,7 +248,11 @@ impl RequestTimeline {
         let between = |from: Option<f64>, to: Option<f64>| Some((to? - from?).max(0.0));
         let first = records.legs.first();
         // The last leg of the first attempt is the one that answers the client.
-        let answering = records.legs.iter().take_while(|leg| leg.attempt == 1).last();
+        let answering = records
+            .legs
+            .iter()
+            .take_while(|leg| leg.attempt == 1)
+            .last();
         let seconds = |ms: Option<f64>| ms.map(|ms| ms / 1e3);
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
@@ -241,9 +273,11 @@ impl RequestTimeline {
         let records = self.records.lock();
         let attempt = records.legs.last().map_or(0, |leg| leg.attempt);
         let legs = records.legs.iter().filter(|leg| leg.attempt == attempt);
-        let legs = legs.map(|AttemptTimeline { role, worker, why, .. }| {
-            json!({ "role": role, "worker": worker, "decision": why })
-        });
+        let legs = legs.map(
+            |AttemptTimeline {
+                 role, worker, why, ..
+             }| { json!({ "role": role, "worker": worker, "decision": why }) },
+        );
         json!({ "attempts": attempt, "legs": legs.collect::<Vec<_>>() }).to_string()
     }
 
@@ -311,11 +345,18 @@ impl AttemptRecorder {
     pub fn traceparent(&self) -> Option<HeaderValue> {
         let timeline = self.timeline.as_ref()?;
         let context = timeline.trace?;
-        timeline.records.lock().legs.get(self.at).map(|leg| context.header(leg.span))
+        timeline
+            .records
+            .lock()
+            .legs
+            .get(self.at)
+            .map(|leg| context.header(leg.span))
     }
 
     fn leg(&self, change: impl FnOnce(&mut AttemptTimeline, f64)) {
-        let Some(timeline) = &self.timeline else { return };
+        let Some(timeline) = &self.timeline else {
+            return;
+        };
         let at_ms = ms(timeline.started);
         if let Some(leg) = timeline.records.lock().legs.get_mut(self.at) {
             change(leg, at_ms);
@@ -369,7 +410,11 @@ struct Shelf {
 
 impl RequestHistory {
     pub fn new(capacity: usize) -> Self {
-        Self { capacity, next: AtomicU64::new(0), shelf: Mutex::default() }
+        Self {
+            capacity,
+            next: AtomicU64::new(0),
+            shelf: Mutex::default(),
+        }
     }
 
     pub fn begin(
@@ -385,7 +430,10 @@ impl RequestHistory {
             started: Instant::now(),
             received_unix_ns: unix_time().as_nanos() as u64,
             trace,
-            records: Mutex::new(TimelineRecords { rid: rid.to_owned(), ..Default::default() }),
+            records: Mutex::new(TimelineRecords {
+                rid: rid.to_owned(),
+                ..Default::default()
+            }),
         });
         if self.capacity > 0 {
             self.shelf.lock().running.insert(number, timeline.clone());
@@ -405,7 +453,9 @@ impl RequestHistory {
         shelf.ended.push_back((timeline.clone(), bytes));
         shelf.bytes += bytes;
         while shelf.ended.len() > self.capacity || shelf.bytes > MAX_BYTES {
-            let Some((_, bytes)) = shelf.ended.pop_front() else { break };
+            let Some((_, bytes)) = shelf.ended.pop_front() else {
+                break;
+            };
             shelf.bytes -= bytes;
         }
     }
@@ -419,15 +469,29 @@ impl RequestHistory {
         drop(shelf);
         timelines.sort_unstable_by_key(|timeline| std::cmp::Reverse(timeline.number));
         timelines.truncate(most);
-        timelines.iter().map(|timeline| timeline.short_json()).collect()
+        timelines
+            .iter()
+            .map(|timeline| timeline.short_json())
+            .collect()
     }
 
     /// The youngest with this id: clients may give the same one twice.
     pub fn find(&self, rid: &str) -> Option<Value> {
         let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
         let shelf = self.shelf.lock();
-        let youngest = shelf.running.values().filter(is_it).max_by_key(|timeline| timeline.number);
-        let ended = || shelf.ended.iter().rev().map(|(timeline, _)| timeline).find(is_it);
+        let youngest = shelf
+            .running
+            .values()
+            .filter(is_it)
+            .max_by_key(|timeline| timeline.number);
+        let ended = || {
+            shelf
+                .ended
+                .iter()
+                .rev()
+                .map(|(timeline, _)| timeline)
+                .find(is_it)
+        };
         let timeline = youngest.or_else(ended)?.clone();
         drop(shelf);
         Some(timeline.json())
@@ -444,17 +508,25 @@ mod tests {
     #[test]
     fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
         let requests = RequestHistory::new(2);
-        let timelines: Vec<_> = ["a", "b", "c"].map(|rid| requests.begin("/x", rid, None)).into();
+        let timelines: Vec<_> = ["a", "b", "c"]
+            .map(|rid| requests.begin("/x", rid, None))
+            .into();
         assert_eq!(requests.find("a").unwrap()["state"], "running");
         for timeline in &timelines {
             requests.end(timeline, 200, "ok");
         }
         assert!(requests.find("a").is_none());
         let found = requests.find("c").unwrap();
-        assert_eq!((&found["state"], &found["outcome"]), (&"ended".into(), &"ok".into()));
+        assert_eq!(
+            (&found["state"], &found["outcome"]),
+            (&"ended".into(), &"ok".into())
+        );
         let running = requests.begin("/x", "d", None);
         let recent = requests.recent(2);
-        assert_eq!((&recent[0]["id"], &recent[1]["id"]), (&"d".into(), &"c".into()));
+        assert_eq!(
+            (&recent[0]["id"], &recent[1]["id"]),
+            (&"d".into(), &"c".into())
+        );
         assert_eq!(
             (&recent[0]["outcome"], &recent[1]["outcome"]),
             (&serde_json::Value::Null, &"ok".into())
@@ -470,11 +542,20 @@ mod tests {
         let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
         for _ in 0..40 {
             let timeline = requests.begin("/x", "same", None);
-            timeline.leg(Role::Regular, "w", SelectionReason::Only, Some(explanation.clone()));
+            timeline.leg(
+                Role::Regular,
+                "w",
+                SelectionReason::Only,
+                Some(explanation.clone()),
+            );
             requests.end(&timeline, 200, "ok");
         }
         let shelf = requests.shelf.lock();
-        assert!(shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15, "{}", shelf.ended.len());
+        assert!(
+            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
+            "{}",
+            shelf.ended.len()
+        );
     }
 
     #[test]
@@ -490,7 +571,11 @@ mod tests {
     fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
         let requests = RequestHistory::new(8);
         let timeline = requests.begin("/generate", "r", None);
-        for stage in [RequestStage::Read, RequestStage::Admitted, RequestStage::Parsed] {
+        for stage in [
+            RequestStage::Read,
+            RequestStage::Admitted,
+            RequestStage::Parsed,
+        ] {
             timeline.mark(stage);
         }
         let forecast = PrefillForecast {
@@ -500,8 +585,12 @@ mod tests {
             best_cached_tokens: 64,
             best_ttft_ms: 12,
         };
-        let leg =
-            timeline.leg(Role::Regular, "http://a", SelectionReason::BestHolder(forecast), None);
+        let leg = timeline.leg(
+            Role::Regular,
+            "http://a",
+            SelectionReason::BestHolder(forecast),
+            None,
+        );
         leg.sent();
         leg.ended(RequestOutcome::Failure);
         timeline.failed(Role::Regular, "connect", None);

@@ -24,8 +24,14 @@ impl RequestTimeline {
             ..Default::default()
         };
         let name = format!("{method} {}", self.route);
-        let mut request =
-            span(context.span, context.parent, &name, SpanKind::Server, 0.0, ended_ms);
+        let mut request = span(
+            context.span,
+            context.parent,
+            &name,
+            SpanKind::Server,
+            0.0,
+            ended_ms,
+        );
         self.describe_request(&mut request, method, &records);
         let mut spans = vec![request];
         let parent = Some(context.span);
@@ -33,22 +39,42 @@ impl RequestTimeline {
         for leg in &records.legs {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
-                let failed = records.failures.iter().find(|failed| failed.attempt + 1 == attempt);
-                let from = failed.map(|failed| failed.at_ms).or(stage(RequestStage::Tokenized));
+                let failed = records
+                    .failures
+                    .iter()
+                    .find(|failed| failed.attempt + 1 == attempt);
+                let from = failed
+                    .map(|failed| failed.at_ms)
+                    .or(stage(RequestStage::Tokenized));
                 let (from, to) = (from.unwrap_or(leg.chosen_ms), leg.chosen_ms);
                 let mut decide = span(new_id(), parent, "decide", SpanKind::Internal, from, to);
-                decide.attributes.push(int_attribute("baton.attempt", attempt));
+                decide
+                    .attributes
+                    .push(int_attribute("baton.attempt", attempt));
                 spans.push(decide);
             }
             let (from, to) = (leg.chosen_ms, leg.ended_ms.unwrap_or(ended_ms));
-            let mut leg_span =
-                span(leg.span, parent, leg.role.into_str(), SpanKind::Client, from, to);
+            let mut leg_span = span(
+                leg.span,
+                parent,
+                leg.role.into_str(),
+                SpanKind::Client,
+                from,
+                to,
+            );
             leg_span.attributes = leg.attributes();
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
-            let events = events.into_iter().filter_map(|(name, ms)| Some((name, ms?)));
-            leg_span.events = events.map(|(name, ms)| span_event(self.unix_ns(ms), name)).collect();
+            let events = events
+                .into_iter()
+                .filter_map(|(name, ms)| Some((name, ms?)));
+            leg_span.events = events
+                .map(|(name, ms)| span_event(self.unix_ns(ms), name))
+                .collect();
             leg_span.status = (leg.outcome == Some("failed")).then(|| {
-                let failed = records.failures.iter().find(|failed| failed.attempt == leg.attempt);
+                let failed = records
+                    .failures
+                    .iter()
+                    .find(|failed| failed.attempt == leg.attempt);
                 failed_status(failed.map_or("failed", |failed| failed.reason))
             });
             spans.push(leg_span);
@@ -69,10 +95,16 @@ impl RequestTimeline {
             int_attribute("http.response.status_code", status),
             text_attribute("baton.request_id", records.rid.as_str()),
             text_attribute("baton.outcome", outcome),
-            int_attribute("baton.attempts", records.legs.last().map_or(0, |leg| leg.attempt)),
+            int_attribute(
+                "baton.attempts",
+                records.legs.last().map_or(0, |leg| leg.attempt),
+            ),
         ];
         span.status = (status >= 500 || outcome == "error_event").then(|| failed_status(outcome));
-        let failovers = records.failures.iter().filter(|f| f.failover_at_token.is_some());
+        let failovers = records
+            .failures
+            .iter()
+            .filter(|f| f.failover_at_token.is_some());
         let failovers = failovers.map(|failed| ("failover", failed.at_ms));
         let stages = [
             ("read", RequestStage::Read),
@@ -84,7 +116,9 @@ impl RequestTimeline {
             .into_iter()
             .filter_map(|(name, stage)| Some((name, rounded(records.stages[stage as usize]?))));
         let events = failovers.chain(stages);
-        span.events = events.map(|(name, ms)| span_event(self.unix_ns(ms), name)).collect();
+        span.events = events
+            .map(|(name, ms)| span_event(self.unix_ns(ms), name))
+            .collect();
     }
 }
 
@@ -95,11 +129,20 @@ impl AttemptTimeline {
             text_attribute("baton.worker", &*self.worker),
             text_attribute("baton.why", self.why.into_str()),
         ];
-        attributes.extend(self.room.map(|room| int_attribute("baton.room", room as i64)));
-        attributes.extend(self.outcome.map(|outcome| text_attribute("baton.outcome", outcome)));
+        attributes.extend(
+            self.room
+                .map(|room| int_attribute("baton.room", room as i64)),
+        );
+        attributes.extend(
+            self.outcome
+                .map(|outcome| text_attribute("baton.outcome", outcome)),
+        );
         if let Some(forecast) = self.why.forecast() {
             attributes.push(int_attribute("baton.predicted_ttft_ms", forecast.ttft_ms));
-            attributes.push(int_attribute("baton.predicted_cached_tokens", forecast.cached_tokens));
+            attributes.push(int_attribute(
+                "baton.predicted_cached_tokens",
+                forecast.cached_tokens,
+            ));
         }
         if let Some(usage) = self.usage {
             let counts = [
@@ -107,7 +150,9 @@ impl AttemptTimeline {
                 ("gen_ai.usage.output_tokens", usage.completion_tokens),
                 ("baton.cached_tokens", usage.cached_tokens),
             ];
-            let counts = counts.into_iter().filter_map(|(name, tokens)| Some((name, tokens?)));
+            let counts = counts
+                .into_iter()
+                .filter_map(|(name, tokens)| Some((name, tokens?)));
             attributes.extend(counts.map(|(name, tokens)| int_attribute(name, tokens)));
         }
         attributes

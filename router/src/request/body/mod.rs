@@ -32,8 +32,14 @@ const MAX_ITEMS: usize = 4096;
 const MAX_ROUTING_TEXT: usize = 4 << 20;
 
 /// Members beside the prompt's text that change its KV, or say who may share it.
-const SCOPE: [&str; 6] =
-    ["model", "lora_path", "cache_salt", "extra_key", "tools", "chat_template_kwargs"];
+const SCOPE: [&str; 6] = [
+    "model",
+    "lora_path",
+    "cache_salt",
+    "extra_key",
+    "tools",
+    "chat_template_kwargs",
+];
 
 /// The three endpoints that generate. They differ in where the prompt is and in the id they give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,7 +52,9 @@ pub enum ApiKind {
 impl ApiKind {
     /// API of a path that takes generation requests.
     pub fn of_path(path: &str) -> Option<Self> {
-        [Self::Chat, Self::Completions, Self::Generate].into_iter().find(|api| api.path() == path)
+        [Self::Chat, Self::Completions, Self::Generate]
+            .into_iter()
+            .find(|api| api.path() == path)
     }
 
     pub fn path(self) -> &'static str {
@@ -118,11 +126,18 @@ pub enum ManagedField {
     #[strum(serialize = "bootstrap_host", serialize = "bootstrap_port")]
     #[strum(serialize = "bootstrap_room")]
     Bootstrap,
-    #[strum(serialize = "data_parallel_rank", serialize = "data_parallel_rank_decode")]
+    #[strum(
+        serialize = "data_parallel_rank",
+        serialize = "data_parallel_rank_decode"
+    )]
     #[strum(serialize = "routed_dp_rank", serialize = "disagg_prefill_dp_rank")]
     Rank,
     /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
-    #[strum(serialize = "stream", serialize = "stream_options", serialize = "max_tokens")]
+    #[strum(
+        serialize = "stream",
+        serialize = "stream_options",
+        serialize = "max_tokens"
+    )]
     #[strum(serialize = "max_completion_tokens", serialize = "min_tokens")]
     Output,
     /// vLLM's counterpart of `Bootstrap`.
@@ -140,11 +155,17 @@ impl BodyIndex {
     /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
     pub fn of(body: &[u8], api: ApiKind) -> Result<BodyIndex, RouteError> {
         let last_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
-        let mut members = TopLevelFields { body, last_end, ..TopLevelFields::default() };
+        let mut members = TopLevelFields {
+            body,
+            last_end,
+            ..TopLevelFields::default()
+        };
         let mut json = serde_json::Deserializer::from_slice(body);
         // Nothing but whitespace may follow the object.
         let read = json.deserialize_map(&mut members).and_then(|()| json.end());
-        read.map_err(|err| RouteError::InvalidJson { detail: err.to_string() })?;
+        read.map_err(|err| RouteError::InvalidJson {
+            detail: err.to_string(),
+        })?;
         members.finish(api)
     }
 
@@ -173,7 +194,10 @@ impl BodyIndex {
 
     /// The prompt's JSON; empty without one.
     pub fn prompt<'a>(&self, body: &'a [u8]) -> &'a [u8] {
-        self.prompt.clone().map(|span| &body[span]).unwrap_or_default()
+        self.prompt
+            .clone()
+            .map(|span| &body[span])
+            .unwrap_or_default()
     }
 
     /// JSON of the token ids that the client sent: one list, or one for each prompt.
@@ -219,7 +243,10 @@ impl BodyIndex {
         added: Option<&Bytes>,
         fields: &str,
     ) -> BodySegments {
-        let out = self.ours.iter().filter(|(group, _)| replaced.contains(group));
+        let out = self
+            .ours
+            .iter()
+            .filter(|(group, _)| replaced.contains(group));
         let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
         let has_members = self.count > out.len();
         let mut parts = BodySegments::default();
@@ -299,9 +326,13 @@ impl<'a> TopLevelFields<'a> {
     }
 
     fn finish(self, api: ApiKind) -> Result<BodyIndex, RouteError> {
-        let close = self.body.iter().rposition(|b| *b == b'}').ok_or_else(|| {
-            RouteError::Internal { detail: "a JSON object without a closing brace".into() }
-        })?;
+        let close =
+            self.body
+                .iter()
+                .rposition(|b| *b == b'}')
+                .ok_or_else(|| RouteError::Internal {
+                    detail: "a JSON object without a closing brace".into(),
+                })?;
         let (prompt, prompt_param) = match api {
             ApiKind::Chat => (self.messages, "messages"),
             ApiKind::Completions => (self.prompt, "prompt"),
@@ -317,7 +348,10 @@ impl<'a> TopLevelFields<'a> {
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
             let problem = format!("asks for {items} answers, at most {MAX_ITEMS} are possible");
-            return Err(RouteError::InvalidValue { param: "n", problem });
+            return Err(RouteError::InvalidValue {
+                param: "n",
+                problem,
+            });
         }
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
         let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));
@@ -327,7 +361,11 @@ impl<'a> TopLevelFields<'a> {
         let text = |span: &Option<Range<usize>>| -> Option<String> {
             serde_json::from_slice(&self.body[span.clone()?]).ok()
         };
-        let model = if api == ApiKind::Generate { None } else { text(model) };
+        let model = if api == ApiKind::Generate {
+            None
+        } else {
+            text(model)
+        };
         let (salt, key) = (text(cache_salt), text(extra_key));
         Ok(BodyIndex {
             api,
@@ -392,7 +430,10 @@ impl<'a> Visitor<'a> for &mut TopLevelFields<'a> {
 
 /// `n` of an OpenAI request; null is 1. Anything odd is left to the engine's validation.
 fn n_of(value: &RawValue) -> usize {
-    let n = serde_json::from_str::<Option<u64>>(value.get()).ok().flatten().unwrap_or(1);
+    let n = serde_json::from_str::<Option<u64>>(value.get())
+        .ok()
+        .flatten()
+        .unwrap_or(1);
     usize::try_from(n).unwrap_or(usize::MAX).max(1)
 }
 
@@ -404,11 +445,18 @@ struct SamplingParams<'a> {
 
 /// `n` inside sampling_params; a list of them (one per prompt) has none.
 fn n_of_sampling_params(value: &RawValue) -> Option<&RawValue> {
-    serde_json::from_str::<SamplingParams<'_>>(value.get()).ok()?.n
+    serde_json::from_str::<SamplingParams<'_>>(value.get())
+        .ok()?
+        .n
 }
 
 fn ms_of(value: &RawValue) -> Option<u64> {
-    value.get().parse::<f64>().ok().filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
+    value
+        .get()
+        .parse::<f64>()
+        .ok()
+        .filter(|ms| *ms >= 0.0)
+        .map(|ms| ms as u64)
 }
 
 /// True for a list of numbers, or of lists.
@@ -424,7 +472,9 @@ fn batch_len(prompt: &RawValue) -> Option<usize> {
     if !inside.starts_with(['"', '[']) {
         return None;
     }
-    serde_json::from_str::<Vec<IgnoredAny>>(prompt.get()).ok().map(|items| items.len())
+    serde_json::from_str::<Vec<IgnoredAny>>(prompt.get())
+        .ok()
+        .map(|items| items.len())
 }
 
 #[cfg(test)]

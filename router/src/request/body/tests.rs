@@ -5,7 +5,12 @@ use super::*;
 fn spliced(body: &str, fields: &str) -> String {
     let bytes = Bytes::copy_from_slice(body.as_bytes());
     let scan = BodyIndex::of(&bytes, ApiKind::Chat).unwrap();
-    let parts = scan.splice(&bytes, &[ManagedField::Bootstrap, ManagedField::Rank], None, fields);
+    let parts = scan.splice(
+        &bytes,
+        &[ManagedField::Bootstrap, ManagedField::Rank],
+        None,
+        fields,
+    );
     let len = parts.size_hint().exact();
     let out = Vec::from(parts.pieces).concat();
     assert_eq!(Some(out.len() as u64), len);
@@ -25,8 +30,11 @@ fn splice_keeps_every_byte_and_adds_before_the_brace() {
 
 #[test]
 fn splice_leaves_out_client_fields_wherever_they_stand() {
-    let ours =
-        [r#""bootstrap_room" : 5"#, r#""bootstrap_host":"h""#, r#""bootstrap_\u0070ort":[1,{}]"#];
+    let ours = [
+        r#""bootstrap_room" : 5"#,
+        r#""bootstrap_host":"h""#,
+        r#""bootstrap_\u0070ort":[1,{}]"#,
+    ];
     // every pattern of kept (k) and ours (o) members up to length 4
     for len in 1..=4usize {
         for mask in 0..(1u32 << len) {
@@ -45,7 +53,11 @@ fn splice_leaves_out_client_fields_wherever_they_stand() {
                 let value: serde_json::Value = serde_json::from_str(&out)
                     .unwrap_or_else(|err| panic!("{body} became {out}: {err}"));
                 let kept = len - mask.count_ones() as usize;
-                assert_eq!(value.as_object().unwrap().len(), kept + 1, "{body} became {out}");
+                assert_eq!(
+                    value.as_object().unwrap().len(),
+                    kept + 1,
+                    "{body} became {out}"
+                );
                 assert_eq!(value["bootstrap_room"], 9);
                 assert_eq!(out.matches("bootstrap").count(), 1, "{body} became {out}");
             }
@@ -55,7 +67,11 @@ fn splice_leaves_out_client_fields_wherever_they_stand() {
 
 #[test]
 fn token_ids_are_read_where_the_client_sent_them() {
-    let read = |api, body: &str| BodyIndex::of(body.as_bytes(), api).unwrap().ids(body.as_bytes());
+    let read = |api, body: &str| {
+        BodyIndex::of(body.as_bytes(), api)
+            .unwrap()
+            .ids(body.as_bytes())
+    };
     for (prompt, ids) in [
         ("[1,22 , 333]", Some(vec![1, 22, 333])),
         ("[ [1,2],\n[3] ]", Some(vec![1, 2, 3])),
@@ -77,11 +93,17 @@ fn token_ids_are_read_where_the_client_sent_them() {
         );
         // Beside a text they are the same prompt.
         assert_eq!(
-            read(ApiKind::Generate, &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")),
+            read(
+                ApiKind::Generate,
+                &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")
+            ),
             ids
         );
         assert_eq!(
-            read(ApiKind::Chat, &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")),
+            read(
+                ApiKind::Chat,
+                &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")
+            ),
             ids
         );
     }
@@ -100,7 +122,11 @@ fn prompts_with_another_salt_share_no_block() {
     assert_eq!(bare, blocks(r#"{"cache_salt":null,"extra_key":7}"#));
     let salted = blocks(r#"{"cache_salt":"a"}"#);
     assert_eq!(salted, blocks(r#"{"cache_salt":"\u0061"}"#));
-    for other in [&bare, &blocks(r#"{"extra_key":"a"}"#), &blocks(r#"{"cache_salt":"b"}"#)] {
+    for other in [
+        &bare,
+        &blocks(r#"{"extra_key":"a"}"#),
+        &blocks(r#"{"cache_salt":"b"}"#),
+    ] {
         assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
     }
 }
@@ -110,9 +136,10 @@ fn added_members_stand_before_the_fields_and_once() {
     let body = Bytes::from_static(br#"{"a":1, "routed_dp_rank":1}"#);
     let scan = BodyIndex::of(&body, ApiKind::Chat).unwrap();
     let added = Bytes::from_static(br#","input_ids":[1,2]"#);
-    for (fields, expected) in
-        [("", r#"{"a":1,"input_ids":[1,2]}"#), (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#)]
-    {
+    for (fields, expected) in [
+        ("", r#"{"a":1,"input_ids":[1,2]}"#),
+        (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#),
+    ] {
         let parts = scan.splice(&body, &[ManagedField::Rank], Some(&added), fields);
         assert_eq!(parts.size_hint().exact(), Some(expected.len() as u64));
         assert_eq!(Vec::from(parts.pieces).concat(), expected.as_bytes());
@@ -127,15 +154,28 @@ fn only_the_groups_that_are_replaced_go() {
         let parts = scan.splice(&body, replaced, None, r#""x":0"#);
         String::from_utf8(Vec::from(parts.pieces).concat()).unwrap()
     };
-    assert_eq!(spliced(&[ManagedField::Bootstrap]), r#"{"routed_dp_rank":1,"a":3,"x":0}"#);
-    assert_eq!(spliced(&[ManagedField::Rank]), r#"{"bootstrap_room":2,"a":3,"x":0}"#);
-    assert_eq!(spliced(&[ManagedField::Rank, ManagedField::Bootstrap]), r#"{"a":3,"x":0}"#);
+    assert_eq!(
+        spliced(&[ManagedField::Bootstrap]),
+        r#"{"routed_dp_rank":1,"a":3,"x":0}"#
+    );
+    assert_eq!(
+        spliced(&[ManagedField::Rank]),
+        r#"{"bootstrap_room":2,"a":3,"x":0}"#
+    );
+    assert_eq!(
+        spliced(&[ManagedField::Rank, ManagedField::Bootstrap]),
+        r#"{"a":3,"x":0}"#
+    );
 }
 
 #[test]
 fn duplicate_fields_are_read_last_and_removed_all() {
     let body = r#"{"stream":true,"bootstrap_room":1,"stream":false,"bootstrap_room":2}"#;
-    assert!(!BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap().stream);
+    assert!(
+        !BodyIndex::of(body.as_bytes(), ApiKind::Chat)
+            .unwrap()
+            .stream
+    );
     assert_eq!(
         spliced(body, r#""bootstrap_room":3"#),
         r#"{"stream":true,"stream":false,"bootstrap_room":3}"#
@@ -151,10 +191,19 @@ fn batches_are_prompts_times_n() {
     assert_eq!(batch(ApiKind::Completions, r#"{"prompt":"a"}"#), None);
     assert_eq!(batch(ApiKind::Completions, r#"{"prompt":[1,2,3]}"#), None);
     assert_eq!(batch(ApiKind::Completions, r#"{"prompt":["a"]}"#), Some(1));
-    assert_eq!(batch(ApiKind::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#), Some(4));
+    assert_eq!(
+        batch(ApiKind::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#),
+        Some(4)
+    );
     assert_eq!(batch(ApiKind::Generate, r#"{"text":["a","b"]}"#), Some(2));
     assert_eq!(batch(ApiKind::Generate, r#"{"input_ids":[1,2]}"#), None);
-    assert_eq!(batch(ApiKind::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#), Some(2));
+    assert_eq!(
+        batch(
+            ApiKind::Generate,
+            r#"{"text":"a","sampling_params":{"n":2}}"#
+        ),
+        Some(2)
+    );
     let err = BodyIndex::of(br#"{"n":99999999999}"#, ApiKind::Chat).unwrap_err();
     assert_eq!(err.code(), "invalid_value");
 }
@@ -164,7 +213,10 @@ fn routing_text_is_the_raw_prompt() {
     let body = r#"{"messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
     let scan = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap();
     assert!(scan.stream);
-    assert_eq!(scan.routing_text(body.as_bytes()), r#"[{"role":"user","content":"hé\n"}]"#);
+    assert_eq!(
+        scan.routing_text(body.as_bytes()),
+        r#"[{"role":"user","content":"hé\n"}]"#
+    );
 }
 
 #[test]
@@ -179,9 +231,17 @@ fn routing_text_of_a_long_prompt_is_its_beginning_in_whole_characters() {
 
 #[test]
 fn bodies_other_than_json_objects_are_refused() {
-    for body in
-        ["", " ", "[]", "1", "{", "{} x", r#"{"a":tru}"#, r#"{"a":1,}"#, "{\"a\":\"\u{1}\"}"]
-    {
+    for body in [
+        "",
+        " ",
+        "[]",
+        "1",
+        "{",
+        "{} x",
+        r#"{"a":tru}"#,
+        r#"{"a":1,}"#,
+        "{\"a\":\"\u{1}\"}",
+    ] {
         let err = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap_err();
         assert_eq!(err.code(), "invalid_json", "{body:?}");
     }

@@ -8,7 +8,11 @@ use super::*;
 /// Takes all places: work on large bodies waits until the answer is dropped.
 pub fn occupy(threads: &BodyThreads) -> OwnedSemaphorePermit {
     let places = u32::try_from(threads.places.available_permits()).unwrap();
-    threads.places.clone().try_acquire_many_owned(places).unwrap()
+    threads
+        .places
+        .clone()
+        .try_acquire_many_owned(places)
+        .unwrap()
 }
 
 #[tokio::test]

@@ -30,7 +30,11 @@ pub struct TextCache {
 
 impl TextCache {
     pub fn new(max_bytes: usize, max_entries: usize) -> Self {
-        Self { max_bytes, max_entries, ..Self::default() }
+        Self {
+            max_bytes,
+            max_entries,
+            ..Self::default()
+        }
     }
 
     pub fn get(&mut self, text: &str) -> Option<Arc<[u32]>> {
@@ -49,14 +53,19 @@ impl TextCache {
             return;
         }
         while self.bytes + bytes > self.max_bytes || self.entries.len() >= self.max_entries {
-            let Some((_, oldest)) = self.order.pop_first() else { break };
+            let Some((_, oldest)) = self.order.pop_first() else {
+                break;
+            };
             if let Some(entry) = self.entries.remove(&oldest) {
                 self.bytes -= cost(&oldest, &entry.ids);
             }
         }
         self.clock += 1;
         let key: Arc<str> = Arc::from(text);
-        let entry = Entry { ids: ids.clone(), used: self.clock };
+        let entry = Entry {
+            ids: ids.clone(),
+            used: self.clock,
+        };
         self.order.insert(self.clock, key.clone());
         self.entries.insert(key, entry);
         self.bytes += bytes;

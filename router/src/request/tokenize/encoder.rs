@@ -59,7 +59,9 @@ impl PromptEncoder {
     ) -> Result<Self, String> {
         let json = std::str::from_utf8(json).map_err(|err| err.to_string())?;
         // (Its `from_bytes` is generic, and would be compiled in this crate a second time.)
-        let mut hf: Tokenizer = json.parse().map_err(|err: tokenizers::Error| err.to_string())?;
+        let mut hf: Tokenizer = json
+            .parse()
+            .map_err(|err: tokenizers::Error| err.to_string())?;
         // A checkpoint may come with them switched on; the prompt is the whole text and only it.
         hf.with_truncation(None).map_err(|err| err.to_string())?;
         hf.with_padding(None);
@@ -70,14 +72,24 @@ impl PromptEncoder {
             let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
         });
-        let longest = hf.get_vocab(true).keys().map(|token| token.chars().count()).max();
+        let longest = hf
+            .get_vocab(true)
+            .keys()
+            .map(|token| token.chars().count())
+            .max();
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
         let segments = match config.tokenizer_cache_enable_l1 {
             true => Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?,
             false => None,
         };
         let max_chars_per_token = longest.unwrap_or(1) * shrinks;
-        Ok(Self { hf, max_chars_per_token, whole, segments, lookups })
+        Ok(Self {
+            hf,
+            max_chars_per_token,
+            whole,
+            segments,
+            lookups,
+        })
     }
 
     pub fn vocab_size(&self) -> usize {
@@ -88,13 +100,20 @@ impl PromptEncoder {
     pub fn cache_bytes(&self) -> [usize; 2] {
         let whole = self.whole.as_ref();
         let whole = whole.map_or(0, |both| both.iter().map(|one| one.lock().bytes()).sum());
-        [whole, self.segments.as_ref().map_or(0, |some| some.cache.lock().bytes())]
+        [
+            whole,
+            self.segments
+                .as_ref()
+                .map_or(0, |some| some.cache.lock().bytes()),
+        ]
     }
 
     /// Cost: about 1 µs for four characters that no cache knows.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
         let encode = || self.encode_pieces(text, add_special_tokens);
-        let Some(both) = &self.whole else { return encode() };
+        let Some(both) = &self.whole else {
+            return encode();
+        };
         self.cached("l0", &both[usize::from(add_special_tokens)], text, encode)
     }
 
@@ -162,7 +181,11 @@ impl Segments {
             .map_err(|err| err.to_string())?;
         let is_plain = raw.iter().map(|token| !token.rstrip && !token.single_word);
         let cache = Mutex::new(TextCache::new(max_bytes, MAX_SEGMENTS));
-        Ok(Some(Self { cache, tokens, is_plain: is_plain.collect() }))
+        Ok(Some(Self {
+            cache,
+            tokens,
+            is_plain: is_plain.collect(),
+        }))
     }
 
     /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no

@@ -14,8 +14,15 @@ use sha2::{Digest, Sha256};
 use crate::config::TokenizerFlags;
 
 /// Names of the special tokens that templates read as variables.
-const SPECIAL_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+const SPECIAL_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
 
 #[derive(Debug)]
 pub struct TokenizerFiles {
@@ -54,7 +61,11 @@ impl TokenizerFiles {
         });
         let special_tokens = special_tokens.collect();
         let chat_template = chat_template(config, &dir, &settings)?;
-        Ok(Some(Self { tokenizer_json, special_tokens, chat_template }))
+        Ok(Some(Self {
+            tokenizer_json,
+            special_tokens,
+            chat_template,
+        }))
     }
 
     /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length
@@ -73,7 +84,10 @@ impl TokenizerFiles {
         if let Some(template) = &self.chat_template {
             part(template.as_bytes());
         }
-        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        hash.finalize()
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 }
 
@@ -113,14 +127,17 @@ fn chat_template(
     let jinja = dir.join("chat_template.jinja");
     if jinja.is_file() {
         let text = std::fs::read_to_string(&jinja);
-        return text.map(Some).map_err(|err| format!("{}: {err}", jinja.display()));
+        return text
+            .map(Some)
+            .map_err(|err| format!("{}: {err}", jinja.display()));
     }
     let own = read_object(&dir.join("chat_template.json"))?;
     let value = own.get("chat_template").or(settings.get("chat_template"));
     let value = match value {
-        Some(Value::Array(named)) => {
-            named.iter().find(|one| one["name"] == "default").map(|one| &one["template"])
-        }
+        Some(Value::Array(named)) => named
+            .iter()
+            .find(|one| one["name"] == "default")
+            .map(|one| &one["template"]),
         other => other,
     };
     Ok(value.and_then(Value::as_str).map(str::to_owned))

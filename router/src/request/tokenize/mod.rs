@@ -94,7 +94,9 @@ impl PromptTokenizer {
         config: &TokenizerFlags,
         metrics: Arc<RouterMetrics>,
     ) -> Result<Option<Self>, String> {
-        let Some(files) = TokenizerFiles::read(config)? else { return Ok(None) };
+        let Some(files) = TokenizerFiles::read(config)? else {
+            return Ok(None);
+        };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
         let encoder = PromptEncoder::new(&files.tokenizer_json, config, lookups);
@@ -122,7 +124,14 @@ impl PromptTokenizer {
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let places = Arc::new(Semaphore::new(threads.min(MAX_THREADS)));
         let waiting = Semaphore::new(MAX_WAITING);
-        Ok(Some(Self { encoder, template, fingerprint, places, waiting, metrics }))
+        Ok(Some(Self {
+            encoder,
+            template,
+            fingerprint,
+            places,
+            waiting,
+            metrics,
+        }))
     }
 
     /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the
@@ -136,15 +145,25 @@ impl PromptTokenizer {
         context_tokens: impl FnOnce() -> Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {
         let begun = Instant::now();
-        let context = if prompt_bytes > UNCHECKED_BYTES { context_tokens() } else { None };
+        let context = if prompt_bytes > UNCHECKED_BYTES {
+            context_tokens()
+        } else {
+            None
+        };
         let made = async {
             if prompt_bytes > MAX_BYTES {
                 return Err(TokenizeFallback::TooLong);
             }
             let place = {
-                let _waiting = self.waiting.try_acquire().map_err(|_| TokenizeFallback::Busy)?;
+                let _waiting = self
+                    .waiting
+                    .try_acquire()
+                    .map_err(|_| TokenizeFallback::Busy)?;
                 let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
-                place.ok().and_then(Result::ok).ok_or(TokenizeFallback::Busy)?
+                place
+                    .ok()
+                    .and_then(Result::ok)
+                    .ok_or(TokenizeFallback::Busy)?
             };
             let (tokens, body) = (self.clone(), body.clone());
             let work = tokio::task::spawn_blocking(move || {
@@ -162,7 +181,11 @@ impl PromptTokenizer {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
                 took.observe(begun.elapsed().as_secs_f64());
             }
-            Err(why) => self.metrics.tokenize_fallbacks.with_label_values(&[why.into_str()]).inc(),
+            Err(why) => self
+                .metrics
+                .tokenize_fallbacks
+                .with_label_values(&[why.into_str()])
+                .inc(),
         }
         made
     }
@@ -182,16 +205,24 @@ impl PromptTokenizer {
             }
         }
         let encode = |text: &String| {
-            self.encoder.encode(text, given.add_special_tokens).map_err(|err| {
-                tracing::debug!(err, "the tokenizer fails on a prompt");
-                TokenizeFallback::Failed
-            })
+            self.encoder
+                .encode(text, given.add_special_tokens)
+                .map_err(|err| {
+                    tracing::debug!(err, "the tokenizer fails on a prompt");
+                    TokenizeFallback::Failed
+                })
         };
         let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
         for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
-            self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]).set(bytes as f64);
+            self.metrics
+                .tokenizer_cache_bytes
+                .with_label_values(&[cache])
+                .set(bytes as f64);
         }
-        Ok(PromptIds { prompts, is_list: given.is_list })
+        Ok(PromptIds {
+            prompts,
+            is_list: given.is_list,
+        })
     }
 }
 

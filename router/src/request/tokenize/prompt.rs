@@ -78,7 +78,11 @@ impl OneOrMany {
             OneOrMany::One(text) => (vec![text], false),
             OneOrMany::Many(texts) => (texts, true),
         };
-        PromptTexts { texts, add_special_tokens, is_list }
+        PromptTexts {
+            texts,
+            add_special_tokens,
+            is_list,
+        }
     }
 }
 
@@ -99,11 +103,17 @@ pub fn texts_of(
         }
         ApiKind::Completions => {
             let completion: Completion = read(body)?;
-            Ok(completion.prompt.into_texts(completion.add_special_tokens.unwrap_or(true)))
+            Ok(completion
+                .prompt
+                .into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
         ApiKind::Generate => {
             let generate: Generate = read(body)?;
-            Ok(generate.text.or(generate.prompt).ok_or(TokenizeFallback::Unread)?.into_texts(true))
+            Ok(generate
+                .text
+                .or(generate.prompt)
+                .ok_or(TokenizeFallback::Unread)?
+                .into_texts(true))
         }
     }
 }
@@ -124,7 +134,10 @@ fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallbac
     }
     let mut variables = vec![
         ("tools".to_owned(), chat.tools.unwrap_or(Value::from(()))),
-        ("documents".to_owned(), chat.documents.unwrap_or(Value::from(()))),
+        (
+            "documents".to_owned(),
+            chat.documents.unwrap_or(Value::from(())),
+        ),
     ];
     if let Some(effort) = chat.reasoning_effort {
         variables.push(("reasoning_effort".to_owned(), effort.into()));
@@ -138,13 +151,21 @@ fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallbac
         tracing::debug!(%err, "the chat template refuses a request");
         TokenizeFallback::Template
     })?;
-    if continues { cut_at_mark(&rendered) } else { Ok(rendered) }
+    if continues {
+        cut_at_mark(&rendered)
+    } else {
+        Ok(rendered)
+    }
 }
 
 /// Members of an object, in its order; `None`: it is none.
 fn pairs(value: &Value) -> Option<Vec<(String, Value)>> {
-    let keys = value.try_iter().ok().filter(|_| value.kind() == ValueKind::Map)?;
-    keys.map(|key| Some((key.as_str()?.to_owned(), value.get_item(&key).ok()?))).collect()
+    let keys = value
+        .try_iter()
+        .ok()
+        .filter(|_| value.kind() == ValueKind::Map)?;
+    keys.map(|key| Some((key.as_str()?.to_owned(), value.get_item(&key).ok()?)))
+        .collect()
 }
 
 /// `message` with another content, in its place.
@@ -159,7 +180,12 @@ fn with_content(message: &Value, content: Value) -> Option<Value> {
 
 fn messages(value: &Value) -> Option<Vec<Value>> {
     let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
-    value.try_iter().ok().filter(|_| is_list)?.map(|one| message(&one)).collect()
+    value
+        .try_iter()
+        .ok()
+        .filter(|_| is_list)?
+        .map(|one| message(&one))
+        .collect()
 }
 
 fn member(of: &Value, name: &str) -> Value {
@@ -184,7 +210,10 @@ fn message(message: &Value) -> Option<Value> {
         }
         ValueKind::Seq => {
             let texts = content.try_iter().ok()?.map(|part| text_part(&part));
-            with_content(message, Value::from(texts.collect::<Option<Vec<_>>>()?.join("\n")))
+            with_content(
+                message,
+                Value::from(texts.collect::<Option<Vec<_>>>()?.join("\n")),
+            )
         }
         _ => None,
     }
@@ -203,12 +232,19 @@ const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
 
 fn with_mark(message: &Value) -> Option<Value> {
     let content = member(message, "content");
-    with_content(message, Value::from(format!("{}{MARK} ", content.as_str()?)))
+    with_content(
+        message,
+        Value::from(format!("{}{MARK} ", content.as_str()?)),
+    )
 }
 
 fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {
     let at = text.rfind(MARK).ok_or(TokenizeFallback::Template)?;
     let kept = &text[..at];
-    let kept = if text[at + MARK.len()..].starts_with(' ') { kept } else { kept.trim_end() };
+    let kept = if text[at + MARK.len()..].starts_with(' ') {
+        kept
+    } else {
+        kept.trim_end()
+    };
     Ok(kept.to_owned())
 }

@@ -37,14 +37,19 @@ impl ChatTemplate {
         env.add_function("strftime_now", strftime_now);
         env.add_filter("tojson", tojson);
         env.add_template_owned(NAME, without_generation_tags(source))?;
-        Ok(Self { env, special_tokens })
+        Ok(Self {
+            env,
+            special_tokens,
+        })
     }
 
     /// `variables` go before the special tokens of the same name.
     pub fn render(&self, variables: Vec<(String, Value)>) -> Result<String, Error> {
         let special = self.special_tokens.iter();
         let special = special.map(|(name, text)| (name.clone(), Value::from(text.as_str())));
-        self.env.get_template(NAME)?.render(Value::from_pairs(special.chain(variables)))
+        self.env
+            .get_template(NAME)?
+            .render(Value::from_pairs(special.chain(variables)))
     }
 }
 
@@ -75,7 +80,10 @@ fn without_generation_tags(source: &str) -> String {
 fn strftime_now(format: String) -> Result<Value, Error> {
     let text = jiff::fmt::strtime::BrokenDownTime::from(&jiff::Zoned::now()).to_string(&format);
     text.map(Value::from).map_err(|err| {
-        Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {err}"))
+        Error::new(
+            ErrorKind::InvalidOperation,
+            format!("strftime_now({format:?}): {err}"),
+        )
     })
 }
 
@@ -86,7 +94,9 @@ fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let separators: Option<Vec<String>> = options.get("separators")?;
     let mut writer = JsonWriter {
         out: String::new(),
-        ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        ascii: options
+            .get::<Option<bool>>("ensure_ascii")?
+            .unwrap_or(false),
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         indent,
         item: if indent.is_some() { "," } else { ", " }.to_owned(),
@@ -206,8 +216,12 @@ fn float(value: f64) -> String {
     }
     // Rust's, but for the sign and the two digits of the exponent.
     let text = format!("{value:?}");
-    let Some((digits, exponent)) = text.split_once('e') else { return text };
-    let (sign, size) = exponent.strip_prefix('-').map_or(('+', exponent), |size| ('-', size));
+    let Some((digits, exponent)) = text.split_once('e') else {
+        return text;
+    };
+    let (sign, size) = exponent
+        .strip_prefix('-')
+        .map_or(('+', exponent), |size| ('-', size));
     format!("{digits}e{sign}{size:0>2}")
 }
 

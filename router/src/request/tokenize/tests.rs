@@ -51,7 +51,9 @@ fn load(name: &str, flags: &[&str]) -> Arc<PromptTokenizer> {
         style => root().join("tests/contract/golden/tokens").join(style),
     };
     let path = dir.display().to_string();
-    let argv = ["baton-router", "--tokenizer-path", &path].into_iter().chain(flags.iter().copied());
+    let argv = ["baton-router", "--tokenizer-path", &path]
+        .into_iter()
+        .chain(flags.iter().copied());
     let argv: Vec<String> = argv.map(str::to_owned).collect();
     let config = RouterConfig::parse(&argv).unwrap().tokens;
     let metrics = Arc::new(RouterMetrics::new().unwrap());
@@ -79,7 +81,12 @@ fn rendered_text_is_transformers() {
                 Some(text) => Ok(vec![text.clone()]),
                 None => Err(TokenizeFallback::Template),
             };
-            assert_eq!(made.map(|made| made.texts), expected, "{name}: {}", case.body);
+            assert_eq!(
+                made.map(|made| made.texts),
+                expected,
+                "{name}: {}",
+                case.body
+            );
         }
     }
 }
@@ -92,18 +99,32 @@ fn ids_are_transformers_with_and_without_caches() {
             // Twice: what the caches give back must be the same.
             for _ in 0..2 {
                 for case in model.chats.iter().filter(|case| case.text.is_some()) {
-                    let made =
-                        tokens.ids_of(ApiKind::Chat, case.body.get().as_bytes(), None).unwrap();
-                    assert_eq!(Some(made.joined()), case.ids, "{name} {flags:?}: {}", case.body);
+                    let made = tokens
+                        .ids_of(ApiKind::Chat, case.body.get().as_bytes(), None)
+                        .unwrap();
+                    assert_eq!(
+                        Some(made.joined()),
+                        case.ids,
+                        "{name} {flags:?}: {}",
+                        case.body
+                    );
                 }
                 for case in &model.texts {
                     let text = &case.text;
                     let ids =
                         |api, body: &Value| tokens.ids_of(api, &json(body), None).unwrap().joined();
                     let completion = serde_json::json!({"prompt": text});
-                    assert_eq!(ids(ApiKind::Completions, &completion), case.ids, "{name} {text:?}");
+                    assert_eq!(
+                        ids(ApiKind::Completions, &completion),
+                        case.ids,
+                        "{name} {text:?}"
+                    );
                     let bare = serde_json::json!({"prompt": text, "add_special_tokens": false});
-                    assert_eq!(ids(ApiKind::Completions, &bare), case.bare_ids, "{name} {text:?}");
+                    assert_eq!(
+                        ids(ApiKind::Completions, &bare),
+                        case.bare_ids,
+                        "{name} {text:?}"
+                    );
                     assert_eq!(
                         ids(ApiKind::Generate, &serde_json::json!({"text": text})),
                         case.ids
@@ -135,10 +156,20 @@ fn a_second_turn_is_mostly_found_in_the_cache() {
         });
         serde_json::json!({"messages": turns.collect::<Vec<_>>()})
     };
-    let count = |result| tokens.metrics.tokenizer_lookups.with_label_values(&["l1", result]).get();
-    tokens.ids_of(ApiKind::Chat, &json(&messages(5)), None).unwrap();
+    let count = |result| {
+        tokens
+            .metrics
+            .tokenizer_lookups
+            .with_label_values(&["l1", result])
+            .get()
+    };
+    tokens
+        .ids_of(ApiKind::Chat, &json(&messages(5)), None)
+        .unwrap();
     assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
-    tokens.ids_of(ApiKind::Chat, &json(&messages(7)), None).unwrap();
+    tokens
+        .ids_of(ApiKind::Chat, &json(&messages(7)), None)
+        .unwrap();
     assert_eq!((count("hit"), count("miss")), (6, 8));
     let [whole, segments] = tokens.encoder.cache_bytes();
     assert!(whole == 0 && segments > 8 * long.len());
@@ -180,10 +211,26 @@ proptest! {
 fn unreadable_messages_fall_back_with_the_reason() {
     let tokens = load("chatml", &[]);
     for (api, body, why) in [
-        (ApiKind::Chat, r#"{"messages":[]}"#, TokenizeFallback::Unread),
-        (ApiKind::Chat, r#"{"messages":"Hi"}"#, TokenizeFallback::Unread),
-        (ApiKind::Chat, r#"{"messages":[{"content":"x"}]}"#, TokenizeFallback::Unread),
-        (ApiKind::Chat, r#"{"messages":[{"role":"user"}]}"#, TokenizeFallback::Unread),
+        (
+            ApiKind::Chat,
+            r#"{"messages":[]}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            ApiKind::Chat,
+            r#"{"messages":"Hi"}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            ApiKind::Chat,
+            r#"{"messages":[{"content":"x"}]}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            ApiKind::Chat,
+            r#"{"messages":[{"role":"user"}]}"#,
+            TokenizeFallback::Unread,
+        ),
         (
             ApiKind::Chat,
             r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]}"#,
@@ -194,11 +241,27 @@ fn unreadable_messages_fall_back_with_the_reason() {
             r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ x }}"}"#,
             TokenizeFallback::Unread,
         ),
-        (ApiKind::Completions, r#"{"prompt":[1,2]}"#, TokenizeFallback::Unread),
-        (ApiKind::Completions, r#"{"prompt":["a",1]}"#, TokenizeFallback::Unread),
-        (ApiKind::Generate, r#"{"input_ids":7}"#, TokenizeFallback::Unread),
+        (
+            ApiKind::Completions,
+            r#"{"prompt":[1,2]}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            ApiKind::Completions,
+            r#"{"prompt":["a",1]}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            ApiKind::Generate,
+            r#"{"input_ids":7}"#,
+            TokenizeFallback::Unread,
+        ),
     ] {
-        assert_eq!(tokens.ids_of(api, body.as_bytes(), None), Err(why), "{body}");
+        assert_eq!(
+            tokens.ids_of(api, body.as_bytes(), None),
+            Err(why),
+            "{body}"
+        );
     }
     let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
@@ -211,21 +274,42 @@ fn unreadable_messages_fall_back_with_the_reason() {
 async fn reading_is_bounded_and_counted() {
     let tokens = load("demo", &[]);
     let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
-    let made = tokens.read(ApiKind::Completions, &body, 10, || None).await.unwrap();
-    assert_eq!(made.member(), format!(",\"input_ids\":{:?}", made.joined()).replace(' ', ""));
-    let too_long = tokens.read(ApiKind::Completions, &body, MAX_BYTES + 1, || None).await;
+    let made = tokens
+        .read(ApiKind::Completions, &body, 10, || None)
+        .await
+        .unwrap();
+    assert_eq!(
+        made.member(),
+        format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
+    );
+    let too_long = tokens
+        .read(ApiKind::Completions, &body, MAX_BYTES + 1, || None)
+        .await;
     assert_eq!(too_long, Err(TokenizeFallback::TooLong));
     // As many wait as may.
-    let waiting = tokens.waiting.acquire_many(MAX_WAITING as u32).await.unwrap();
+    let waiting = tokens
+        .waiting
+        .acquire_many(MAX_WAITING as u32)
+        .await
+        .unwrap();
     assert_eq!(
         tokens.read(ApiKind::Completions, &body, 10, || None).await,
         Err(TokenizeFallback::Busy)
     );
     drop(waiting);
     assert_eq!(tokens.waiting.available_permits(), MAX_WAITING);
-    let fallbacks = |why| tokens.metrics.tokenize_fallbacks.with_label_values(&[why]).get();
+    let fallbacks = |why| {
+        tokens
+            .metrics
+            .tokenize_fallbacks
+            .with_label_values(&[why])
+            .get()
+    };
     assert_eq!((fallbacks("too_long"), fallbacks("busy")), (1, 1));
-    let took = tokens.metrics.tokenize.with_label_values(&["/v1/completions"]);
+    let took = tokens
+        .metrics
+        .tokenize
+        .with_label_values(&["/v1/completions"]);
     assert_eq!(took.get_sample_count(), 1);
 }
 
@@ -245,7 +329,9 @@ async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
     let tokens = load("demo", &[]);
     let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
     for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
-        let made = tokens.read(ApiKind::Completions, &body, bytes, || Some(100)).await;
+        let made = tokens
+            .read(ApiKind::Completions, &body, bytes, || Some(100))
+            .await;
         assert_eq!(made.is_ok(), read);
     }
 }
@@ -267,13 +353,21 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
 fn a_batch_has_a_list_for_each_prompt() {
     let tokens = load("demo", &[]);
     let made = tokens
-        .ids_of(ApiKind::Completions, br#"{"prompt":["a","b"],"add_special_tokens":false}"#, None)
+        .ids_of(
+            ApiKind::Completions,
+            br#"{"prompt":["a","b"],"add_special_tokens":false}"#,
+            None,
+        )
         .unwrap();
     let [a, b] =
         [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
     assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
     let one = tokens
-        .ids_of(ApiKind::Completions, br#"{"prompt":["a"],"add_special_tokens":false}"#, None)
+        .ids_of(
+            ApiKind::Completions,
+            br#"{"prompt":["a"],"add_special_tokens":false}"#,
+            None,
+        )
         .unwrap();
     assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
 }
@@ -291,7 +385,10 @@ fn missing_tokenizer_files_end_the_start_with_the_remedy() {
     };
     assert_eq!(load(&[]), Ok(false));
     let hub = load(&["--model-path", "meta-llama/Llama-3"]).unwrap_err();
-    assert!(hub.contains("--model-path meta-llama/Llama-3: not a directory"), "{hub}");
+    assert!(
+        hub.contains("--model-path meta-llama/Llama-3: not a directory"),
+        "{hub}"
+    );
     let empty = env!("CARGO_MANIFEST_DIR");
     let empty = load(&["--tokenizer-path", empty]).unwrap_err();
     assert!(empty.contains("tokenizer.json cannot be read"), "{empty}");

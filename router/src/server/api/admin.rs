@@ -65,7 +65,11 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
-    if finds_workers || app.fleet.has_served() { None } else { cannot_serve_because(app) }
+    if finds_workers || app.fleet.has_served() {
+        None
+    } else {
+        cannot_serve_because(app)
+    }
 }
 
 /// Why a request that comes now would find no worker.
@@ -97,7 +101,10 @@ pub async fn metrics(State(app): SharedApp) -> Response {
     app.feed.update_clients();
     match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
-        Err(err) => RouteError::Internal { detail: err.to_string() }.into_response(),
+        Err(err) => RouteError::Internal {
+            detail: err.to_string(),
+        }
+        .into_response(),
     }
 }
 
@@ -148,14 +155,20 @@ pub async fn list_workers(State(app): SharedApp) -> Response {
 pub fn find(app: &AppState, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
         Ok(number) => app.fleet.worker(number),
-        Err(_) => WorkerUrl::parse(id).ok().and_then(|url| with_url(app, &url)),
+        Err(_) => WorkerUrl::parse(id)
+            .ok()
+            .and_then(|url| with_url(app, &url)),
     };
     found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
 }
 
 /// The newest: older ones with the same address are draining already.
 pub fn with_url(app: &AppState, url: &WorkerUrl) -> Option<Arc<Worker>> {
-    app.fleet.workers().into_iter().rev().find(|w| w.url() == url)
+    app.fleet
+        .workers()
+        .into_iter()
+        .rev()
+        .find(|w| w.url() == url)
 }
 
 pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
@@ -229,10 +242,15 @@ fn register(
     if !app.fleet.serving_roles().contains(&role) {
         let mode = if app.fleet.is_pd() { "with" } else { "without" };
         let problem = format!("{role} has no use here: the router runs {mode} --pd-disaggregation");
-        return Err(RouteError::InvalidValue { param: "worker_type", problem });
+        return Err(RouteError::InvalidValue {
+            param: "worker_type",
+            problem,
+        });
     }
-    let spec = WorkerSpec::new(url, role, port)
-        .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
+    let spec = WorkerSpec::new(url, role, port).map_err(|problem| RouteError::InvalidValue {
+        param: "url",
+        problem,
+    })?;
     health::register(&app.fleet, spec.in_topology(topology))
 }
 
@@ -256,23 +274,37 @@ impl<S: Send + Sync> FromRequestParts<S> for LegacyQuery {
 impl LegacyQuery {
     fn url(&self) -> Result<&str, RouteError> {
         let hint = "give ?url=http://HOST:PORT";
-        self.url.as_deref().ok_or(RouteError::MissingField { param: "url", hint })
+        self.url
+            .as_deref()
+            .ok_or(RouteError::MissingField { param: "url", hint })
     }
 }
 
 pub async fn legacy_add(State(app): SharedApp, query: LegacyQuery) -> HandlerResult {
     let role = query.worker_type.unwrap_or(Role::Regular);
-    let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref(), None)?;
+    let worker = register(
+        &app,
+        query.url()?,
+        role,
+        query.bootstrap_port.as_deref(),
+        None,
+    )?;
     let message = format!("Successfully added worker: {}", worker.url());
-    Ok(answer(StatusCode::OK, &json!({"message": message, "id": worker.id.to_string()})))
+    Ok(answer(
+        StatusCode::OK,
+        &json!({"message": message, "id": worker.id.to_string()}),
+    ))
 }
 
 pub async fn legacy_remove(State(app): SharedApp, query: LegacyQuery) -> HandlerResult {
     let given = query.url()?;
-    let url = WorkerUrl::parse(given)
-        .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
-    let worker =
-        with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker { id: url.to_string() })?;
+    let url = WorkerUrl::parse(given).map_err(|problem| RouteError::InvalidValue {
+        param: "url",
+        problem,
+    })?;
+    let worker = with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker {
+        id: url.to_string(),
+    })?;
     app.fleet.remove(worker.id);
     let message = format!("Successfully removed worker: {url}");
     Ok(answer(StatusCode::OK, &json!({"message": message})))
@@ -289,5 +321,8 @@ pub async fn loads(State(app): SharedApp) -> Response {
     let loads = candidates.iter().map(
         |c| json!({"worker": c.name, "worker_type": c.worker.role().into_str(), "load": c.load()}),
     );
-    answer(StatusCode::OK, &json!({"workers": loads.collect::<Vec<_>>()}))
+    answer(
+        StatusCode::OK,
+        &json!({"workers": loads.collect::<Vec<_>>()}),
+    )
 }

@@ -75,13 +75,17 @@ pub fn hide_control_key(app: &AppState, headers: &mut HeaderMap) {
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let value = headers.get(header::AUTHORIZATION)?.as_bytes();
     let (scheme, key) = value.split_at_checked(b"bearer ".len())?;
-    scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii())
+    scheme
+        .eq_ignore_ascii_case(b"bearer ")
+        .then(|| key.trim_ascii())
 }
 
 fn control_key<'a>(app: &'a AppState, given: &[u8]) -> Option<&'a ControlKey> {
     // All are compared: the time does not tell which one is nearly right.
     let keys = app.config.listen.control_plane_api_keys.iter();
-    keys.fold(None, |found, key| is_same(given, key.key.as_bytes()).then_some(key).or(found))
+    keys.fold(None, |found, key| {
+        is_same(given, key.key.as_bytes()).then_some(key).or(found)
+    })
 }
 
 /// Compare in a time that does not depend on where the difference is.

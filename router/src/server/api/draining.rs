@@ -151,7 +151,10 @@ async fn order(
         let response = worker.pool.send_alone(&head).await?;
         let status = response.status();
         let body = response.into_body().read_at_most(MAX_ORDER_ANSWER).await;
-        Ok::<_, SendError>((status, body.map_err(|err| SendError::Broken(err.to_string()))?))
+        Ok::<_, SendError>((
+            status,
+            body.map_err(|err| SendError::Broken(err.to_string()))?,
+        ))
     };
     let (status, body) = match timeout(ORDER_TIMEOUT, asking).await {
         Err(_) => return Err(failed(format!("no answer for {ORDER_TIMEOUT:?}"))),
@@ -171,7 +174,9 @@ async fn order(
         ))),
         409 if answer["error"].is_object() => Ok(Ordered::Refused(status, answer["error"].clone())),
         _ => {
-            let message = answer["error"]["message"].as_str().unwrap_or("no reason given");
+            let message = answer["error"]["message"]
+                .as_str()
+                .unwrap_or("no reason given");
             Err(failed(format!("{status}, {message}")))
         }
     }

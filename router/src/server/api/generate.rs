@@ -43,8 +43,15 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 const MAX_FORWARDED: usize = 1024;
 /// Headers that stay here: those of the client's connection, cookies, which no worker set, and those
 /// between clients, routers and workers. No accept-encoding: streams are watched as they pass.
-static NOT_FORWARDED: [HeaderName; 7] =
-    [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE, explain::HEADER, failover::HEADER];
+static NOT_FORWARDED: [HeaderName; 7] = [
+    HOST,
+    CONTENT_LENGTH,
+    EXPECT,
+    ACCEPT_ENCODING,
+    COOKIE,
+    explain::HEADER,
+    failover::HEADER,
+];
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 
@@ -57,7 +64,11 @@ pub fn handler(api: ApiKind) -> impl Fn(State<Arc<AppState>>, Request) -> Servin
 }
 
 async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
-    let method = if request.method() == Method::PUT { "PUT" } else { "POST" };
+    let method = if request.method() == Method::PUT {
+        "PUT"
+    } else {
+        "POST"
+    };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     let record = AccessLogEntry::new(&app.sinks, api.path(), method, request.headers(), rid);
     let asks = match ExplainMode::of(request.headers()) {
@@ -85,12 +96,17 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
 
 /// Decide without sending.
 fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
-    let decisions = app.fleet.dry_run(app.fleet.serving_roles(), &inbound.wanted());
+    let decisions = app
+        .fleet
+        .dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
             inbound.record.first_byte(StatusCode::OK);
             inbound.record.end(StatusCode::OK, "dry_run");
-            answer(StatusCode::OK, &json!({"dry_run": true, "decisions": decisions}))
+            answer(
+                StatusCode::OK,
+                &json!({"dry_run": true, "decisions": decisions}),
+            )
         }
         Err(err) => dispatch::refuse(inbound.record, err),
     }
@@ -160,14 +176,25 @@ async fn take_in(
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.
 fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
-    let Some(max_ms) = app.config.limits.max_ttft_ms else { return Ok(()) };
+    let Some(max_ms) = app.config.limits.max_ttft_ms else {
+        return Ok(());
+    };
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.fleet.serving_roles()[0];
-    let Some(ahead) = app.fleet.least_ttft(role, &request.wanted()) else { return Ok(()) };
-    let Some(excess_ms) = ahead.excess_ms(limit_ms) else { return Ok(()) };
+    let Some(ahead) = app.fleet.least_ttft(role, &request.wanted()) else {
+        return Ok(());
+    };
+    let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
+        return Ok(());
+    };
     app.metrics.shed.with_label_values(&[role.into_str()]).inc();
-    Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
+    Err(RouteError::TooLate {
+        role,
+        predicted_ms: ahead.ttft_ms(),
+        limit_ms,
+        excess_ms,
+    })
 }
 
 async fn scanned(app: &AppState, body: &Bytes, api: ApiKind) -> Result<Arc<BodyIndex>, RouteError> {
@@ -186,11 +213,16 @@ async fn refuse_oversized(
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
     }
-    let limit = app.fleet.prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
+    let limit = app
+        .fleet
+        .prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else { return Ok(()) };
     let (its, bytes) = (scan.clone(), body.clone());
     let measuring = move || oversized(&its, &bytes, limit);
-    app.body_threads.run(body.len(), measuring).await?.map_or(Ok(()), Err)
+    app.body_threads
+        .run(body.len(), measuring)
+        .await?
+        .map_or(Ok(()), Err)
 }
 
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request,
@@ -212,7 +244,9 @@ async fn prompt_of(
     let forwards = config.forward_input_ids && is_small;
     let longest = || app.fleet.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
-        && let Ok(made) = tokens.read(scan.api, body, scan.prompt_len(), longest).await
+        && let Ok(made) = tokens
+            .read(scan.api, body, scan.prompt_len(), longest)
+            .await
     {
         return Ok(KnownPrompt {
             input_ids: forwards.then(|| made.member()),
@@ -225,19 +259,30 @@ async fn prompt_of(
     let (its, bytes) = (scan.clone(), body.clone());
     let hashing = move || its.text_blocks(&bytes);
     let blocks = app.body_threads.run(scan.prompt_len(), hashing).await?;
-    Ok(KnownPrompt { blocks: Some(Arc::new(blocks)), ..KnownPrompt::default() })
+    Ok(KnownPrompt {
+        blocks: Some(Arc::new(blocks)),
+        ..KnownPrompt::default()
+    })
 }
 
 /// Facts of a prompt in token ids.
 fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> KnownPrompt {
     let blocks = needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size)));
-    KnownPrompt { blocks, tokens: u32::try_from(ids.len()).ok(), input_ids: None }
+    KnownPrompt {
+        blocks,
+        tokens: u32::try_from(ids.len()).ok(),
+        input_ids: None,
+    }
 }
 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on:
 /// `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
-    let text = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let text = |name| {
+        headers
+            .get(name)
+            .map(|value| String::from_utf8_lossy(value.as_bytes()))
+    };
     let (coding, kind) = (text(CONTENT_ENCODING), text(CONTENT_TYPE));
     let (coding, kind) = (coding.unwrap_or_default(), kind.unwrap_or_default());
     let problem = if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
@@ -288,10 +333,15 @@ pub async fn read_at_most(
                 return Err(RouteError::BodySilent { waited_ms });
             }
             let (limit_secs, got_bytes) = (limits.body_read_timeout_secs, first.len() + all.len());
-            return Err(RouteError::BodySlow { limit_secs, got_bytes });
+            return Err(RouteError::BodySlow {
+                limit_secs,
+                got_bytes,
+            });
         };
         let Some(frame) = frame else { break };
-        let frame = frame.map_err(|err| RouteError::BodyBroken { detail: err.to_string() })?;
+        let frame = frame.map_err(|err| RouteError::BodyBroken {
+            detail: err.to_string(),
+        })?;
         let Ok(piece) = frame.into_data() else {
             continue; // trailers
         };
@@ -351,9 +401,14 @@ mod tests {
             let occupied = occupy(&app.body_threads);
             let mut scanning = Box::pin(scanned(&app, &body, api));
             let mut reading = Box::pin(prompt_of(&app, &scan, &body, true));
-            let (early_scan, early_prompt) =
-                ((&mut scanning).now_or_never(), (&mut reading).now_or_never());
-            assert_eq!((early_scan.is_some(), early_prompt.is_some()), (is_inline, is_inline));
+            let (early_scan, early_prompt) = (
+                (&mut scanning).now_or_never(),
+                (&mut reading).now_or_never(),
+            );
+            assert_eq!(
+                (early_scan.is_some(), early_prompt.is_some()),
+                (is_inline, is_inline)
+            );
             drop(occupied);
             let prompt = match early_prompt {
                 Some(prompt) => prompt.unwrap(),

@@ -20,7 +20,12 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 pub const MAX_ADMIN_BODY: usize = 1 << 20;
 
 pub fn answer(status: StatusCode, body: &Value) -> Response {
-    (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+    (
+        status,
+        [(header::CONTENT_TYPE, "application/json")],
+        body.to_string(),
+    )
+        .into_response()
 }
 
 pub fn is_generation(request: &Request) -> bool {
@@ -48,6 +53,11 @@ impl<S: Send + Sync> FromRequestParts<S> for PathText {
 pub fn new_request_id(prefix: &str) -> HeaderValue {
     let mut id = String::with_capacity(prefix.len() + 24);
     id.push_str(prefix);
-    id.extend(rand::rng().sample_iter(Alphanumeric).take(24).map(char::from));
+    id.extend(
+        rand::rng()
+            .sample_iter(Alphanumeric)
+            .take(24)
+            .map(char::from),
+    );
     HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
 }

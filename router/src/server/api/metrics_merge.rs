@@ -32,8 +32,11 @@ pub fn merge<'a>(pages: impl Iterator<Item = (&'a str, &'a str)>) -> String {
             } else if let Some((name, rest)) = sample(line) {
                 // Lines of a histogram end in _bucket, _sum, _count; one without a TYPE line is its
                 // own family.
-                let owner =
-                    if !family.is_empty() && name.starts_with(family) { family } else { name };
+                let owner = if !family.is_empty() && name.starts_with(family) {
+                    family
+                } else {
+                    name
+                };
                 let lines = &mut families.entry(owner).or_default().lines;
                 let written = match rest.strip_prefix('{') {
                     Some(labels) => {
@@ -47,7 +50,10 @@ pub fn merge<'a>(pages: impl Iterator<Item = (&'a str, &'a str)>) -> String {
         }
     }
     let mut out = String::new();
-    for family in families.into_values().filter(|family| !family.lines.is_empty()) {
+    for family in families
+        .into_values()
+        .filter(|family| !family.lines.is_empty())
+    {
         for about in family.about {
             out.push_str(about);
             out.push('\n');

@@ -51,16 +51,40 @@ fn routes() -> Vec<Route> {
     let mut add = |paths: &[&'static str], level, methods: MethodRouter<Arc<AppState>>| {
         routes.extend(paths.iter().map(|path| (*path, level, methods.clone())));
     };
-    add(&[ApiKind::Chat.path()], Client, post(handler(ApiKind::Chat)));
-    add(&[ApiKind::Completions.path()], Client, post(handler(ApiKind::Completions)));
+    add(
+        &[ApiKind::Chat.path()],
+        Client,
+        post(handler(ApiKind::Chat)),
+    );
+    add(
+        &[ApiKind::Completions.path()],
+        Client,
+        post(handler(ApiKind::Completions)),
+    );
     add(&[ApiKind::Generate.path()], Client, generate);
     add(&["/tokenize", "/v1/tokenize"], Client, post(proxy::forward));
-    add(&["/detokenize", "/v1/detokenize"], Client, post(proxy::forward));
+    add(
+        &["/detokenize", "/v1/detokenize"],
+        Client,
+        post(proxy::forward),
+    );
     add(&["/v1/models"], Client, get(proxy::models));
     add(&["/v1/models/{id}"], Client, get(proxy::forward));
-    add(&["/get_model_info", "/model_info"], Client, get(proxy::forward));
-    add(&["/get_server_info", "/server_info"], Client, get(proxy::forward));
-    add(&["/health", "/ping", "/livez", "/liveness"], Open, get(admin::live));
+    add(
+        &["/get_model_info", "/model_info"],
+        Client,
+        get(proxy::forward),
+    );
+    add(
+        &["/get_server_info", "/server_info"],
+        Client,
+        get(proxy::forward),
+    );
+    add(
+        &["/health", "/ping", "/livez", "/liveness"],
+        Open,
+        get(admin::live),
+    );
     add(&["/readyz", "/readiness"], Open, get(admin::ready));
     add(&["/metrics"], Open, get(admin::metrics));
     add(&["/ui"], Open, get(ui::to_folder));
@@ -68,28 +92,47 @@ fn routes() -> Vec<Route> {
     add(&["/ui/{file}"], Open, get(ui::file));
     add(&["/ui/feed"], Control, get(ui::feed));
     add(&["/health_generate"], Control, get(admin::health_generate));
-    add(&["/workers"], Control, get(admin::list_workers).post(admin::add_worker));
+    add(
+        &["/workers"],
+        Control,
+        get(admin::list_workers).post(admin::add_worker),
+    );
     add(&["/workers/{id}"], Control, worker);
     add(&["/workers/{id}/drain"], Control, drain);
-    add(&["/workers/{id}/undrain"], Control, post(draining::undrain_worker));
+    add(
+        &["/workers/{id}/undrain"],
+        Control,
+        post(draining::undrain_worker),
+    );
     add(&["/add_worker"], Control, post(admin::legacy_add));
     add(&["/remove_worker"], Control, post(admin::legacy_remove));
     add(&["/list_workers"], Control, get(admin::legacy_list));
     add(&["/flush_cache"], Control, flush);
     add(&["/get_loads"], Control, get(admin::loads));
     add(&["/engine_metrics"], Control, get(proxy::engine_metrics));
-    add(&["/abort_request", "/start_profile", "/stop_profile"], Control, post(proxy::fan_out));
+    add(
+        &["/abort_request", "/start_profile", "/stop_profile"],
+        Control,
+        post(proxy::fan_out),
+    );
     add(&["/v1/requests/{id}"], Control, get(admin::show_request));
     let verbs = ["/v1/requests/{id}/suspend", "/v1/requests/{id}/resume"];
     add(&verbs, Control, post(proxy::about_request));
-    add(&["/v1/requests/{id}/{*rest}"], Control, any(no_request_path));
+    add(
+        &["/v1/requests/{id}/{*rest}"],
+        Control,
+        any(no_request_path),
+    );
     add(&proxy::PROXIED_PATHS, Client, post(proxy::forward_work));
     routes
 }
 
 /// Every path of the router with the key it needs: open, client or control.
 pub fn route_access() -> Vec<(&'static str, &'static str)> {
-    routes().into_iter().map(|(path, level, _)| (path, level.into_str())).collect()
+    routes()
+        .into_iter()
+        .map(|(path, level, _)| (path, level.into_str()))
+        .collect()
 }
 
 /// State of the middleware `edge`.
@@ -102,7 +145,10 @@ struct EdgeState {
 pub fn router(app: Arc<AppState>) -> Router {
     let routes = routes();
     let levels = routes.iter().map(|(path, level, _)| (*path, *level));
-    let state = EdgeState { app: app.clone(), levels: Arc::new(levels.collect()) };
+    let state = EdgeState {
+        app: app.clone(),
+        levels: Arc::new(levels.collect()),
+    };
     let add = |all: Router<Arc<AppState>>, (path, _, methods): Route| all.route(path, methods);
     let all = routes.into_iter().fold(Router::new(), add);
     all.fallback(not_found)
@@ -121,15 +167,22 @@ pub fn metrics_router(app: Arc<AppState>) -> Router {
 }
 
 async fn not_found(request: Request) -> RouteError {
-    RouteError::NotFound { path: request.uri().path().to_owned() }
+    RouteError::NotFound {
+        path: request.uri().path().to_owned(),
+    }
 }
 
 async fn no_request_path(request: Request) -> RouteError {
-    RouteError::NoRequestPath { path: request.uri().path().to_owned() }
+    RouteError::NoRequestPath {
+        path: request.uri().path().to_owned(),
+    }
 }
 
 async fn method_not_allowed(request: Request) -> RouteError {
-    let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
+    let (method, path) = (
+        request.method().to_string(),
+        request.uri().path().to_owned(),
+    );
     RouteError::MethodNotAllowed { method, path }
 }
 
@@ -140,7 +193,9 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     let origin = allowed_origin(app, request.headers());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
     let path = request.extensions().get::<MatchedPath>().cloned();
-    let level = path.as_ref().and_then(|path| state.levels.get(path.as_str()));
+    let level = path
+        .as_ref()
+        .and_then(|path| state.levels.get(path.as_str()));
     let level = level.copied().unwrap_or(AccessLevel::Client);
     let access = check_host(&request).and_then(|()| auth::check(app, level, &request));
     let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
@@ -162,7 +217,10 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     if let Some(origin) = origin {
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(header::VARY, HeaderValue::from_static("origin"));
-        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from(REQUEST_ID));
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from(REQUEST_ID),
+        );
     }
     response
 }
@@ -186,7 +244,10 @@ fn check_host(request: &Request) -> Result<(), RouteError> {
 /// Metric label of a method: a closed set.
 fn label(method: &Method) -> &'static str {
     let known = ["GET", "POST", "PUT", "DELETE", "OPTIONS"];
-    known.into_iter().find(|name| method == name).unwrap_or("other")
+    known
+        .into_iter()
+        .find(|name| method == name)
+        .unwrap_or("other")
 }
 
 fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
@@ -208,13 +269,17 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
         .filter_map(|name| request.headers().get(name))
         .find(|value| !value.is_empty() && value.len() <= 256);
     let api = || ApiKind::of_path(request.uri().path());
-    given.cloned().unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
+    given
+        .cloned()
+        .unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let allowed = &app.config.listen.cors_allowed_origins;
-    let is_allowed = allowed.iter().any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
+    let is_allowed = allowed
+        .iter()
+        .any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
     is_allowed.then(|| origin.clone())
 }
 
@@ -224,8 +289,14 @@ fn preflight(asked: &HeaderMap) -> Response {
     let methods = HeaderValue::from_static("GET, POST, DELETE, OPTIONS");
     let headers = [
         (header::ACCESS_CONTROL_ALLOW_METHODS, methods),
-        (header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.unwrap_or(usual)),
-        (header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600")),
+        (
+            header::ACCESS_CONTROL_ALLOW_HEADERS,
+            wanted.unwrap_or(usual),
+        ),
+        (
+            header::ACCESS_CONTROL_MAX_AGE,
+            HeaderValue::from_static("3600"),
+        ),
     ];
     (StatusCode::NO_CONTENT, headers).into_response()
 }

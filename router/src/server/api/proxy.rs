@@ -64,14 +64,24 @@ pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
 pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
     let path = request.uri().path();
-    let path = PROXIED_PATHS.into_iter().find(|one| *one == path).unwrap_or("other");
+    let path = PROXIED_PATHS
+        .into_iter()
+        .find(|one| *one == path)
+        .unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     let mut record = AccessLogEntry::new(&app.sinks, path, "POST", request.headers(), rid);
     match work(&app, request, &mut record).await {
         Ok(response) => {
             let status = response.status();
             record.first_byte(status);
-            record.end(status, if status.is_success() { "ok" } else { status_label(status) });
+            record.end(
+                status,
+                if status.is_success() {
+                    "ok"
+                } else {
+                    status_label(status)
+                },
+            );
             response
         }
         Err(err) => refuse(record, err),
@@ -95,20 +105,33 @@ async fn proxy_to_any(
     limit: Duration,
     mut record: Option<&mut AccessLogEntry>,
 ) -> Result<Response, RouteError> {
-    app.fleet.wait_for_first_probes(app.fleet.serving_roles()).await;
+    app.fleet
+        .wait_for_first_probes(app.fleet.serving_roles())
+        .await;
     let (mut avoid, mut is_second) = (Vec::new(), false);
     loop {
         // The prefill workers come last: tokenizing on them delays prompts.
         let roles = app.fleet.serving_roles();
-        let ready = roles.iter().rev().find(|role| app.fleet.count(**role).1 > 0);
+        let ready = roles
+            .iter()
+            .rev()
+            .find(|role| app.fleet.count(**role).1 > 0);
         let role = *ready.unwrap_or(&roles[0]);
-        let chosen = app.fleet.choose(role, &SelectionRequest::default(), &avoid)?;
+        let chosen = app
+            .fleet
+            .choose(role, &SelectionRequest::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
             record.worker = Some((chosen.candidate.name.clone(), chosen.why));
         }
         let (guard, head, body) = (chosen, head.clone(), BodySegments::from(body.clone()));
-        let leg = UpstreamAttempt { guard, head, body, limit, has_token_ids: false };
+        let leg = UpstreamAttempt {
+            guard,
+            head,
+            body,
+            limit,
+            has_token_ids: false,
+        };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
@@ -120,9 +143,11 @@ async fn proxy_to_any(
         }
         return match failure.reply {
             ErrorReply::Error(err) => Err(err),
-            ErrorReply::Answer { status, headers, body } => {
-                Ok(response(status, end_to_end(&headers), body.into()))
-            }
+            ErrorReply::Answer {
+                status,
+                headers,
+                body,
+            } => Ok(response(status, end_to_end(&headers), body.into())),
         };
     }
 }
@@ -149,7 +174,11 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
         }
     }
     opened.guard.settle(RequestOutcome::Success);
-    Ok(response(opened.answer.status, end_to_end(&opened.answer.headers), body.freeze().into()))
+    Ok(response(
+        opened.answer.status,
+        end_to_end(&opened.answer.headers),
+        body.freeze().into(),
+    ))
 }
 
 /// Every worker's list of models, as one. Those that do not answer are left out.
@@ -160,7 +189,9 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let mut merged: Vec<Value> = Vec::new();
     for asked in answers.iter().filter(|answer| answer.is_success()) {
-        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else { continue };
+        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
+            continue;
+        };
         for model in list["data"].as_array_mut().into_iter().flatten() {
             if merged.iter().all(|known| known["id"] != model["id"]) {
                 merged.push(model.take());
@@ -172,7 +203,10 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     {
         return Ok(asked.passed_on());
     }
-    Ok(answer(StatusCode::OK, &json!({"object": "list", "data": merged})))
+    Ok(answer(
+        StatusCode::OK,
+        &json!({"object": "list", "data": merged}),
+    ))
 }
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
@@ -215,7 +249,11 @@ fn require_worker(app: &AppState) -> Result<(), RouteError> {
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.fleet.serving_roles()[0];
     let is_ready = counts.iter().any(|count| count.1 > 0);
-    is_ready.then_some(()).ok_or(RouteError::NoWorker { role, known, ready: 0 })
+    is_ready.then_some(()).ok_or(RouteError::NoWorker {
+        role,
+        known,
+        ready: 0,
+    })
 }
 
 /// A client's request as workers get it: the path without what belongs to the client's connection,
@@ -227,8 +265,16 @@ async fn read_request(
 ) -> Result<(RequestHead, Bytes), RouteError> {
     let (parts, body) = request.into_parts();
     let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
-    let uri = parts.uri.path_and_query().cloned().map(Uri::from).unwrap_or_default();
-    Ok((RequestHead::new(parts.method, uri, forwarded(parts.headers)), body))
+    let uri = parts
+        .uri
+        .path_and_query()
+        .cloned()
+        .map(Uri::from)
+        .unwrap_or_default();
+    Ok((
+        RequestHead::new(parts.method, uri, forwarded(parts.headers)),
+        body,
+    ))
 }
 
 /// The same request to every ready worker.
@@ -250,7 +296,10 @@ pub async fn flush_cache(State(app): SharedApp) -> Response {
 pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response {
     let asked = ask_each(app, &head, &body).await;
     let answers = asked.iter().map(|worker| {
-        (worker.url.clone(), json!({"ok": worker.is_success(), "answer": worker.answer()}))
+        (
+            worker.url.clone(),
+            json!({"ok": worker.is_success(), "answer": worker.answer()}),
+        )
     });
     let workers: serde_json::Map<String, Value> = answers.collect();
     let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
@@ -268,7 +317,10 @@ pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response
             (err.status(), error_object(&err.body()).unwrap_or_default())
         }
     };
-    answer(status, &json!({"error": error, "ok": false, "workers": workers}))
+    answer(
+        status,
+        &json!({"error": error, "ok": false, "workers": workers}),
+    )
 }
 
 /// Member `error` of a JSON body.
@@ -297,7 +349,12 @@ impl Asked {
         let json = (self.text.len() <= MAX_REPEATED).then(|| serde_json::from_str(&self.text));
         match json {
             Some(Ok(value)) => value,
-            _ => self.text.chars().take(MAX_REPEATED).collect::<String>().into(),
+            _ => self
+                .text
+                .chars()
+                .take(MAX_REPEATED)
+                .collect::<String>()
+                .into(),
         }
     }
 
@@ -322,15 +379,29 @@ impl Asked {
 
 /// Ask every ready worker the same, at once; ordered by address.
 async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked> {
-    let workers = app.fleet.workers().into_iter().filter(|worker| worker.is_ready());
+    let workers = app
+        .fleet
+        .workers()
+        .into_iter()
+        .filter(|worker| worker.is_ready());
     let asked = workers.map(|worker| async move {
-        let asking = timeout(ASK_TIMEOUT, ask(&worker, head, BodySegments::from(body.clone())));
+        let asking = timeout(
+            ASK_TIMEOUT,
+            ask(&worker, head, BodySegments::from(body.clone())),
+        );
         let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
         let answer = worker.unless_hung(asking).await;
-        answer.and_then(|answer| answer.unwrap_or_else(late)).unwrap_or_else(|text| {
-            let (url, headers) = (worker.url().to_string(), HeaderMap::new());
-            Asked { url, status: None, headers, text }
-        })
+        answer
+            .and_then(|answer| answer.unwrap_or_else(late))
+            .unwrap_or_else(|text| {
+                let (url, headers) = (worker.url().to_string(), HeaderMap::new());
+                Asked {
+                    url,
+                    status: None,
+                    headers,
+                    text,
+                }
+            })
     });
     let mut answers = join_all(asked).await;
     answers.sort_by(|a, b| a.url.cmp(&b.url));
@@ -338,10 +409,26 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
 }
 
 async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<Asked, String> {
-    let response = worker.pool.send(head, body, &|| ()).await.map_err(|err| err.to_string())?;
+    let response = worker
+        .pool
+        .send(head, body, &|| ())
+        .await
+        .map_err(|err| err.to_string())?;
     let (status, headers) = (Some(response.status()), end_to_end(response.headers()));
-    let body = response.into_body().read_at_most(MAX_ASKED).await.map_err(|err| err.to_string())?;
+    let body = response
+        .into_body()
+        .read_at_most(MAX_ASKED)
+        .await
+        .map_err(|err| err.to_string())?;
     let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
-    let (url, text) = (worker.url().to_string(), String::from_utf8_lossy(&text).into_owned());
-    Ok(Asked { url, status, headers, text })
+    let (url, text) = (
+        worker.url().to_string(),
+        String::from_utf8_lossy(&text).into_owned(),
+    );
+    Ok(Asked {
+        url,
+        status,
+        headers,
+        text,
+    })
 }

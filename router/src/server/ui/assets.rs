@@ -50,7 +50,12 @@ impl Asset {
         let digest = format!("{:x}", Sha256::digest(bytes));
         let etag = HeaderValue::try_from(format!("\"{}\"", &digest[..24]));
         let etag = etag.expect("hexadecimal digits between quotes");
-        Self { name, media_type, bytes, etag }
+        Self {
+            name,
+            media_type,
+            bytes,
+            etag,
+        }
     }
 
     fn answer(&self, asked: &HeaderMap) -> Response {
@@ -68,8 +73,14 @@ impl Asset {
         put(header::REFERRER_POLICY, "no-referrer");
         // Asked about with each load: files of two versions of the router must not be mixed.
         put(header::CACHE_CONTROL, "no-cache");
-        headers.insert("cross-origin-opener-policy", HeaderValue::from_static("same-origin"));
-        headers.insert("cross-origin-resource-policy", HeaderValue::from_static("same-origin"));
+        headers.insert(
+            "cross-origin-opener-policy",
+            HeaderValue::from_static("same-origin"),
+        );
+        headers.insert(
+            "cross-origin-resource-policy",
+            HeaderValue::from_static("same-origin"),
+        );
         headers.insert(header::ETAG, self.etag.clone());
         response
     }
@@ -88,7 +99,9 @@ pub async fn index(headers: HeaderMap) -> Response {
 /// `/ui/{file}`.
 pub async fn file(uri: Uri, PathText(name): PathText, headers: HeaderMap) -> HandlerResult {
     let asset = ASSETS.iter().find(|asset| asset.name == name);
-    let asset = asset.ok_or_else(|| RouteError::NotFound { path: uri.path().to_owned() })?;
+    let asset = asset.ok_or_else(|| RouteError::NotFound {
+        path: uri.path().to_owned(),
+    })?;
     Ok(asset.answer(&headers))
 }
 
@@ -120,9 +133,14 @@ mod tests {
     fn pages_have_no_inline_script_or_style_and_name_no_other_origin() {
         for asset in ASSETS.iter() {
             let text = std::str::from_utf8(asset.bytes).unwrap();
-            for absolute in
-                ["https://", "//cdn", "innerHTML", "outerHTML", "insertAdjacentHTML", "eval("]
-            {
+            for absolute in [
+                "https://",
+                "//cdn",
+                "innerHTML",
+                "outerHTML",
+                "insertAdjacentHTML",
+                "eval(",
+            ] {
                 assert!(!text.contains(absolute), "{} has {absolute}", asset.name);
             }
             let plain = text.replace("http://www.w3.org/2000/svg", "");

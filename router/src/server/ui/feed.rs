@@ -29,6 +29,9 @@ pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteErr
     let mut response = Response::new(Body::from_stream(events(updates)));
     let headers = response.headers_mut();
     sse_headers(headers);
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(
+        header::X_CONTENT_TYPE_OPTIONS,
+        HeaderValue::from_static("nosniff"),
+    );
     Ok(response)
 }

@@ -95,7 +95,9 @@ impl FleetSnapshot {
             is_disaggregated: app.fleet.is_pd(),
             is_draining: app.is_draining(),
             queued_requests: app.metrics.queued.get() as u64,
-            nodes: nodes.map(|worker| NodeView::of(app, worker, now_ms)).collect(),
+            nodes: nodes
+                .map(|worker| NodeView::of(app, worker, now_ms))
+                .collect(),
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
             events: app.fleet.events.recent(),
@@ -119,7 +121,10 @@ impl NodeView {
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),
-            ranks: ranks.iter().map(|rank| RankView::of(rank, now_ms)).collect(),
+            ranks: ranks
+                .iter()
+                .map(|rank| RankView::of(rank, now_ms))
+                .collect(),
         }
     }
 }
@@ -134,13 +139,23 @@ impl RankView {
             kv_pages: report.running.map(|running| running.pages),
             kv_pages_used: report.running.map(|running| running.pages_used),
         });
-        Self { rank: candidate.rank, load: candidate.load(), report, rates: activity.rates }
+        Self {
+            rank: candidate.rank,
+            load: candidate.load(),
+            report,
+            rates: activity.rates,
+        }
     }
 }
 
 impl PairView {
     fn of(((prefill, decode), record): ((u64, u64), PairRecord)) -> Self {
         let (prefill, decode) = (prefill.to_string(), decode.to_string());
-        Self { prefill, decode, bytes_per_s: record.bytes_per_s(), record }
+        Self {
+            prefill,
+            decode,
+            bytes_per_s: record.bytes_per_s(),
+            record,
+        }
     }
 }

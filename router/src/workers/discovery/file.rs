@@ -95,7 +95,9 @@ fn read(path: &Path) -> Result<String, String> {
         format!("cannot be read: {err}; give a readable JSON or YAML list of workers")
     })?;
     match text.len() as u64 > MAX_FILE {
-        true => Err(format!("is larger than {MAX_FILE} bytes; list fewer workers")),
+        true => Err(format!(
+            "is larger than {MAX_FILE} bytes; list fewer workers"
+        )),
         false => Ok(text),
     }
 }
@@ -110,7 +112,11 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, String> {
         serde_saphyr::from_str(text).map_err(|err| format!("is neither JSON nor YAML: {err}"))?;
     let fields = value.as_object_mut().filter(|fields| fields.len() == 1);
     let workers = fields.and_then(|fields| fields.remove("workers"));
-    let problem = if workers.is_some() { "'workers' is not a list" } else { NO_LIST };
+    let problem = if workers.is_some() {
+        "'workers' is not a list"
+    } else {
+        NO_LIST
+    };
     let list = match workers.unwrap_or(value) {
         Value::Null => Vec::new(),
         Value::Array(list) => list,
@@ -130,12 +136,21 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, String> {
 fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
     let entry: Entry = serde_json::from_value(value)
         .map_err(|err| format!("{err}; expected url, role, bootstrap_port, topology"))?;
-    let known = || roles.iter().map(|role| role.into_str()).collect::<Vec<_>>().join(" or ");
+    let known = || {
+        roles
+            .iter()
+            .map(|role| role.into_str())
+            .collect::<Vec<_>>()
+            .join(" or ")
+    };
     let role = match (entry.role, roles) {
         (Some(role), _) if roles.contains(&role) => role,
         (None, [only]) => *only,
         (Some(role), _) => {
-            return Err(format!("role {role} has no use in this router; give {}", known()));
+            return Err(format!(
+                "role {role} has no use in this router; give {}",
+                known()
+            ));
         }
         (None, _) => return Err(format!("has no role; give {}", known())),
     };
@@ -155,7 +170,10 @@ mod tests {
 
     fn shown(text: &str, roles: &[Role]) -> Vec<String> {
         let specs = parse(text, roles).unwrap();
-        specs.iter().map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap)).collect()
+        specs
+            .iter()
+            .map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap))
+            .collect()
     }
 
     #[test]
@@ -171,7 +189,10 @@ mod tests {
         ];
         assert_eq!(shown(json, PD), expected);
         assert_eq!(shown(yaml, PD), expected);
-        assert_eq!(shown("- url: a:1", &[Role::Regular]), ["regular http://a:1 FromWorker"]);
+        assert_eq!(
+            shown("- url: a:1", &[Role::Regular]),
+            ["regular http://a:1 FromWorker"]
+        );
     }
 
     #[test]
@@ -191,7 +212,10 @@ mod tests {
                 "- {url: a:1, role: regular}",
                 "role regular has no use in this router; give prefill or decode",
             ),
-            ("- {url: a:1, role: decode, port: 3}", "unknown field `port`"),
+            (
+                "- {url: a:1, role: decode, port: 3}",
+                "unknown field `port`",
+            ),
             (
                 "- {url: a:1, role: prefill, bootstrap_port: 70000}",
                 "bootstrap port '70000' of a:1: give 1 to 65535",

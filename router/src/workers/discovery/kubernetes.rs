@@ -127,10 +127,15 @@ pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodS
     let default = client.default_namespace().to_owned();
     let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref().unwrap_or(&default) {
         "*" => (Api::all_with(client, &pods), "all namespaces".to_owned()),
-        name => (Api::namespaced_with(client, name, &pods), format!("namespace {name}")),
+        name => (
+            Api::namespaced_with(client, name, &pods),
+            format!("namespace {name}"),
+        ),
     };
     tracing::info!(role = %wanted.role, selector = wanted.selector, place, "watching pods");
-    let config = watcher::Config::default().labels(&wanted.selector).timeout(WATCH_SECS);
+    let config = watcher::Config::default()
+        .labels(&wanted.selector)
+        .timeout(WATCH_SECS);
     let mut events = pin!(watcher(api, config).default_backoff());
     let mut pods = Pods::new(&wanted);
     let mut ticks = interval(RECHECK);
@@ -149,7 +154,9 @@ pub(super) async fn follow(mut feed: DiscoveryFeed, client: Client, wanted: PodS
         };
         match event {
             Some(Ok(event)) => {
-                let Some(found) = pods.take(event) else { continue };
+                let Some(found) = pods.take(event) else {
+                    continue;
+                };
                 if found.named == 0 {
                     tracing::error!(
                         role = %wanted.role,
@@ -177,7 +184,11 @@ struct Pods<'a> {
 
 impl<'a> Pods<'a> {
     fn new(wanted: &'a PodSelectors) -> Self {
-        Self { wanted, known: HashMap::new(), relisted: HashMap::new() }
+        Self {
+            wanted,
+            known: HashMap::new(),
+            relisted: HashMap::new(),
+        }
     }
 
     /// `Some` when the set of workers may have changed.
@@ -214,7 +225,11 @@ impl<'a> Pods<'a> {
                 Seen::Nothing => {}
             }
         }
-        Some(DiscoveredWorkers { workers, named: self.known.len(), deleted })
+        Some(DiscoveredWorkers {
+            workers,
+            named: self.known.len(),
+            deleted,
+        })
     }
 }
 
@@ -225,27 +240,44 @@ fn uid(pod: &Pod) -> String {
 
 fn address(pod: &Pod, wanted: &PodSelectors) -> Option<WorkerUrl> {
     let ip = pod.status.as_ref()?.pod_ip.clone()?;
-    (!ip.is_empty()).then_some(WorkerUrl { host: ip, port: wanted.port, is_tls: wanted.is_tls })
+    (!ip.is_empty()).then_some(WorkerUrl {
+        host: ip,
+        port: wanted.port,
+        is_tls: wanted.is_tls,
+    })
 }
 
 fn is_ready(pod: &Pod) -> bool {
     let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_ref());
-    conditions.into_iter().flatten().any(|c| c.type_ == "Ready" && c.status == "True")
+    conditions
+        .into_iter()
+        .flatten()
+        .any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
 fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
-    let Some(url) = address(pod, wanted) else { return Seen::Nothing };
+    let Some(url) = address(pod, wanted) else {
+        return Seen::Nothing;
+    };
     if pod.metadata.deletion_timestamp.is_some() {
         return Seen::Ending(url);
     }
     if !is_ready(pod) {
         return Seen::Nothing;
     }
-    let port = if wanted.role == Role::Prefill { bootstrap_port(pod) } else { None };
+    let port = if wanted.role == Role::Prefill {
+        bootstrap_port(pod)
+    } else {
+        None
+    };
     match WorkerSpec::new(&url.to_string(), wanted.role, port) {
         Ok(spec) => Seen::Serving(spec.in_topology(topology(pod))),
         Err(why) => {
-            tracing::error!(pod = pod.name_any(), why, "pod is not used, correct its annotation");
+            tracing::error!(
+                pod = pod.name_any(),
+                why,
+                "pod is not used, correct its annotation"
+            );
             Seen::Nothing
         }
     }
@@ -255,12 +287,17 @@ fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
 fn topology(pod: &Pod) -> Option<String> {
     let (notes, labels) = (&pod.metadata.annotations, &pod.metadata.labels);
     let named = |from: &Option<BTreeMap<String, String>>, key| from.as_ref()?.get(key).cloned();
-    named(notes, TOPOLOGY).or_else(|| named(labels, TOPOLOGY)).or_else(|| named(labels, ZONE))
+    named(notes, TOPOLOGY)
+        .or_else(|| named(labels, TOPOLOGY))
+        .or_else(|| named(labels, ZONE))
 }
 
 fn bootstrap_port(pod: &Pod) -> Option<&str> {
     let annotations = pod.metadata.annotations.as_ref()?;
-    BOOTSTRAP_PORT.iter().find_map(|name| annotations.get(*name)).map(|port| port.trim())
+    BOOTSTRAP_PORT
+        .iter()
+        .find_map(|name| annotations.get(*name))
+        .map(|port| port.trim())
 }
 
 fn explained(err: &watcher::Error, place: &str) -> String {
@@ -289,7 +326,13 @@ mod tests {
     use super::*;
 
     fn wanted(role: Role) -> PodSelectors {
-        PodSelectors { role, selector: String::new(), port: 30000, is_tls: false, namespace: None }
+        PodSelectors {
+            role,
+            selector: String::new(),
+            port: 30000,
+            is_tls: false,
+            namespace: None,
+        }
     }
 
     fn pod(changes: serde_json::Value) -> Pod {
@@ -314,7 +357,10 @@ mod tests {
     #[test]
     fn only_ready_pods_with_an_address_serve() {
         let role = Role::Decode;
-        assert_eq!(spec(&pod(json!({})), role).url.to_string(), "http://10.0.0.1:30000");
+        assert_eq!(
+            spec(&pod(json!({})), role).url.to_string(),
+            "http://10.0.0.1:30000"
+        );
         let v6 = pod(json!({"/status/podIP": "fd00::1"}));
         assert_eq!(spec(&v6, role).url.to_string(), "http://[fd00::1]:30000");
         for changes in [
@@ -338,15 +384,27 @@ mod tests {
         let with = |annotations| pod(json!({"/metadata/annotations": annotations}));
         for (annotations, port) in [
             (json!({}), BootstrapPort::FromWorker),
-            (json!({"sglang.ai/bootstrap-port": "8998"}), BootstrapPort::Port(8998)),
-            (json!({"baton.dev/bootstrap-port": "none"}), BootstrapPort::Null),
+            (
+                json!({"sglang.ai/bootstrap-port": "8998"}),
+                BootstrapPort::Port(8998),
+            ),
+            (
+                json!({"baton.dev/bootstrap-port": "none"}),
+                BootstrapPort::Null,
+            ),
             (
                 json!({"sglang.ai/bootstrap-port": "1", "baton.dev/bootstrap-port": "2"}),
                 BootstrapPort::Port(2),
             ),
         ] {
-            assert_eq!(spec(&with(annotations.clone()), Role::Prefill).bootstrap, port);
-            assert_eq!(spec(&with(annotations), Role::Decode).bootstrap, BootstrapPort::FromWorker);
+            assert_eq!(
+                spec(&with(annotations.clone()), Role::Prefill).bootstrap,
+                port
+            );
+            assert_eq!(
+                spec(&with(annotations), Role::Decode).bootstrap,
+                BootstrapPort::FromWorker
+            );
         }
         let bad = with(json!({"baton.dev/bootstrap-port": "x"}));
         assert_eq!(seen(&bad, &wanted(Role::Prefill)), Seen::Nothing);
@@ -373,10 +431,18 @@ mod tests {
         let status = |code: u16| {
             let status = json!({"code": code, "message": "because"});
             let status: Box<kube::core::Status> = serde_json::from_value(status).unwrap();
-            explained(&watcher::Error::InitialListFailed(kube::Error::Api(status)), "namespace x")
+            explained(
+                &watcher::Error::InitialListFailed(kube::Error::Api(status)),
+                "namespace x",
+            )
         };
         let text = status(403);
-        for part in ["(403)", "namespace x", "because", "verbs list and watch on pods"] {
+        for part in [
+            "(403)",
+            "namespace x",
+            "because",
+            "verbs list and watch on pods",
+        ] {
             assert!(text.contains(part), "{text}");
         }
         assert!(status(500).contains("answered 500"));

@@ -46,7 +46,11 @@ const RECHECK: Duration = Duration::from_secs(1);
 pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
-        file::start(DiscoveryFeed::new(fleet, "file"), path.into(), fleet.serving_roles())?;
+        file::start(
+            DiscoveryFeed::new(fleet, "file"),
+            path.into(),
+            fleet.serving_roles(),
+        )?;
     }
     for (role, selector) in flags.selectors(fleet.is_pd()) {
         let source = match role {
@@ -82,11 +86,17 @@ struct AnswerTime {
 impl AnswerTime {
     fn new(fleet: &WorkerFleet, source: &'static str) -> Self {
         let gauges = fleet.metrics.discovery_answered.clone();
-        Self { gauges, source, last: Arc::new(Mutex::new(Instant::now())) }
+        Self {
+            gauges,
+            source,
+            last: Arc::new(Mutex::new(Instant::now())),
+        }
     }
 
     fn set_to_now(&self) {
-        self.gauges.with_label_values(&[self.source]).set(unix_time().as_secs_f64());
+        self.gauges
+            .with_label_values(&[self.source])
+            .set(unix_time().as_secs_f64());
         *self.last.lock() = Instant::now();
     }
 }
@@ -104,7 +114,11 @@ pub struct DiscoveredWorkers {
 /// A list that names nothing but workers.
 impl From<Vec<WorkerSpec>> for DiscoveredWorkers {
     fn from(workers: Vec<WorkerSpec>) -> Self {
-        Self { named: workers.len(), workers, deleted: BTreeSet::new() }
+        Self {
+            named: workers.len(),
+            workers,
+            deleted: BTreeSet::new(),
+        }
     }
 }
 
@@ -139,14 +153,23 @@ impl DiscoveryFeed {
 
     /// The source was read: bring the fleet in line.
     fn apply(&mut self, found: DiscoveredWorkers) {
-        let Some(fleet) = self.fleet.upgrade() else { return };
+        let Some(fleet) = self.fleet.upgrade() else {
+            return;
+        };
         if found.named > 0 {
             fleet.discovered.lock().insert(self.source);
         }
-        fleet.metrics.discovery_updates.with_label_values(&[self.source, "applied"]).inc();
+        fleet
+            .metrics
+            .discovery_updates
+            .with_label_values(&[self.source, "applied"])
+            .inc();
         self.clear_failure(&fleet);
-        let named: BTreeMap<WorkerUrl, WorkerSpec> =
-            found.workers.into_iter().map(|spec| (spec.url.clone(), spec)).collect();
+        let named: BTreeMap<WorkerUrl, WorkerSpec> = found
+            .workers
+            .into_iter()
+            .map(|spec| (spec.url.clone(), spec))
+            .collect();
         for (url, spec) in &named {
             if self.own.get(url).is_some_and(|worker| worker.spec == *spec) {
                 continue;
@@ -177,8 +200,16 @@ impl DiscoveryFeed {
     /// The source could not be read: what was found before stays.
     fn failed(&mut self, why: String) {
         if let Some(fleet) = self.fleet.upgrade() {
-            fleet.metrics.discovery_updates.with_label_values(&[self.source, "failed"]).inc();
-            fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(1.0);
+            fleet
+                .metrics
+                .discovery_updates
+                .with_label_values(&[self.source, "failed"])
+                .inc();
+            fleet
+                .metrics
+                .discovery_stale
+                .with_label_values(&[self.source])
+                .set(1.0);
             if self.failure.as_ref().is_none_or(|(known, _)| *known != why) {
                 tracing::error!(
                     source = self.source,
@@ -201,7 +232,10 @@ impl DiscoveryFeed {
                  /readyz) and whether a proxy or network policy holds its answers back",
                 silent.as_secs()
             ));
-        } else if self.failure.as_ref().is_some_and(|(_, at)| last_answer > *at)
+        } else if self
+            .failure
+            .as_ref()
+            .is_some_and(|(_, at)| last_answer > *at)
             && let Some(fleet) = self.fleet.upgrade()
         {
             self.clear_failure(&fleet);
@@ -210,7 +244,9 @@ impl DiscoveryFeed {
 
     /// See whether kept workers can go now. False: the router is gone, and the source can end.
     fn recheck(&mut self) -> bool {
-        let Some(fleet) = self.fleet.upgrade() else { return false };
+        let Some(fleet) = self.fleet.upgrade() else {
+            return false;
+        };
         self.fresh.clear();
         if !self.kept.is_empty() {
             self.let_go(&fleet);
@@ -220,7 +256,11 @@ impl DiscoveryFeed {
     }
 
     fn clear_failure(&mut self, fleet: &WorkerFleet) {
-        fleet.metrics.discovery_stale.with_label_values(&[self.source]).set(0.0);
+        fleet
+            .metrics
+            .discovery_stale
+            .with_label_values(&[self.source])
+            .set(0.0);
         if self.failure.take().is_some() {
             tracing::info!(source = self.source, "discovery works again");
         }
@@ -248,16 +288,27 @@ impl DiscoveryFeed {
             let mut others = serving().filter(|w| w.role() == worker.role());
             serving().any(|w| w.id == worker.id) && !others.any(|w| !kept.contains(&w.id))
         };
-        let can_go = self.kept.iter().filter(|url| !self.own.get(*url).is_some_and(is_needed));
+        let can_go = self
+            .kept
+            .iter()
+            .filter(|url| !self.own.get(*url).is_some_and(is_needed));
         for url in can_go.cloned().collect::<Vec<_>>() {
             self.drop_own(fleet, &url);
         }
     }
 
     fn show(&self, fleet: &WorkerFleet) {
-        let of_kept = self.kept.difference(&self.fresh).filter_map(|url| self.own.get(url));
+        let of_kept = self
+            .kept
+            .difference(&self.fresh)
+            .filter_map(|url| self.own.get(url));
         let kept = of_kept.filter(|worker| worker.is_ready()).count();
-        let gauge = |state| fleet.metrics.discovered.with_label_values(&[self.source, state]);
+        let gauge = |state| {
+            fleet
+                .metrics
+                .discovered
+                .with_label_values(&[self.source, state])
+        };
         let (was, shown) = (gauge("kept").get(), kept as f64);
         gauge("named").set((self.own.len() - self.kept.len()) as f64);
         gauge("kept").set(shown);
@@ -300,7 +351,13 @@ mod tests {
             let (_cut, seen) = watch::channel(false);
             let metrics = Arc::new(crate::observability::metrics::RouterMetrics::new().unwrap());
             let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
-            let fleet = Arc::new(WorkerFleet::new(Arc::new(config), metrics, deciders, None, seen));
+            let fleet = Arc::new(WorkerFleet::new(
+                Arc::new(config),
+                metrics,
+                deciders,
+                None,
+                seen,
+            ));
             let feed = DiscoveryFeed::new(&fleet, "file");
             World { fleet, feed }
         }
@@ -347,7 +404,11 @@ mod tests {
         world.all_ready();
         assert_eq!(world.urls(), ["d c:1", "p a:1", "p b:1"]);
         world.apply(&["p b:1", "d c:1", "d e:1"], &[]);
-        assert_eq!(world.urls(), ["d c:1", "d e:1", "p a:1", "p b:1"], "it is probed first");
+        assert_eq!(
+            world.urls(),
+            ["d c:1", "d e:1", "p a:1", "p b:1"],
+            "it is probed first"
+        );
         world.feed.recheck();
         assert_eq!(world.urls(), ["d c:1", "d e:1", "p b:1"]);
     }
@@ -399,7 +460,10 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         let worker = world.fleet.workers().pop().unwrap();
         let reason = String::new();
-        let state = WorkerState::Unhealthy { reason, is_hung: false };
+        let state = WorkerState::Unhealthy {
+            reason,
+            is_hung: false,
+        };
         world.fleet.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());
@@ -447,7 +511,10 @@ mod tests {
         let mut world = World::new();
         world.feed.apply(DiscoveredWorkers::default());
         assert!(world.fleet.discovered.lock().is_empty());
-        world.feed.apply(DiscoveredWorkers { named: 1, ..DiscoveredWorkers::default() });
+        world.feed.apply(DiscoveredWorkers {
+            named: 1,
+            ..DiscoveredWorkers::default()
+        });
         assert_eq!(world.fleet.discovered.lock().len(), 1);
     }
 
@@ -478,7 +545,10 @@ mod tests {
         let before = Instant::now();
         world.feed.failed("refused".into());
         world.feed.check_silence(before, before, limit);
-        assert!(world.feed.failure.is_some(), "an older answer proves nothing");
+        assert!(
+            world.feed.failure.is_some(),
+            "an older answer proves nothing"
+        );
         let later = Instant::now() + Duration::from_secs(1);
         world.feed.check_silence(later, later, limit);
         assert!(world.feed.failure.is_none());

@@ -62,10 +62,14 @@ impl WorkerFleet {
             let fingerprints = self.fingerprints([p, d]);
             let ready = [&*p.views, &d.views];
             let decided =
-                self.deciders.decide_pair(&sending, ready, fingerprints.as_ref(), tickets);
+                self.deciders
+                    .decide_pair(&sending, ready, fingerprints.as_ref(), tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
-                Some((p, self.take(&d.list, d_choice, tickets[1], wanted, &sending)?))
+                Some((
+                    p,
+                    self.take(&d.list, d_choice, tickets[1], wanted, &sending)?,
+                ))
             });
             (pair, [p.views.len(), d.views.len()])
         };
@@ -76,7 +80,9 @@ impl WorkerFleet {
     pub fn least_ttft(&self, role: Role, wanted: &SelectionRequest<'_>) -> Option<TtftEstimate> {
         let now_ms = now_ms();
         let side = self.side(role, wanted, &[], now_ms);
-        self.deciders.policy(role).best_ttft(&wanted.view(now_ms), &side.views)
+        self.deciders
+            .policy(role)
+            .best_ttft(&wanted.view(now_ms), &side.views)
     }
 
     /// Decide for each of these roles (prefill and decode are chosen together), and tell why.
@@ -86,11 +92,18 @@ impl WorkerFleet {
         roles: &[Role],
         wanted: &SelectionRequest<'_>,
     ) -> Result<Vec<DryRun>, RouteError> {
-        let locks: Vec<_> =
-            roles.iter().map(|role| self.table(*role).decision_lock.lock()).collect();
-        let sending = RoutingRequest { explains: true, ..wanted.sending(now_ms()) };
+        let locks: Vec<_> = roles
+            .iter()
+            .map(|role| self.table(*role).decision_lock.lock())
+            .collect();
+        let sending = RoutingRequest {
+            explains: true,
+            ..wanted.sending(now_ms())
+        };
         let now_ms = sending.request.now_ms;
-        let sides = roles.iter().map(|role| self.side(*role, wanted, &[], now_ms));
+        let sides = roles
+            .iter()
+            .map(|role| self.side(*role, wanted, &[], now_ms));
         let sides: Vec<Side> = sides.collect();
         let decide =
             |(role, side): (&Role, &Side)| self.deciders.dry_run(*role, &sending, &side.views);
@@ -98,7 +111,9 @@ impl WorkerFleet {
             [p, d] => {
                 let fingerprints = self.fingerprints([p, d]);
                 let ready = [&*p.views, &d.views];
-                self.deciders.dry_run_pair(&sending, ready, fingerprints.as_ref()).map(Vec::from)
+                self.deciders
+                    .dry_run_pair(&sending, ready, fingerprints.as_ref())
+                    .map(Vec::from)
             }
             _ => roles.iter().zip(&sides).map(decide).collect(),
         };
@@ -127,10 +142,17 @@ impl WorkerFleet {
         now_ms: u64,
     ) -> Side {
         let list = self.table(role).list_for(wanted.model);
-        let evaluated = list.iter().filter(|c| c.can_resume(wanted.resumes_on)).map(|c| {
-            let view = WorkerView { id: c.id, load: c.load(), host: c.host };
-            (view, c.objection(avoid, now_ms))
-        });
+        let evaluated = list
+            .iter()
+            .filter(|c| c.can_resume(wanted.resumes_on))
+            .map(|c| {
+                let view = WorkerView {
+                    id: c.id,
+                    load: c.load(),
+                    host: c.host,
+                };
+                (view, c.objection(avoid, now_ms))
+            });
         let views = least_objection(evaluated.collect::<Vec<_>>().into_iter());
         Side { list, views }
     }
@@ -187,7 +209,11 @@ impl WorkerFleet {
         if let Some(breaker) = &candidate.breaker {
             breaker.lock().on_sent(sent_ms);
         }
-        let labels = [role.into_str(), self.deciders.policy(role).name(), choice.why.into_str()];
+        let labels = [
+            role.into_str(),
+            self.deciders.policy(role).name(),
+            choice.why.into_str(),
+        ];
         self.metrics.decisions.with_label_values(&labels).inc();
         let timeline = wanted.timeline.as_ref().map(|timeline| {
             let explanation = explanation.and_then(|full| named(&full, candidates));

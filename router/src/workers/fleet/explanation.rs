@@ -10,7 +10,10 @@ use crate::workers::load_guard::Candidate;
 
 /// The name of a candidate; it is in the list its decision was made from.
 pub fn name_of(candidates: &[Arc<Candidate>], id: WorkerId) -> &str {
-    candidates.iter().find(|c| c.id == id).map_or("unknown", |candidate| &candidate.name)
+    candidates
+        .iter()
+        .find(|c| c.id == id)
+        .map_or("unknown", |candidate| &candidate.name)
 }
 
 /// As JSON, each candidate with its name.
@@ -28,10 +31,20 @@ pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option
         basis: &'a B,
         candidates: Vec<Named<'a, T>>,
     }
-    let Explanation { policy, basis, candidates: weighed } = explanation;
-    let weighed =
-        weighed.iter().map(|weighed| Named { worker: name_of(candidates, weighed.id), weighed });
-    let explanation = NamedExplanation { policy, basis, candidates: weighed.collect() };
+    let Explanation {
+        policy,
+        basis,
+        candidates: weighed,
+    } = explanation;
+    let weighed = weighed.iter().map(|weighed| Named {
+        worker: name_of(candidates, weighed.id),
+        weighed,
+    });
+    let explanation = NamedExplanation {
+        policy,
+        basis,
+        candidates: weighed.collect(),
+    };
     let failed = |err: &serde_json::Error| tracing::error!(%err, "cannot write an explanation");
     to_raw_value(&explanation).inspect_err(failed).ok()
 }

@@ -25,7 +25,10 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
     }
     for worker in fleet.workers() {
         let role = worker.role().into_str();
-        metrics.workers.with_label_values(&[role, worker.state().label()]).inc();
+        metrics
+            .workers
+            .with_label_values(&[role, worker.state().label()])
+            .inc();
         if fleet.incompatibility(&worker).is_some() {
             metrics.unpaired.with_label_values(&[role]).inc();
         }
@@ -36,9 +39,18 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
         .map(|c| {
             let role = c.worker.role().into_str();
             let labels = [role, c.name.as_str()];
-            metrics.kv_ranks.with_label_values(&[role, c.feed.status().state.into_str()]).inc();
-            metrics.worker_load.with_label_values(&labels).set(c.load() as f64);
-            metrics.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
+            metrics
+                .kv_ranks
+                .with_label_values(&[role, c.feed.status().state.into_str()])
+                .inc();
+            metrics
+                .worker_load
+                .with_label_values(&labels)
+                .set(c.load() as f64);
+            metrics
+                .circuit
+                .with_label_values(&labels)
+                .set(f64::from(c.circuit() as u8));
             (c.id, c)
         })
         .collect();
@@ -56,7 +68,9 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
         }
         let show = |family: &GaugeVec, worker, value| {
             if let Some(candidate) = names.get(&worker) {
-                family.with_label_values(&[role, candidate.name.as_str()]).set(value);
+                family
+                    .with_label_values(&[role, candidate.name.as_str()])
+                    .set(value);
             }
         };
         for (worker, chars) in stats.chars {
@@ -64,7 +78,11 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
         }
         for rank in stats.ranks {
             show(&metrics.backlog, rank.worker, rank.backlog_ms / 1e3);
-            show(&metrics.prefill_speed, rank.worker, rank.ms_per_kilotoken / 1e3);
+            show(
+                &metrics.prefill_speed,
+                rank.worker,
+                rank.ms_per_kilotoken / 1e3,
+            );
             show(&metrics.confidence, rank.worker, rank.confidence);
             show(&metrics.index_blocks, rank.worker, rank.index_blocks as f64);
         }

@@ -78,7 +78,12 @@ impl RoleTable {
         if list.iter().all(|c| c.worker.description().serves(model)) {
             return list;
         }
-        Arc::new(list.iter().filter(|c| c.worker.description().serves(model)).cloned().collect())
+        Arc::new(
+            list.iter()
+                .filter(|c| c.worker.description().serves(model))
+                .cloned()
+                .collect(),
+        )
     }
 }
 
@@ -167,7 +172,10 @@ impl WorkerFleet {
         if spec.url.is_tls && self.tls.is_none() {
             let url = &spec.url;
             let problem = format!("{url} asks for TLS; start the router with --ca-cert-paths");
-            return Err(RouteError::InvalidValue { param: "url", problem });
+            return Err(RouteError::InvalidValue {
+                param: "url",
+                problem,
+            });
         }
         let mut workers = self.workers.write();
         let is_there =
@@ -193,7 +201,8 @@ impl WorkerFleet {
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
-        self.events.add("registered", worker.role(), &worker.url().to_string(), None);
+        self.events
+            .add("registered", worker.role(), &worker.url().to_string(), None);
         Ok(worker)
     }
 
@@ -204,7 +213,8 @@ impl WorkerFleet {
         let worker = workers.remove(at);
         worker.stop_probes();
         self.replace_candidates(&worker, Vec::new());
-        self.events.add("removed", worker.role(), &worker.url().to_string(), None);
+        self.events
+            .add("removed", worker.role(), &worker.url().to_string(), None);
         Some(worker)
     }
 
@@ -232,7 +242,9 @@ impl WorkerFleet {
     /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
     pub fn context_tokens(&self) -> Option<u64> {
         let workers = self.workers.read();
-        let lengths = workers.iter().map(|worker| worker.description().context_length);
+        let lengths = workers
+            .iter()
+            .map(|worker| worker.description().context_length);
         lengths.collect::<Option<Vec<u64>>>()?.into_iter().max()
     }
 
@@ -243,8 +255,10 @@ impl WorkerFleet {
         let workers = self.workers.read();
         let of_role = |role: Role| {
             let eligible = workers.iter().filter(|worker| {
-                let is_out =
-                    matches!(worker.state(), WorkerState::Rejected { .. } | WorkerState::Leaving);
+                let is_out = matches!(
+                    worker.state(),
+                    WorkerState::Rejected { .. } | WorkerState::Leaving
+                );
                 let serves = |model| worker.description().serves(model);
                 worker.role() == role && !is_out && model.is_none_or(serves)
             });
@@ -261,20 +275,31 @@ impl WorkerFleet {
     }
 
     pub fn candidates(&self) -> Vec<Arc<Candidate>> {
-        self.tables.iter().flat_map(|table| table.list().to_vec()).collect()
+        self.tables
+            .iter()
+            .flat_map(|table| table.list().to_vec())
+            .collect()
     }
 
     /// A worker's candidates, by rank.
     pub fn candidates_at(&self, worker: &Worker) -> Vec<Arc<Candidate>> {
         let list = self.table(worker.role()).list();
-        list.iter().filter(|c| c.worker.id == worker.id).cloned().collect()
+        list.iter()
+            .filter(|c| c.worker.id == worker.id)
+            .cloned()
+            .collect()
     }
 
     /// True if a worker of this role is registered that serves, or may serve again.
     pub fn may_return(&self, role: Role) -> bool {
         let workers = self.workers.read();
         let mut of_role = workers.iter().filter(|w| w.role() == role);
-        of_role.any(|w| !matches!(w.state(), WorkerState::Rejected { .. } | WorkerState::Leaving))
+        of_role.any(|w| {
+            !matches!(
+                w.state(),
+                WorkerState::Rejected { .. } | WorkerState::Leaving
+            )
+        })
     }
 
     /// True if this role has workers ready, and no registered one serves the model.
@@ -288,7 +313,9 @@ impl WorkerFleet {
     pub fn count(&self, role: Role) -> (usize, usize) {
         let workers = self.workers.read();
         let known = workers.iter().filter(|w| w.role() == role);
-        known.fold((0, 0), |(known, ready), w| (known + 1, ready + usize::from(w.is_ready())))
+        known.fold((0, 0), |(known, ready), w| {
+            (known + 1, ready + usize::from(w.is_ready()))
+        })
     }
 
     /// The only place where a worker changes state. Candidates and policies follow. False: nothing
@@ -325,7 +352,8 @@ impl WorkerFleet {
         let (role, url) = (worker.role(), worker.url());
         if old_label != state.label() {
             let detail = state.reason().map(str::to_owned);
-            self.events.add(state.label(), role, &url.to_string(), detail);
+            self.events
+                .add(state.label(), role, &url.to_string(), detail);
         }
         match &state {
             WorkerState::Ready => {
@@ -351,8 +379,11 @@ impl WorkerFleet {
 
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let is_dp_aware = self.config.workers.is_dp_aware();
-        let ranks: Vec<Option<u32>> =
-            if is_dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
+        let ranks: Vec<Option<u32>> = if is_dp_aware {
+            (0..worker.dp_size()).map(Some).collect()
+        } else {
+            vec![None]
+        };
         let fingerprint = worker.description().fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
@@ -365,12 +396,19 @@ impl WorkerFleet {
             fingerprint,
             host: worker.host_number(),
             load: worker.load_of(rank),
-            breaker: self.config.breaker().map(CircuitBreaker::new).map(Mutex::new),
+            breaker: self
+                .config
+                .breaker()
+                .map(CircuitBreaker::new)
+                .map(Mutex::new),
             penalty: Mutex::default(),
             activity: Mutex::default(),
             feed: EventSubscription::default(),
         };
-        ranks.into_iter().map(|rank| Arc::new(candidate(rank))).collect()
+        ranks
+            .into_iter()
+            .map(|rank| Arc::new(candidate(rank)))
+            .collect()
     }
 
     /// Put `new` in the place of all candidates of `worker`.
@@ -381,9 +419,13 @@ impl WorkerFleet {
         if !regular.is_empty() || self.has_pair() {
             self.has_served.store(true, Ordering::Relaxed);
         }
-        let fits_all =
-            |p: &Arc<Candidate>| d_list.iter().all(|d| p.fingerprint.is_compatible(&d.fingerprint));
-        self.all_fit.store(p_list.iter().all(fits_all), Ordering::Relaxed);
+        let fits_all = |p: &Arc<Candidate>| {
+            d_list
+                .iter()
+                .all(|d| p.fingerprint.is_compatible(&d.fingerprint))
+        };
+        self.all_fit
+            .store(p_list.iter().all(fits_all), Ordering::Relaxed);
         self.changed.send_replace(());
     }
 
@@ -392,15 +434,23 @@ impl WorkerFleet {
         let table = self.table(role);
         let _lock = table.decision_lock.lock();
         let mut shared = table.candidates.write();
-        let (gone, mut list): (Vec<_>, Vec<_>) =
-            shared.iter().cloned().partition(|c| c.worker.id == worker.id);
+        let (gone, mut list): (Vec<_>, Vec<_>) = shared
+            .iter()
+            .cloned()
+            .partition(|c| c.worker.id == worker.id);
         for candidate in gone {
             candidate.feed.stop();
-            self.deciders.observe(role, &PolicyEvent::WorkerGone { worker: candidate.id });
+            self.deciders.observe(
+                role,
+                &PolicyEvent::WorkerGone {
+                    worker: candidate.id,
+                },
+            );
         }
         let facts = worker.facts();
         for candidate in &new {
-            self.deciders.added(role, candidate.id, facts, &candidate.name);
+            self.deciders
+                .added(role, candidate.id, facts, &candidate.name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -432,7 +482,8 @@ impl WorkerFleet {
             let _lock = table.decision_lock.lock();
             for candidate in table.candidates.read().iter() {
                 let (worker, facts) = (candidate.id, candidate.worker.facts());
-                self.deciders.observe(role, &PolicyEvent::WorkerGone { worker });
+                self.deciders
+                    .observe(role, &PolicyEvent::WorkerGone { worker });
                 self.deciders.added(role, worker, facts, &candidate.name);
             }
         }
@@ -452,9 +503,14 @@ impl WorkerFleet {
         let description = worker.description();
         let fingerprint = description.fingerprint();
         let others = self.workers();
-        let others = others.iter().filter(|w| w.role() == other_role && w.is_ready());
+        let others = others
+            .iter()
+            .filter(|w| w.role() == other_role && w.is_ready());
         let fingerprint_of = |w: &Arc<Worker>| w.description().fingerprint();
-        if others.clone().any(|w| fingerprint.is_compatible(&fingerprint_of(w))) {
+        if others
+            .clone()
+            .any(|w| fingerprint.is_compatible(&fingerprint_of(w)))
+        {
             return None;
         }
         let nearest = others.min_by_key(|w| fingerprint.differs(&fingerprint_of(w)).count())?;
@@ -475,7 +531,11 @@ impl WorkerFleet {
     /// True if some prefill and some decode worker can work together.
     pub fn has_pair(&self) -> bool {
         let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
-        p_list.iter().any(|p| d_list.iter().any(|d| p.fingerprint.is_compatible(&d.fingerprint)))
+        p_list.iter().any(|p| {
+            d_list
+                .iter()
+                .any(|d| p.fingerprint.is_compatible(&d.fingerprint))
+        })
     }
 
     /// True from the first moment on at which ready workers could answer a request.
@@ -527,6 +587,8 @@ impl WorkerFleet {
     /// a second at most.
     pub async fn wait_for_first_probes(&self, roles: &[Role]) {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
-        self.startup_gate.wait_unless(is_settled, &self.changed).await;
+        self.startup_gate
+            .wait_unless(is_settled, &self.changed)
+            .await;
     }
 }

@@ -40,7 +40,16 @@ impl SelectionRequest<'_> {
     }
 
     pub(super) fn view(&self, now_ms: u64) -> RequestView<'_> {
-        let prompt = self.blocks.as_deref().map(PromptBlocks::prompt).unwrap_or_default();
-        RequestView { text: &self.text, prompt, routing_key: self.routing_key, now_ms }
+        let prompt = self
+            .blocks
+            .as_deref()
+            .map(PromptBlocks::prompt)
+            .unwrap_or_default();
+        RequestView {
+            text: &self.text,
+            prompt,
+            routing_key: self.routing_key,
+            now_ms,
+        }
     }
 }

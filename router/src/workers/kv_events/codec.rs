@@ -83,7 +83,10 @@ pub fn of_json(line: &[u8]) -> Result<StreamLine, String> {
 /// Events about the cache that prompts are matched with: those of other tiers and of further layer
 /// groups are left out.
 fn events<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<KvEvent>, D::Error> {
-    Ok(Vec::<Written>::deserialize(from)?.into_iter().filter_map(|written| written.0).collect())
+    Ok(Vec::<Written>::deserialize(from)?
+        .into_iter()
+        .filter_map(|written| written.0)
+        .collect())
 }
 
 struct Written(Option<KvEvent>);
@@ -132,7 +135,10 @@ impl Fields {
         ) -> Result<T, A::Error> {
             Ok(seq.next_element()?.unwrap_or_default())
         }
-        let mut fields = Fields { r#type: next(&mut seq)?, ..Fields::default() };
+        let mut fields = Fields {
+            r#type: next(&mut seq)?,
+            ..Fields::default()
+        };
         match fields.r#type.as_str() {
             "BlockStored" => {
                 fields.block_hashes = next(&mut seq)?;
@@ -157,8 +163,10 @@ impl Fields {
     }
 
     fn event(self) -> Result<Option<KvEvent>, String> {
-        let is_device =
-            self.medium.as_deref().is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"));
+        let is_device = self
+            .medium
+            .as_deref()
+            .is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"));
         let is_ours = is_device && self.group_idx.unwrap_or(0) == 0;
         match self.r#type.as_str() {
             "AllBlocksCleared" => Ok(Some(KvEvent::Cleared)),
@@ -316,19 +324,31 @@ mod tests {
             read(
                 r#"["BlockRemoved",[7],"GPU",0,"more"],{"type":"BlockRemoved","block_hashes":[8]},["AllBlocksCleared"]"#
             ),
-            Ok(vec![KvEvent::Removed(vec![7]), KvEvent::Removed(vec![8]), KvEvent::Cleared])
+            Ok(vec![
+                KvEvent::Removed(vec![7]),
+                KvEvent::Removed(vec![8]),
+                KvEvent::Cleared
+            ])
         );
         let map = rmp_serde::to_vec(
             &serde_json::json!({"ts": 2.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3}),
         );
-        assert_eq!(of_msgpack(&map.unwrap()).unwrap().events, [KvEvent::Cleared]);
+        assert_eq!(
+            of_msgpack(&map.unwrap()).unwrap().events,
+            [KvEvent::Cleared]
+        );
     }
 
     #[test]
     fn other_tiers_and_groups_are_left_out_and_nonsense_is_refused() {
         let elsewhere = r#"["BlockStored",[1],null,[5],1,null,"CPU"],["BlockRemoved",[1],"DISK"],["BlockRemoved",[1],null,1]"#;
         assert_eq!(read(elsewhere), Ok(vec![]));
-        for bad in [r#"["BlockMoved",[1]]"#, "[]", "7", r#"["BlockStored",[1],null,["a"],1]"#] {
+        for bad in [
+            r#"["BlockMoved",[1]]"#,
+            "[]",
+            "7",
+            r#"["BlockStored",[1],null,["a"],1]"#,
+        ] {
             assert!(
                 serde_json::from_str::<EventBatch>(&format!("[1.5,[{bad}]]")).is_err(),
                 "{bad}"
@@ -349,7 +369,10 @@ mod tests {
                 other => panic!("{other:?}"),
             })
             .collect();
-        assert!(names[0].0.contains("sql") && names[1].0.starts_with('\u{1}'), "{names:?}");
+        assert!(
+            names[0].0.contains("sql") && names[1].0.starts_with('\u{1}'),
+            "{names:?}"
+        );
         assert_eq!(names[2], (String::new(), 1));
     }
 
@@ -357,7 +380,10 @@ mod tests {
     fn lines_of_our_engines_are_read() {
         let line = r#"{"type":"batch","epoch":"9f","dp_rank":0,"seq":17,"ts":1.5,"events":[{"type":"BlockRemoved","block_hashes":[18446744073709551615],"medium":"GPU"}]}"#;
         let read = of_json(line.as_bytes()).unwrap();
-        assert_eq!((read.r#type, read.seq, read.ts), (EventKind::Batch, 17, 1.5));
+        assert_eq!(
+            (read.r#type, read.seq, read.ts),
+            (EventKind::Batch, 17, 1.5)
+        );
         assert_eq!(read.events, [KvEvent::Removed(vec![u64::MAX])]);
         let line =
             r#"{"type":"error","error":{"message":"the rank is gone","code":"engine_dead"}}"#;

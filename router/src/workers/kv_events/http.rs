@@ -37,19 +37,28 @@ pub async fn follow(
     let uri = Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"));
     let uri = uri.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
     let head = RequestHead::new(Method::GET, uri, headers.clone());
-    let silent = || SubscriptionEnd::Silent { secs: SILENCE.as_secs() };
-    let response = timeout(SILENCE, pool.send_alone(&head)).await.map_err(|_| silent())?;
+    let silent = || SubscriptionEnd::Silent {
+        secs: SILENCE.as_secs(),
+    };
+    let response = timeout(SILENCE, pool.send_alone(&head))
+        .await
+        .map_err(|_| silent())?;
     let response = response.map_err(|err| SubscriptionEnd::Connect(err.to_string()))?;
     let status = response.status();
     if !status.is_success() {
-        return Err(SubscriptionEnd::Refused(format!("/v1/kv_events: status {status}")));
+        return Err(SubscriptionEnd::Refused(format!(
+            "/v1/kv_events: status {status}"
+        )));
     }
     let (mut answer, mut lines) = (response.into_body(), Lines::default());
     loop {
         while let Some(line) = lines.next() {
             take(reader, line).await?;
         }
-        match timeout(SILENCE, answer.piece()).await.map_err(|_| silent())? {
+        match timeout(SILENCE, answer.piece())
+            .await
+            .map_err(|_| silent())?
+        {
             None => return Err(SubscriptionEnd::Closed),
             Some(Err(err)) => return Err(SubscriptionEnd::Connect(err.to_string())),
             Some(Ok(piece)) => lines.add(&piece)?,
@@ -70,7 +79,9 @@ impl Lines {
         self.buffer.extend_from_slice(piece);
         match self.buffer.len() {
             0..=MAX_LINE => Ok(()),
-            _ => Err(SubscriptionEnd::Malformed(format!("a line of more than {MAX_LINE} bytes"))),
+            _ => Err(SubscriptionEnd::Malformed(format!(
+                "a line of more than {MAX_LINE} bytes"
+            ))),
         }
     }
 
@@ -108,9 +119,9 @@ async fn take(reader: &mut EventReader, line: BytesMut) -> Result<(), Subscripti
                 line.seq
             ))),
         },
-        EventKind::Error => {
-            Err(SubscriptionEnd::Connect(line.error.map(|error| error.message).unwrap_or_default()))
-        }
+        EventKind::Error => Err(SubscriptionEnd::Connect(
+            line.error.map(|error| error.message).unwrap_or_default(),
+        )),
     }
 }
 

@@ -51,7 +51,9 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 /// Say once what will not happen.
 pub fn announce(fleet: &WorkerFleet) {
     let policy = |role| fleet.deciders.policy(role);
-    let uses = Role::ALL.into_iter().any(|role| policy(role).as_cost().is_some());
+    let uses = Role::ALL
+        .into_iter()
+        .any(|role| policy(role).as_cost().is_some());
     let flags = &fleet.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
         tracing::info!(
@@ -126,7 +128,12 @@ fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> Ab
                 tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
                 last_reported = why;
             }
-            sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
+            sleep(if end.is_lasting() {
+                LASTING_PAUSE
+            } else {
+                pause
+            })
+            .await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     };

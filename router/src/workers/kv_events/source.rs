@@ -14,7 +14,10 @@ pub enum EventSource {
     Http { rank: u32 },
     /// vLLM's and SGLang's sockets, host:port.
     #[strum(to_string = "tcp://{events}")]
-    Zmq { events: String, replay: Option<String> },
+    Zmq {
+        events: String,
+        replay: Option<String>,
+    },
 }
 
 /// SGLang's own flag, as its /get_server_info repeats it.
@@ -51,19 +54,30 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
             format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535")
         })
     };
-    let of_flags =
-        || Some((flags.kv_events_endpoint.clone()?, flags.kv_events_replay_endpoint.clone()));
+    let of_flags = || {
+        Some((
+            flags.kv_events_endpoint.clone()?,
+            flags.kv_events_replay_endpoint.clone(),
+        ))
+    };
     let (events, replay) = sglang(&description)?
         .or_else(of_flags)
         .ok_or("it does not say where it publishes; see --kv-events-endpoint")?;
-    Ok(EventSource::Zmq { events: address(events)?, replay: replay.map(address).transpose()? })
+    Ok(EventSource::Zmq {
+        events: address(events)?,
+        replay: replay.map(address).transpose()?,
+    })
 }
 
 /// Endpoints of SGLang's flag, if the worker shows it.
 fn sglang(
     description: &WorkerDescription,
 ) -> Result<Option<(KvEventEndpoint, Option<KvEventEndpoint>)>, String> {
-    let Some(text) = description.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
+    let Some(text) = description
+        .kv_events_config
+        .as_deref()
+        .filter(|text| !text.is_empty())
+    else {
         return Ok(None);
     };
     let config: SglangConfig = serde_json::from_str(text)
@@ -71,7 +85,10 @@ fn sglang(
     if config.publisher.as_deref() != Some("zmq") {
         return Err("its --kv-events-config has no \"publisher\": \"zmq\"".to_owned());
     }
-    let replay = config.replay_endpoint.map(|text| text.parse()).transpose()?;
+    let replay = config
+        .replay_endpoint
+        .map(|text| text.parse())
+        .transpose()?;
     let endpoint = config.endpoint.as_deref().unwrap_or("tcp://*:5557"); // SGLang's default
     Ok(Some((endpoint.parse()?, replay)))
 }

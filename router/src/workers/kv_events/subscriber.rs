@@ -51,7 +51,10 @@ impl SubscriptionEnd {
 
     /// Trying again soon would end the same way.
     pub fn is_lasting(&self) -> bool {
-        matches!(self.label(), "refused" | "malformed" | "contradiction" | "full")
+        matches!(
+            self.label(),
+            "refused" | "malformed" | "contradiction" | "full"
+        )
     }
 }
 
@@ -109,9 +112,15 @@ impl EventReader {
             ApplyResult::Old => "known",
             ApplyResult::Gap { .. } => "ahead",
         };
-        self.metrics.kv_batches.with_label_values(&[self.role.into_str(), result]).inc();
+        self.metrics
+            .kv_batches
+            .with_label_values(&[self.role.into_str(), result])
+            .inc();
         if let (Some(ts), ApplyResult::Applied) = (ts, took) {
-            let lag = self.metrics.kv_lag.with_label_values(&[self.role.into_str()]);
+            let lag = self
+                .metrics
+                .kv_lag
+                .with_label_values(&[self.role.into_str()]);
             lag.observe((unix_time().as_secs_f64() - ts).max(0.0));
         }
         if let ApplyResult::Gap { first } = took
@@ -130,7 +139,10 @@ impl EventReader {
     /// Skip the batches before `number`, which cannot be had.
     pub fn skip_to(&mut self, number: u64) -> Result<(), SubscriptionEnd> {
         self.with(|replica, tell| replica.skip_to(number, tell))?;
-        self.metrics.kv_resyncs.with_label_values(&[self.role.into_str(), "skipped"]).inc();
+        self.metrics
+            .kv_resyncs
+            .with_label_values(&[self.role.into_str(), "skipped"])
+            .inc();
         let reason =
             format!("batches before {number} were missed; exact again when the cache is cleared");
         self.show(|status| status.reason = Some(reason));
@@ -151,7 +163,10 @@ impl EventReader {
     }
 
     fn resynced(&mut self, how: &str) {
-        self.metrics.kv_resyncs.with_label_values(&[self.role.into_str(), how]).inc();
+        self.metrics
+            .kv_resyncs
+            .with_label_values(&[self.role.into_str(), how])
+            .inc();
         tracing::info!(worker = %self.name, how, blocks = self.replica.blocks(), "its cache is known exactly");
         self.show(|status| {
             status.resyncs += 1;
@@ -170,7 +185,10 @@ impl EventReader {
 
     /// The stream ended. What was known is a guess now; or nothing, if it cannot be true or kept.
     pub fn ended(&mut self, end: &SubscriptionEnd) {
-        self.metrics.kv_failures.with_label_values(&[self.role.into_str(), end.label()]).inc();
+        self.metrics
+            .kv_failures
+            .with_label_values(&[self.role.into_str(), end.label()])
+            .inc();
         let outcome = match end {
             SubscriptionEnd::Replica(_) => {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");

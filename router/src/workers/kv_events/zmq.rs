@@ -63,7 +63,10 @@ pub async fn follow(
             took = reader.batch(number, &batch.events, None)?;
         }
         if took == ApplyResult::Applied {
-            *last = Some(LastBatch { number, ts: batch.ts });
+            *last = Some(LastBatch {
+                number,
+                ts: batch.ts,
+            });
         }
     }
 }
@@ -92,14 +95,19 @@ async fn replayed(
     let first = known.map_or(0, |last| last.number);
     peer.send(&[b"", &first.to_be_bytes()]).await?;
     loop {
-        let silent = |_| SubscriptionEnd::Silent { secs: REPLAY_SILENCE.as_secs() };
+        let silent = |_| SubscriptionEnd::Silent {
+            secs: REPLAY_SILENCE.as_secs(),
+        };
         let message = timeout(REPLAY_SILENCE, peer.receive()).await;
         let (number, payload) = numbered(&message.map_err(silent)??)?;
         if number == END_OF_REPLAY {
             break;
         }
         let batch = codec::of_msgpack(&payload).map_err(SubscriptionEnd::Malformed)?;
-        let this = LastBatch { number, ts: batch.ts };
+        let this = LastBatch {
+            number,
+            ts: batch.ts,
+        };
         if known.take().is_some_and(|known| known != this) {
             return Ok(false);
         }
@@ -124,7 +132,9 @@ fn numbered(frames: &[Bytes]) -> Result<(u64, Bytes), SubscriptionEnd> {
             "frames of {lengths:?} bytes, where a topic, 8 bytes and a payload are expected"
         ))
     };
-    let [_, number, payload] = frames else { return Err(bad()) };
+    let [_, number, payload] = frames else {
+        return Err(bad());
+    };
     let number: [u8; 8] = number[..].try_into().map_err(|_| bad())?;
     Ok((u64::from_be_bytes(number), payload.clone()))
 }

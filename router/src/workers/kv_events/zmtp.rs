@@ -54,12 +54,16 @@ impl ZmtpPeer {
             let stream = TcpStream::connect(address).await;
             let stream = stream.map_err(|err| ZmtpError::Connect(err.to_string()))?;
             tune_upstream(&stream)?;
-            let mut peer = Self { stream: BufReader::new(stream) };
+            let mut peer = Self {
+                stream: BufReader::new(stream),
+            };
             peer.shake_hands(kind).await?;
             Ok(peer)
         };
         let late = || ZmtpError::Connect(format!("no greeting for {CONNECT_TIMEOUT:?}"));
-        timeout(CONNECT_TIMEOUT, shaking).await.map_err(|_| late())?
+        timeout(CONNECT_TIMEOUT, shaking)
+            .await
+            .map_err(|_| late())?
     }
 
     async fn shake_hands(&mut self, kind: &str) -> Result<(), ZmtpError> {
@@ -82,7 +86,9 @@ impl ZmtpPeer {
             return Err(ZmtpError::NotZmtp("an older version"));
         }
         if &greeting[12..17] != b"NULL\0" {
-            return Err(ZmtpError::NotZmtp("its socket asks for authentication (CURVE or PLAIN)"));
+            return Err(ZmtpError::NotZmtp(
+                "its socket asks for authentication (CURVE or PLAIN)",
+            ));
         }
         self.write_frame(COMMAND, &ready).await?;
         let (flags, body) = self.read_frame().await?;

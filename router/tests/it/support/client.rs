@@ -44,7 +44,10 @@ impl Client {
         headers: &[(&str, &str)],
         body: &str,
     ) -> Answering {
-        let mut request = Request::builder().method(method).uri(path).header("host", "router");
+        let mut request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "router");
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
@@ -56,7 +59,8 @@ impl Client {
 
     pub async fn chat(&mut self, stream: bool) -> Answering {
         let body = chat(stream).to_string();
-        self.send(Method::POST, "/v1/chat/completions", &[], &body).await
+        self.send(Method::POST, "/v1/chat/completions", &[], &body)
+            .await
     }
 }
 
@@ -80,7 +84,11 @@ impl Answering {
     pub async fn read(self) -> Reply {
         let (head, body) = self.response.into_parts();
         let body = body.collect().await.expect("a whole body").to_bytes();
-        Reply { status: head.status.as_u16(), headers: head.headers, body }
+        Reply {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            body,
+        }
     }
 }
 
@@ -100,14 +108,19 @@ impl Reply {
     }
 
     pub fn code(&self) -> String {
-        self.json()["error"]["code"].as_str().unwrap_or("no code").to_owned()
+        self.json()["error"]["code"]
+            .as_str()
+            .unwrap_or("no code")
+            .to_owned()
     }
 
     /// Payloads of the SSE events.
     pub fn events(&self) -> Vec<String> {
         let text = self.text();
         let lines = text.lines();
-        lines.filter_map(|line| line.strip_prefix("data: ").map(str::to_owned)).collect()
+        lines
+            .filter_map(|line| line.strip_prefix("data: ").map(str::to_owned))
+            .collect()
     }
 
     /// Code of the one error event; panics unless it is the last before [DONE].
@@ -117,8 +130,19 @@ impl Reply {
             panic!("too few events: {events:?}");
         };
         assert_eq!(done, "[DONE]");
-        assert_eq!(events.iter().filter(|e| e.starts_with("{\"error\"")).count(), 1, "{events:?}");
-        assert_eq!(events.iter().filter(|e| *e == "[DONE]").count(), 1, "{events:?}");
+        assert_eq!(
+            events
+                .iter()
+                .filter(|e| e.starts_with("{\"error\""))
+                .count(),
+            1,
+            "{events:?}"
+        );
+        assert_eq!(
+            events.iter().filter(|e| *e == "[DONE]").count(),
+            1,
+            "{events:?}"
+        );
         let error: Value = serde_json::from_str(error).expect("JSON");
         error["error"]["code"].as_str().expect("a code").to_owned()
     }

@@ -16,7 +16,10 @@ pub fn writes(body: &Value, is_asked: bool) -> Vec<String> {
         assert_eq!(*id, json!(100 + at), "{resume}");
     }
     if known > 0 {
-        assert_eq!((&resume["seed"], &resume["created"]), (&json!(SEED), &json!(CREATED)));
+        assert_eq!(
+            (&resume["seed"], &resume["created"]),
+            (&json!(SEED), &json!(CREATED))
+        );
     }
     (known..TOKENS)
         .map(|at| {
@@ -49,7 +52,10 @@ pub fn writes(body: &Value, is_asked: bool) -> Vec<String> {
 fn event(delta: &Value, is_last: bool) -> String {
     let finish = is_last.then_some("length");
     let choice = json!({"index": 0, "delta": delta, "finish_reason": finish});
-    format!("data: {}\n\n", json!({"created": CREATED, "choices": [choice]}))
+    format!(
+        "data: {}\n\n",
+        json!({"created": CREATED, "choices": [choice]})
+    )
 }
 
 /// The whole answer as a client is to see it.

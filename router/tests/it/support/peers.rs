@@ -73,12 +73,18 @@ impl Peer {
     pub async fn vllm() -> Peer {
         let routes = Router::new()
             .route("/health", get(|| async { StatusCode::OK }))
-            .route("/version", get(|| async { axum::Json(json!({"version": "0.14.0"})) }))
+            .route(
+                "/version",
+                get(|| async { axum::Json(json!({"version": "0.14.0"})) }),
+            )
             .route("/v1/models", get(|| async { models("vllm") }))
             .route("/v1/chat/completions", post(vllm_openai))
             .route("/v1/completions", post(vllm_openai))
             .fallback(|| async {
-                (StatusCode::NOT_FOUND, axum::Json(json!({"detail": "Not Found"})))
+                (
+                    StatusCode::NOT_FOUND,
+                    axum::Json(json!({"detail": "Not Found"})),
+                )
             });
         Peer::start("null", &Rooms::new(), routes).await
     }
@@ -86,7 +92,11 @@ impl Peer {
     async fn start(mode: &'static str, rooms: &Rooms, routes: Router<Worker>) -> Peer {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let addr = listener.local_addr().expect("an address");
-        let worker = Worker { mode, rooms: rooms.clone(), seen: Arc::default() };
+        let worker = Worker {
+            mode,
+            rooms: rooms.clone(),
+            seen: Arc::default(),
+        };
         let app = routes.with_state(worker.clone());
         let task = tokio::spawn(async move {
             axum::serve(listener, app).await.expect("it serves");
@@ -110,7 +120,10 @@ fn models(owner: &str) -> Response {
 }
 
 fn sse(events: &[Value]) -> Response {
-    let mut text: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
+    let mut text: String = events
+        .iter()
+        .map(|event| format!("data: {event}\n\n"))
+        .collect();
     text.push_str("data: [DONE]\n\n");
     let kind = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
     (kind, text).into_response()
@@ -139,7 +152,10 @@ async fn sglang_takes(
     headers: HeaderMap,
     body: &Value,
 ) -> Result<(), Response> {
-    worker.seen.lock().push((uri.path().to_owned(), headers, body.clone()));
+    worker
+        .seen
+        .lock()
+        .push((uri.path().to_owned(), headers, body.clone()));
     if worker.mode == "null" {
         return Ok(());
     }
@@ -166,7 +182,9 @@ async fn sglang_openai(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
-    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return sglang_error("not JSON") };
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else {
+        return sglang_error("not JSON");
+    };
     if let Err(refusal) = sglang_takes(&worker, &uri, headers, &body).await {
         return refusal;
     }
@@ -185,7 +203,11 @@ async fn sglang_openai(
     };
     if body["stream"] == true {
         let mut events = vec![
-            chunk(json!({"role": "assistant", "content": ""}), Value::Null, Value::Null),
+            chunk(
+                json!({"role": "assistant", "content": ""}),
+                Value::Null,
+                Value::Null,
+            ),
             chunk(json!({"content": "a"}), Value::Null, Value::Null),
             chunk(json!({"content": "\u{e9}"}), Value::Null, Value::Null),
             chunk(json!({"content": null}), json!("stop"), Value::Null),
@@ -215,7 +237,9 @@ async fn sglang_generate(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
-    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return sglang_error("not JSON") };
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else {
+        return sglang_error("not JSON");
+    };
     if let Err(refusal) = sglang_takes(&worker, &uri, headers, &body).await {
         return refusal;
     }

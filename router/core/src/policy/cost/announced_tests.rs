@@ -11,7 +11,9 @@ use crate::types::SendTicket;
 fn announced(ids: &[u32], page: usize, parent: usize) -> KvEvent {
     let name = |end: usize| TokenChain::new("engine").push(&ids[..end]);
     KvEvent::Stored(StoredBlocks {
-        hashes: (parent / page + 1..=ids.len() / page).map(|i| name(i * page)).collect(),
+        hashes: (parent / page + 1..=ids.len() / page)
+            .map(|i| name(i * page))
+            .collect(),
         parent: (parent > 0).then(|| name(parent)),
         tokens: ids[parent..ids.len() / page * page].to_vec(),
         block_tokens: page as u32,
@@ -39,7 +41,9 @@ impl Announcing {
     fn tell(&mut self, number: u64, events: &[KvEvent]) -> ApplyResult {
         let policy = &self.policy;
         let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
-        self.replica.batch(number, events, tell).expect("good events")
+        self.replica
+            .batch(number, events, tell)
+            .expect("good events")
     }
 
     /// Tokens that worker 0 is expected to find in its cache.
@@ -94,16 +98,28 @@ fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
     assert_eq!(world.expected(&ids), 0);
     let ticket = world.routed(&ids);
     assert_eq!(world.expected(&ids), 20, "it is about to be computed");
-    assert_eq!(world.expected(&ids[..20]), 16, "the last token is computed always");
+    assert_eq!(
+        world.expected(&ids[..20]),
+        16,
+        "the last token is computed always"
+    );
     world.finished(ticket, &ids, true);
     // It is announced in part; the booking lasts a little, and then only what is stored counts.
-    assert_eq!(world.tell(1, &[announced(&ids[..12], 4, 0)]), ApplyResult::Applied);
+    assert_eq!(
+        world.tell(1, &[announced(&ids[..12], 4, 0)]),
+        ApplyResult::Applied
+    );
     assert_eq!(world.expected(&ids), 20);
     world.sender.now_ms += 2_001;
     assert_eq!(world.expected(&ids), 12);
     // Evicted.
-    let KvEvent::Stored(last) = announced(&ids[..12], 4, 8) else { unreachable!("it is made so") };
-    assert_eq!(world.tell(2, &[KvEvent::Removed(last.hashes)]), ApplyResult::Applied);
+    let KvEvent::Stored(last) = announced(&ids[..12], 4, 8) else {
+        unreachable!("it is made so")
+    };
+    assert_eq!(
+        world.tell(2, &[KvEvent::Removed(last.hashes)]),
+        ApplyResult::Applied
+    );
     assert_eq!(world.expected(&ids), 8);
 }
 
@@ -132,10 +148,15 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
     world.replica.mark_inexact(tell).expect("taken in");
     assert_eq!(world.expected(&ids), 16);
-    world.replica.snapshot(3, &[announced(&ids[..8], 4, 0)], tell).expect("a snapshot");
+    world
+        .replica
+        .snapshot(3, &[announced(&ids[..8], 4, 0)], tell)
+        .expect("a snapshot");
     assert_eq!(world.expected(&ids), 8);
     // The worker leaves: nothing of it stays, and its replica has to restart.
-    world.policy.observe(&PolicyEvent::WorkerGone { worker: WorkerId(0) });
+    world.policy.observe(&PolicyEvent::WorkerGone {
+        worker: WorkerId(0),
+    });
     assert_eq!(world.expected(&ids), 0);
     let refused = world.replica.batch(3, &[announced(&ids[..12], 4, 8)], tell);
     assert_eq!(refused, Err(ReplicaError::Refused(NewsError::Forgotten)));
@@ -143,14 +164,23 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
 
 #[test]
 fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_before() {
-    let params = CostParams { max_bytes: 1 << 16, ..CostParams::default() };
-    let mut world = Announcing { policy: cost(Role::Prefill, 2, params), ..Announcing::new() };
+    let params = CostParams {
+        max_bytes: 1 << 16,
+        ..CostParams::default()
+    };
+    let mut world = Announcing {
+        policy: cost(Role::Prefill, 2, params),
+        ..Announcing::new()
+    };
     world.tell(0, &[KvEvent::Cleared]);
     let ids: Vec<u32> = (0..20_000).collect();
     let policy = &world.policy;
     let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
     let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
-    assert!(matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))),
+        "{refused:?}"
+    );
     world.replica.forget(tell).expect("taken in");
     TestSender::default().routed(&world.policy, 0, "abcd");
     let why = chosen(&world.policy, "abcd", &views(&[0, 0]), &mut rng(1)).why;

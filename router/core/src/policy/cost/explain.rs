@@ -26,7 +26,10 @@ impl CostState {
         deepest: usize,
         picked: &ScoredChoice,
     ) -> Explanation {
-        let PromptSize { tokens, tokens_per_block } = self.size_of(&req.prompt);
+        let PromptSize {
+            tokens,
+            tokens_per_block,
+        } = self.size_of(&req.prompt);
         let weighed = options.iter().map(|option| WeighedCandidate {
             id: option.id,
             load: option.load,

@@ -106,7 +106,9 @@ pub struct CostPolicy {
 
 impl CostPolicy {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self { state: Mutex::new(CostState::new(CostModel { role, params })) }
+        Self {
+            state: Mutex::new(CostState::new(CostModel { role, params })),
+        }
     }
 
     /// Decide about a prefill and a decode worker together, by the sum of their costs. `self` is
@@ -167,10 +169,15 @@ impl CostPolicy {
     fn lock(&self) -> MutexGuard<'_, CostState> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
-            let workers: Vec<(WorkerId, WorkerFacts)> =
-                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
+            let workers: Vec<(WorkerId, WorkerFacts)> = state
+                .ranks
+                .iter()
+                .map(|(&id, rank)| (id, rank.facts))
+                .collect();
             *state = CostState::new(state.model.clone());
-            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
+            workers
+                .into_iter()
+                .for_each(|(id, facts)| state.add(id, facts));
             self.state.clear_poison();
             state
         })
@@ -184,13 +191,20 @@ impl CostState {
         let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
         let (params, is_near) = (&self.model.params, i.host == j.host);
-        let inside_ms = exposed(if is_near { params.pull_near_ms } else { params.pull_far_ms });
+        let inside_ms = exposed(if is_near {
+            params.pull_near_ms
+        } else {
+            params.pull_far_ms
+        });
         let is_crossing = !is_near && i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
         let ms = match is_crossing {
             true => exposed(params.pull_crossing_ms.max(params.pull_far_ms)),
             false => inside_ms,
         };
-        ExposedPull { ms, crossing_ms: ms - inside_ms }
+        ExposedPull {
+            ms,
+            crossing_ms: ms - inside_ms,
+        }
     }
 
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
@@ -231,15 +245,31 @@ impl CostState {
             };
         if is_stale && options.len() > 2 {
             let best = sampled(options, rng)?;
-            return Some(picked((best, 1), DecisionRule::Sampled, SelectionReason::Sampled));
+            return Some(picked(
+                (best, 1),
+                DecisionRule::Sampled,
+                SelectionReason::Sampled,
+            ));
         }
         let cheapest = cheapest(options, |_| true, rng)?;
-        let most = options.iter().map(|option| option.terms.held_blocks).max().unwrap_or(0);
+        let most = options
+            .iter()
+            .map(|option| option.terms.held_blocks)
+            .max()
+            .unwrap_or(0);
         if most == 0 || deepest == 0 {
-            return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::NoPrefix));
+            return Some(picked(
+                cheapest,
+                DecisionRule::LeastCost,
+                SelectionReason::NoPrefix,
+            ));
         }
         if cheapest.0.terms.held_blocks == most {
-            return Some(picked(cheapest, DecisionRule::LeastCost, SelectionReason::BestHolder));
+            return Some(picked(
+                cheapest,
+                DecisionRule::LeastCost,
+                SelectionReason::BestHolder,
+            ));
         }
         let holder = self::cheapest(options, |option| option.terms.held_blocks == most, rng)?;
         let (params, holder_ms) = (&self.model.params, holder.0.terms.cost_ms);
@@ -247,7 +277,11 @@ impl CostState {
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
         let is_near = hysteresis_ms.is_some_and(|ms| holder_ms - cheapest.0.terms.cost_ms < ms);
         let mut picked = match is_near {
-            true => picked(holder, DecisionRule::Hysteresis, SelectionReason::BestHolder),
+            true => picked(
+                holder,
+                DecisionRule::Hysteresis,
+                SelectionReason::BestHolder,
+            ),
             false => picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper),
         };
         picked.hysteresis_ms = hysteresis_ms;
@@ -263,7 +297,9 @@ fn cheapest(
     rng: &mut dyn RngCore,
 ) -> Option<(CandidateCost, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
-    let least = passing().map(|option| option.terms.cost_ms).min_by(f64::total_cmp)?;
+    let least = passing()
+        .map(|option| option.terms.cost_ms)
+        .min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
     let rank = |a: &CandidateCost, b: &CandidateCost| {
         let counts = (a.terms.index_blocks, a.load).cmp(&(b.terms.index_blocks, b.load));
@@ -336,10 +372,12 @@ impl Policy for CostPolicy {
             }
         }
         let is_stale = state.is_stale(req.now_ms as f64);
-        let decided = state.pick(&options, deepest, size, is_stale, input.rng).map(|picked| {
-            let explain = || state.explain(req, &options, deepest, &picked);
-            (picked.choice, input.explains.then(explain))
-        });
+        let decided = state
+            .pick(&options, deepest, size, is_stale, input.rng)
+            .map(|picked| {
+                let explain = || state.explain(req, &options, deepest, &picked);
+                (picked.choice, input.explains.then(explain))
+            });
         state.scratch.options = options;
         decided
     }
@@ -351,7 +389,9 @@ impl Policy for CostPolicy {
         }
         let (options, _) = state.estimate(req, ready);
         let sum_ms = |option: &CandidateCost| option.terms.backlog_ms + option.terms.prefill_ms;
-        let best = options.iter().min_by(|a, b| sum_ms(a).total_cmp(&sum_ms(b)));
+        let best = options
+            .iter()
+            .min_by(|a, b| sum_ms(a).total_cmp(&sum_ms(b)));
         let best_ttft = best.map(|option| TtftEstimate {
             queue_ms: option.terms.backlog_ms,
             prefill_ms: option.terms.prefill_ms,
@@ -363,18 +403,41 @@ impl Policy for CostPolicy {
     fn observe(&self, event: &PolicyEvent<'_>) {
         let mut state = self.lock();
         match *event {
-            PolicyEvent::Routed { ticket, worker, request, tells_first_token } => {
-                state.routed(ticket, worker, request, tells_first_token)
-            }
-            PolicyEvent::FirstToken { ticket, worker, now_ms } => {
-                state.first_token(ticket, worker, now_ms as f64)
-            }
-            PolicyEvent::Usage { ticket, worker, usage } => state.usage(ticket, worker, usage),
-            PolicyEvent::Finished { ticket, worker, is_kept, hashes, now_ms } => {
-                state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
-            }
-            PolicyEvent::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
-                let report = WorkerReport { queued_tokens, running, age_ms };
+            PolicyEvent::Routed {
+                ticket,
+                worker,
+                request,
+                tells_first_token,
+            } => state.routed(ticket, worker, request, tells_first_token),
+            PolicyEvent::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            } => state.first_token(ticket, worker, now_ms as f64),
+            PolicyEvent::Usage {
+                ticket,
+                worker,
+                usage,
+            } => state.usage(ticket, worker, usage),
+            PolicyEvent::Finished {
+                ticket,
+                worker,
+                is_kept,
+                hashes,
+                now_ms,
+            } => state.finished(ticket, worker, is_kept, hashes, now_ms as f64),
+            PolicyEvent::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            } => {
+                let report = WorkerReport {
+                    queued_tokens,
+                    running,
+                    age_ms,
+                };
                 state.reported(worker, report, now_ms as f64);
             }
             PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
@@ -393,7 +456,9 @@ impl Policy for CostPolicy {
             announced: state.holdings.announced(worker),
             backlog_ms: rank.queued_ms(now_ms as f64),
             confidence: rank.confidence,
-            ms_per_kilotoken: rank.speed(state.speed, now_ms as f64).ms(PrefillWork::of(1e3, 0.0)),
+            ms_per_kilotoken: rank
+                .speed(state.speed, now_ms as f64)
+                .ms(PrefillWork::of(1e3, 0.0)),
         });
         PolicyStats {
             ranks: ranks.collect(),

@@ -70,7 +70,10 @@ impl CostModel {
     }
 
     pub fn capacity_tokens(&self, rank: &RankEstimate) -> f64 {
-        rank.facts.capacity_tokens.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
+        rank.facts
+            .capacity_tokens
+            .unwrap_or(self.params.default_capacity_tokens)
+            .max(1) as f64
     }
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.

@@ -18,12 +18,15 @@ pub struct PrefixPopularity(HashMap<u64, DecayingSum>);
 impl PrefixPopularity {
     /// Decayed arrivals at this prefix.
     pub fn of(&self, hash: u64, now_ms: f64) -> f64 {
-        self.0.get(&hash).map_or(0.0, |arrivals| arrivals.at(now_ms, DECAY_MS))
+        self.0
+            .get(&hash)
+            .map_or(0.0, |arrivals| arrivals.at(now_ms, DECAY_MS))
     }
 
     pub fn arrived(&mut self, hash: u64, now_ms: f64) {
         if self.0.len() >= MAX_PREFIXES && !self.0.contains_key(&hash) {
-            self.0.retain(|_, arrivals| arrivals.at(now_ms, DECAY_MS) > COLD);
+            self.0
+                .retain(|_, arrivals| arrivals.at(now_ms, DECAY_MS) > COLD);
             if self.0.len() >= MAX_PREFIXES {
                 self.0.clear(); // sixteen thousand warm prefixes: none of them is hot
             }

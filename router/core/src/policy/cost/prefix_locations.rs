@@ -53,7 +53,11 @@ impl HeldPrefix {
             Source::Announced(rank) => {
                 let block_tokens = tokens_per_block.round() as usize;
                 let cached = rank.cached_tokens(self.blocks, block_tokens, tokens as usize) as f64;
-                if confidence >= TRUSTED { cached } else { cached * confidence }
+                if confidence >= TRUSTED {
+                    cached
+                } else {
+                    cached * confidence
+                }
             }
         }
     }
@@ -133,7 +137,10 @@ impl PrefixLocations {
         found.resize(workers.len(), 0);
         let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
         held.clear();
-        held.extend(found.iter().map(|&blocks| HeldPrefix { blocks, source: Source::Remembered }));
+        held.extend(found.iter().map(|&blocks| HeldPrefix {
+            blocks,
+            source: Source::Remembered,
+        }));
         if self.announced.is_idle() || !prompt.is_of_tokens() {
             return deepest;
         }
@@ -141,11 +148,17 @@ impl PrefixLocations {
         for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
             match self.announced.rank(*worker) {
                 Some(rank) if rank.is_exact => {
-                    *held = HeldPrefix { blocks: announced, source: Source::Announced(rank) };
+                    *held = HeldPrefix {
+                        blocks: announced,
+                        source: Source::Announced(rank),
+                    };
                 }
                 Some(_) => {
                     let blocks = announced.max(held.blocks);
-                    *held = HeldPrefix { blocks, source: Source::Doubtful };
+                    *held = HeldPrefix {
+                        blocks,
+                        source: Source::Doubtful,
+                    };
                 }
                 None => {}
             }
@@ -175,10 +188,16 @@ impl PrefixLocations {
         most: Option<usize>,
         now_ms: f64,
     ) -> InsertionReceipt {
-        let is_exact = self.announced.rank(worker).is_some_and(|rank| rank.is_exact);
+        let is_exact = self
+            .announced
+            .rank(worker)
+            .is_some_and(|rank| rank.is_exact);
         if is_exact && prompt.is_of_tokens() {
             let stamp = self.in_flight.insert(worker, prompt.hashes);
-            self.in_flight_ends.entry(worker).or_default().insert(stamp, now_ms + IN_FLIGHT_MS);
+            self.in_flight_ends
+                .entry(worker)
+                .or_default()
+                .insert(stamp, now_ms + IN_FLIGHT_MS);
             return InsertionReceipt::Booked(stamp);
         }
         if let Some(most) = most {
@@ -230,8 +249,10 @@ impl PrefixLocations {
                 first.remove();
             }
             if in_flight_ends.len() < before || in_flight_ends.is_empty() {
-                in_flight
-                    .expire(*worker, in_flight_ends.first_key_value().map(|(stamp, _)| *stamp));
+                in_flight.expire(
+                    *worker,
+                    in_flight_ends.first_key_value().map(|(stamp, _)| *stamp),
+                );
             }
             !in_flight_ends.is_empty()
         });

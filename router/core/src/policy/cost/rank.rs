@@ -130,7 +130,11 @@ pub struct OthersLoad {
 
 impl RankEstimate {
     pub fn new(facts: WorkerFacts) -> Self {
-        Self { facts, confidence: 1.0, ..Self::default() }
+        Self {
+            facts,
+            confidence: 1.0,
+            ..Self::default()
+        }
     }
 
     /// Prefill speed, given the fleet's.
@@ -170,32 +174,45 @@ impl RankEstimate {
             let used = running.pages_used as f64 / running.pages.max(1) as f64;
             self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
         });
-        self.report = Some(QueueReport { others_ms, others: others.unwrap_or_default(), at_ms });
+        self.report = Some(QueueReport {
+            others_ms,
+            others: others.unwrap_or_default(),
+            at_ms,
+        });
     }
 
     /// The part of a load at `at_ms` that this router's requests do not explain.
     fn not_booked(&self, requests: usize, kv_tokens: f64, at_ms: f64) -> OthersLoad {
         let own = || self.in_flight.values().filter(|own| own.sent_ms <= at_ms);
         let own_tokens: f64 = own().map(|own| own.kv_tokens).sum();
-        let (requests, kv_tokens) =
-            (requests.saturating_sub(own().count()), kv_tokens - own_tokens);
-        OthersLoad { requests, kv_tokens: kv_tokens.max(0.0) }
+        let (requests, kv_tokens) = (
+            requests.saturating_sub(own().count()),
+            kv_tokens - own_tokens,
+        );
+        OthersLoad {
+            requests,
+            kv_tokens: kv_tokens.max(0.0),
+        }
     }
 
     /// A request of this router will take `kv_tokens` here until it ends.
     pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
-        self.in_flight.insert(ticket, InFlightWork { kv_tokens, sent_ms });
+        self.in_flight
+            .insert(ticket, InFlightWork { kv_tokens, sent_ms });
         self.kv_tokens += kv_tokens;
     }
 
     /// The last report, unless it is too old.
     fn current_report(&self, now_ms: f64) -> Option<QueueReport> {
-        self.report.filter(|report| now_ms - report.at_ms <= REPORT_LIFE_MS)
+        self.report
+            .filter(|report| now_ms - report.at_ms <= REPORT_LIFE_MS)
     }
 
     /// Load of other routers beside this router's bookings, by the last report.
     pub fn others(&self, now_ms: f64) -> OthersLoad {
-        self.current_report(now_ms).map(|report| report.others).unwrap_or_default()
+        self.current_report(now_ms)
+            .map(|report| report.others)
+            .unwrap_or_default()
     }
 
     pub fn sent(&mut self, pending: PendingPrompt) {
@@ -233,9 +250,10 @@ impl RankEstimate {
         }
         let work = PrefillWork::of(pending.uncached, pending.cached);
         match self.facts.order {
-            QueueOrder::Arrival if took_ms >= ONE_STEP_MS => {
-                self.together.replace((work, took_ms, 1)).map(|(work, ms, _)| (work, ms))
-            }
+            QueueOrder::Arrival if took_ms >= ONE_STEP_MS => self
+                .together
+                .replace((work, took_ms, 1))
+                .map(|(work, ms, _)| (work, ms)),
             QueueOrder::Arrival => {
                 gather(&mut self.together, work, took_ms);
                 None
@@ -243,7 +261,9 @@ impl RankEstimate {
             QueueOrder::ShortestFirst => {
                 let prompts = gather(&mut self.together, work, took_ms);
                 let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
-                self.together.take_if(|_| is_over).map(|(work, ms, _)| (work, ms))
+                self.together
+                    .take_if(|_| is_over)
+                    .map(|(work, ms, _)| (work, ms))
             }
         }
     }
@@ -290,7 +310,9 @@ impl RankEstimate {
         }
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
-        let Some(pending) = self.remove(ticket) else { return false };
+        let Some(pending) = self.remove(ticket) else {
+            return false;
+        };
         if is_head {
             self.since_ms = now_ms;
         }
@@ -370,7 +392,8 @@ impl RankEstimate {
 
     fn others_ms(&self, now_ms: f64) -> f64 {
         let left_ms = |report: QueueReport| report.others_ms - (now_ms - report.at_ms);
-        self.current_report(now_ms).map_or(0.0, |report| left_ms(report).max(0.0))
+        self.current_report(now_ms)
+            .map_or(0.0, |report| left_ms(report).max(0.0))
     }
 }
 
@@ -397,8 +420,14 @@ mod tests {
     }
 
     fn rank(order: QueueOrder) -> RankEstimate {
-        let facts = WorkerFacts { order, ..WorkerFacts::default() };
-        RankEstimate { is_warm: true, ..RankEstimate::new(facts) }
+        let facts = WorkerFacts {
+            order,
+            ..WorkerFacts::default()
+        };
+        RankEstimate {
+            is_warm: true,
+            ..RankEstimate::new(facts)
+        }
     }
 
     #[test]
@@ -494,7 +523,10 @@ mod tests {
         }
         rank.sent(pending(99, 10.0, 200.0, true));
         let seen: Vec<bool> = (10..10 + BUSY_PERIOD as u64)
-            .map(|ticket| rank.first_token(SendTicket(ticket), 200.0 + ticket as f64).is_some())
+            .map(|ticket| {
+                rank.first_token(SendTicket(ticket), 200.0 + ticket as f64)
+                    .is_some()
+            })
             .collect();
         assert_eq!(seen.iter().position(|is| *is), Some(BUSY_PERIOD - 1));
     }
@@ -502,8 +534,11 @@ mod tests {
     #[test]
     fn work_of_other_routers_counts_and_runs_off() {
         let mut rank = rank(QueueOrder::Arrival);
-        rank.report =
-            Some(QueueReport { others_ms: 500.0, others: OthersLoad::default(), at_ms: 1_000.0 });
+        rank.report = Some(QueueReport {
+            others_ms: 500.0,
+            others: OthersLoad::default(),
+            at_ms: 1_000.0,
+        });
         assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
         assert_eq!(rank.backlog_ms(0.0, 2_000.0), 0.0);
     }
@@ -512,7 +547,10 @@ mod tests {
     fn reports_are_believed_within_bounds_and_for_a_while() {
         let mut rank = rank(QueueOrder::Arrival);
         let backlog_ms = |rank: &mut RankEstimate, queued_tokens, now_ms| {
-            let report = WorkerReport { queued_tokens, ..WorkerReport::default() };
+            let report = WorkerReport {
+                queued_tokens,
+                ..WorkerReport::default()
+            };
             rank.reported(report, 1e6, PrefillSpeed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
@@ -520,6 +558,10 @@ mod tests {
         assert_eq!(backlog_ms(&mut rank, u64::MAX, 2_000.0), 0.0);
         assert_eq!(backlog_ms(&mut rank, 1_000_000, 3_000.0), 100_000.0);
         assert_eq!(rank.backlog_ms(0.0, 3_000.0 + REPORT_LIFE_MS), 70_000.0);
-        assert_eq!(rank.backlog_ms(0.0, 3_001.0 + REPORT_LIFE_MS), 0.0, "it was not renewed");
+        assert_eq!(
+            rank.backlog_ms(0.0, 3_001.0 + REPORT_LIFE_MS),
+            0.0,
+            "it was not renewed"
+        );
     }
 }

@@ -101,7 +101,11 @@ impl ObservedPace {
 
     /// The worker's T, given the fleet's.
     pub fn of(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
-        if self.seen == 0.0 { fleet } else { fleet.times(self.factor(now_ms)) }
+        if self.seen == 0.0 {
+            fleet
+        } else {
+            fleet.times(self.factor(now_ms))
+        }
     }
 }
 
@@ -125,14 +129,19 @@ impl SpeedFit {
     /// `work` took `ms`.
     pub fn observe(&mut self, work: PrefillWork, ms: f64) {
         let keep = 1.0 - 1.0 / MEMORY;
-        self.xx.as_flattened_mut().iter_mut().for_each(|sum| *sum *= keep);
+        self.xx
+            .as_flattened_mut()
+            .iter_mut()
+            .for_each(|sum| *sum *= keep);
         self.xy.iter_mut().for_each(|sum| *sum *= keep);
         self.add(work, ms, weight(work));
     }
 
     fn add(&mut self, PrefillWork(x): PrefillWork, ms: f64, weight: f64) {
         for (i, row) in self.xx.iter_mut().enumerate() {
-            row.iter_mut().zip(x).for_each(|(sum, term)| *sum += weight * x[i] * term);
+            row.iter_mut()
+                .zip(x)
+                .for_each(|(sum, term)| *sum += weight * x[i] * term);
             self.xy[i] += weight * x[i] * ms;
         }
     }
@@ -194,13 +203,18 @@ fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<
         for below in at + 1..4 {
             let factor = xx[below][at] / pivot;
             let above = xx[at];
-            xx[below].iter_mut().zip(above).for_each(|(value, above)| *value -= factor * above);
+            xx[below]
+                .iter_mut()
+                .zip(above)
+                .for_each(|(value, above)| *value -= factor * above);
             xy[below] -= factor * xy[at];
         }
     }
     let mut found = [0.0; 4];
     for at in (0..4).rev() {
-        let known: f64 = (at + 1..4).map(|column| xx[at][column] * found[column]).sum();
+        let known: f64 = (at + 1..4)
+            .map(|column| xx[at][column] * found[column])
+            .sum();
         found[at] = (xy[at] - known) / xx[at][at];
     }
     Some(found)
@@ -264,10 +278,16 @@ mod tests {
     fn without_observations_the_prior_speaks_and_one_size_scales_it() {
         let near = |a: f64, b: f64| (a - b).abs() <= 0.05 * b;
         let speed = SpeedFit::default().solve(PrefillSpeed::default());
-        assert!(near(speed.ms(PrefillWork::of(10_000.0, 0.0)), 1_005.0), "{speed:?}");
+        assert!(
+            near(speed.ms(PrefillWork::of(10_000.0, 0.0)), 1_005.0),
+            "{speed:?}"
+        );
         // Ten times as fast at one size: believed at that size, and at others too.
         let speed = fitted(PrefillSpeed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
-        assert!(near(speed.ms(PrefillWork::of(500.0, 0.0)), 5.5), "{speed:?}");
+        assert!(
+            near(speed.ms(PrefillWork::of(500.0, 0.0)), 5.5),
+            "{speed:?}"
+        );
         let far = speed.ms(PrefillWork::of(20_000.0, 0.0));
         assert!((100.0..400.0).contains(&far), "{far}");
     }
@@ -288,7 +308,11 @@ mod tests {
         }
         assert!(paced(1_000.0, 1).factor(0.0) < 1.8);
         let slow = paced(4.0, 200);
-        assert!((2.8..3.2).contains(&slow.factor(0.0)), "{}", slow.factor(0.0));
+        assert!(
+            (2.8..3.2).contains(&slow.factor(0.0)),
+            "{}",
+            slow.factor(0.0)
+        );
         assert!(slow.factor(600_000.0) < 1.001);
         let fast = paced(0.25, 200).factor(0.0);
         assert!((0.3..0.45).contains(&fast), "{fast}");
@@ -314,15 +338,18 @@ mod tests {
     #[test]
     fn an_engine_that_changes_is_followed() {
         let mut fit = SpeedFit::default();
-        for (truth, times) in
-            [(PrefillSpeed::new(1.0, 20.0, 0.0), 500), (PrefillSpeed::new(1.0, 80.0, 0.0), 500)]
-        {
+        for (truth, times) in [
+            (PrefillSpeed::new(1.0, 20.0, 0.0), 500),
+            (PrefillSpeed::new(1.0, 80.0, 0.0), 500),
+        ] {
             for i in 0..times {
                 let work = PrefillWork::of(f64::from(i % 20) * 100.0, 0.0);
                 fit.observe(work, truth.ms(work));
             }
         }
-        let ms = fit.solve(PrefillSpeed::default()).ms(PrefillWork::of(1_000.0, 0.0));
+        let ms = fit
+            .solve(PrefillSpeed::default())
+            .ms(PrefillWork::of(1_000.0, 0.0));
         assert!((70.0..85.0).contains(&ms), "{ms}");
     }
 }

@@ -122,7 +122,10 @@ impl CostState {
             None => prompt.units as f64 * ratio,
         };
         let blocks = prompt.units as f64 / prompt.block_units.max(1) as f64;
-        PromptSize { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
+        PromptSize {
+            tokens,
+            tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 },
+        }
     }
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt any worker
@@ -133,7 +136,11 @@ impl CostState {
         ready: &[WorkerView],
     ) -> (Vec<CandidateCost>, usize) {
         let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
-        let ScratchBuffers { mut ids, mut held, mut options } = std::mem::take(&mut self.scratch);
+        let ScratchBuffers {
+            mut ids,
+            mut held,
+            mut options,
+        } = std::mem::take(&mut self.scratch);
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
@@ -143,7 +150,10 @@ impl CostState {
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&unknown_rank);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
-            let held = held.ok().filter(|_| !rank.facts.is_cacheless).unwrap_or_default();
+            let held = held
+                .ok()
+                .filter(|_| !rank.facts.is_cacheless)
+                .unwrap_or_default();
             let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
             let load = worker.load + rank.others(now_ms).requests;
             let mut terms = CostTerms {
@@ -165,7 +175,13 @@ impl CostState {
                 terms.cost_ms = terms.decode_ms;
             }
             let (id, host, domain) = (worker.id, worker.host, rank.facts.domain);
-            options.push(CandidateCost { id, host, domain, load, terms });
+            options.push(CandidateCost {
+                id,
+                host,
+                domain,
+                load,
+                terms,
+            });
         }
         if self.model.role != Role::Decode {
             let price = self.price(req, deepest).price;
@@ -185,10 +201,19 @@ impl CostState {
         let utilization = self.utilization(now_ms);
         let beta_max = self.model.params.beta_max;
         let is_below_max = utilization < beta_max / (1.0 + beta_max);
-        let beta = if is_below_max { utilization / (1.0 - utilization) } else { beta_max };
+        let beta = if is_below_max {
+            utilization / (1.0 - utilization)
+        } else {
+            beta_max
+        };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        RecomputePrice { utilization, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
+        RecomputePrice {
+            utilization,
+            beta,
+            heat,
+            price: (1.0 + beta) / (1.0 + 0.1 * heat),
+        }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
@@ -229,16 +254,27 @@ impl CostState {
         }
         let kv_tokens = size.tokens + self.answer_tokens;
         let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else { return };
+        let Some(rank) = self.ranks.get_mut(&worker) else {
+            return;
+        };
         let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
         if self.model.role != Role::Prefill {
             rank.book(ticket, kv_tokens, now_ms);
         }
         if self.model.role != Role::Decode {
-            let predicted_ms = rank.speed(speed, now_ms).ms(PrefillWork::of(uncached, cached));
+            let predicted_ms = rank
+                .speed(speed, now_ms)
+                .ms(PrefillWork::of(uncached, cached));
             let sent_ms = now_ms;
-            rank.sent(PendingPrompt { ticket, uncached, cached, predicted_ms, sent_ms, tells });
+            rank.sent(PendingPrompt {
+                ticket,
+                uncached,
+                cached,
+                predicted_ms,
+                sent_ms,
+                tells,
+            });
             if tells {
                 rank.stream_began(now_ms);
             }
@@ -280,7 +316,10 @@ impl CostState {
     fn count(&mut self, tokens: f64, units: f64) {
         if units > 0.0 {
             const KEEP: f64 = 0.99;
-            self.counted = (self.counted.0 * KEEP + tokens, self.counted.1 * KEEP + units);
+            self.counted = (
+                self.counted.0 * KEEP + tokens,
+                self.counted.1 * KEEP + units,
+            );
         }
     }
 
@@ -289,7 +328,9 @@ impl CostState {
             sent.is_first_token_seen = true;
             self.holdings.prefilled(worker, sent.note, now_ms);
         }
-        let Some(rank) = self.ranks.get_mut(&worker) else { return };
+        let Some(rank) = self.ranks.get_mut(&worker) else {
+            return;
+        };
         let learned = rank.first_token(ticket, now_ms);
         self.learn(worker, learned, now_ms);
     }
@@ -304,7 +345,9 @@ impl CostState {
 
     pub fn usage(&mut self, ticket: SendTicket, worker: WorkerId, usage: TokenUsage) {
         let role = self.model.role;
-        let Some(sent) = self.tickets.get_mut(&ticket) else { return };
+        let Some(sent) = self.tickets.get_mut(&ticket) else {
+            return;
+        };
         if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
             let tokens = f64::from(usage.prompt_tokens);
             let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
@@ -341,7 +384,9 @@ impl CostState {
         hashes: &[u64],
         now_ms: f64,
     ) {
-        let Some(sent) = self.tickets.remove(&ticket) else { return };
+        let Some(sent) = self.tickets.remove(&ticket) else {
+            return;
+        };
         if let Some(rank) = self.ranks.get_mut(&worker) {
             rank.ended(ticket, now_ms);
             if sent.tells {
@@ -368,7 +413,9 @@ impl CostState {
 
     pub fn reported(&mut self, worker: WorkerId, mut report: WorkerReport, now_ms: f64) {
         let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else { return };
+        let Some(rank) = self.ranks.get_mut(&worker) else {
+            return;
+        };
         match self.model.role {
             Role::Prefill => report.running = None,
             Role::Decode if report.running.is_none() => return,

@@ -45,7 +45,10 @@ fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     );
     // Half a second queued there: still cheaper than computing a second of prefix again.
     sender.routed(&policy, 0, &"x".repeat(50));
-    assert_eq!(chosen_at(&sender, &policy, &long, &ready, &mut rng).worker, WorkerId(0));
+    assert_eq!(
+        chosen_at(&sender, &policy, &long, &ready, &mut rng).worker,
+        WorkerId(0)
+    );
     // Two seconds queued: not any more.
     sender.routed(&policy, 0, &"y".repeat(150));
     let spread = chosen_at(&sender, &policy, &long, &ready, &mut rng);
@@ -149,10 +152,15 @@ fn ties_go_to_the_smallest_index_then_to_chance() {
     let policy = prefill(3);
     let mut counts = [0; 3];
     for _ in 0..300 {
-        counts[chosen(&policy, "new", &views(&[0, 0, 0]), &mut rng).worker.0 as usize] += 1;
+        counts[chosen(&policy, "new", &views(&[0, 0, 0]), &mut rng)
+            .worker
+            .0 as usize] += 1;
     }
     // 100 each, standard deviation 8; six of them.
-    assert!(counts.iter().all(|n: &i32| (n - 100).abs() < 49), "{counts:?}");
+    assert!(
+        counts.iter().all(|n: &i32| (n - 100).abs() < 49),
+        "{counts:?}"
+    );
 }
 
 #[test]
@@ -168,7 +176,11 @@ fn a_small_advantage_does_not_move_a_prompt_from_its_prefix() {
     let eager = cost(
         Role::Prefill,
         2,
-        CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() },
+        CostParams {
+            hysteresis_ms: 0.0,
+            hysteresis_fraction: 0.0,
+            ..CostParams::default()
+        },
     );
     let ticket = sender.routed(&eager, 0, "p");
     sender.first_token(&eager, ticket, 0);
@@ -194,8 +206,13 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     (0..6).for_each(|id| report(id, if id < 2 { 400_000 } else { 1_000 * id }, 0));
     let ready = views(&[0; 6]);
     let mut rng = rng(7);
-    let fresh: BTreeSet<u64> =
-        (0..50).map(|_| chosen_at(&sender, &policy, "new", &ready, &mut rng).worker.0).collect();
+    let fresh: BTreeSet<u64> = (0..50)
+        .map(|_| {
+            chosen_at(&sender, &policy, "new", &ready, &mut rng)
+                .worker
+                .0
+        })
+        .collect();
     assert_eq!(fresh, BTreeSet::from([2]));
     sender.now_ms = 20_001; // two intervals, and what was reported of 2 to 5 has run off
     let mut counts = [0; 6];
@@ -205,7 +222,10 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
         counts[choice.worker.0 as usize] += 1;
     }
     assert_eq!(counts[..2], [0, 0]);
-    assert!(counts[2..].iter().filter(|n| **n > 0).count() >= 3, "{counts:?}");
+    assert!(
+        counts[2..].iter().filter(|n| **n > 0).count() >= 3,
+        "{counts:?}"
+    );
     report(3, 0, 20_002);
     assert!(!matches!(
         chosen_at(&sender, &policy, "new", &ready, &mut rng).why,
@@ -241,7 +261,10 @@ fn backlog_ms(policy: &CostPolicy, now_ms: u64) -> f64 {
 #[test]
 fn a_report_counts_what_others_sent_before_it_was_made() {
     let policy = prefill(1);
-    let mut sender = TestSender { now_ms: 1_000, ..TestSender::default() };
+    let mut sender = TestSender {
+        now_ms: 1_000,
+        ..TestSender::default()
+    };
     sender.routed(&policy, 0, &"a".repeat(10)); // 1000 tokens, 105 ms with its fixed part
     let ours = backlog_ms(&policy, 1_000);
     // Made while ours was there: half of it is others'. A prompt sent after it was made is in
@@ -297,7 +320,11 @@ impl DecodeWorkers {
             policy.observe(&PolicyEvent::Reported {
                 worker: WorkerId(id),
                 queued_tokens: 0,
-                running: Some(RunningLoad { requests, pages_used, pages: Self::PAGES }),
+                running: Some(RunningLoad {
+                    requests,
+                    pages_used,
+                    pages: Self::PAGES,
+                }),
                 age_ms,
                 now_ms,
             });
@@ -367,8 +394,11 @@ fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
         // Worker 0 takes 2 ms per block and 1 is ten times slower.
         for (worker, ms) in [(0, 2), (1, 20)] {
             let size = 5 + i % 11;
-            let text =
-                format!("{}{}", char::from_u32(0x4e00 + i as u32).unwrap_or('x'), "w".repeat(size));
+            let text = format!(
+                "{}{}",
+                char::from_u32(0x4e00 + i as u32).unwrap_or('x'),
+                "w".repeat(size)
+            );
             let ticket = sender.routed(&policy, worker, &text);
             sender.now_ms += ms * (size as u64 + 1);
             sender.first_token(&policy, ticket, worker);
@@ -378,14 +408,21 @@ fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
     }
     let ms = |now_ms| -> Vec<f64> {
         let stats = policy.stats(now_ms);
-        stats.ranks.iter().map(|rank| rank.ms_per_kilotoken).collect()
+        stats
+            .ranks
+            .iter()
+            .map(|rank| rank.ms_per_kilotoken)
+            .collect()
     };
     let now = ms(sender.now_ms);
     assert!((15.0..50.0).contains(&now[0]), "20 is true: {now:?}");
     assert!((120.0..210.0).contains(&now[1]), "200 is true: {now:?}");
     assert!(now[0] < now[2] && now[2] < now[1], "{now:?}");
     let later = ms(sender.now_ms + 1_000_000);
-    assert!(later.iter().all(|ms| (ms / now[2] - 1.0).abs() < 0.01), "{later:?}");
+    assert!(
+        later.iter().all(|ms| (ms / now[2] - 1.0).abs() < 0.01),
+        "{later:?}"
+    );
 }
 
 #[test]
@@ -395,9 +432,17 @@ fn text_is_counted_as_reported() {
     let (mut last, mut rng) = (0.0, rng(1));
     for ticket in 0..300 {
         let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
-        let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+        let request = RequestView {
+            prompt: blocks.prompt(),
+            ..RequestView::default()
+        };
         let (ready, rng) = (&views(&[0]), &mut rng);
-        policy.choose(&mut PolicyInput { request: &request, ready, rng, explains: false });
+        policy.choose(&mut PolicyInput {
+            request: &request,
+            ready,
+            rng,
+            explains: false,
+        });
         let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
         policy.observe(&PolicyEvent::Routed {
             ticket,
@@ -406,8 +451,15 @@ fn text_is_counted_as_reported() {
             tells_first_token: true,
         });
         last = policy.lock().size_of(&request.prompt).tokens;
-        let usage = TokenUsage { prompt_tokens: 2_000, ..TokenUsage::default() };
-        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        let usage = TokenUsage {
+            prompt_tokens: 2_000,
+            ..TokenUsage::default()
+        };
+        policy.observe(&PolicyEvent::Usage {
+            ticket,
+            worker,
+            usage,
+        });
         policy.observe(&PolicyEvent::Finished {
             ticket,
             worker,
@@ -426,17 +478,25 @@ fn a_worker_that_forgets_is_believed_less() {
     let mut sender = TestSender::default();
     for _ in 0..30 {
         let ticket = sender.routed(&policy, 0, "abcdefgh");
-        let usage =
-            TokenUsage { prompt_tokens: 800, cached_tokens: Some(0), ..TokenUsage::default() };
-        policy.observe(&PolicyEvent::Usage { ticket, worker: WorkerId(0), usage });
+        let usage = TokenUsage {
+            prompt_tokens: 800,
+            cached_tokens: Some(0),
+            ..TokenUsage::default()
+        };
+        policy.observe(&PolicyEvent::Usage {
+            ticket,
+            worker: WorkerId(0),
+            usage,
+        });
         sender.first_token(&policy, ticket, 0);
         sender.finished(&policy, ticket, 0, "abcdefgh", true);
         sender.now_ms += 1_000;
     }
     let confidence = policy.stats(0).ranks[0].confidence;
     assert!(confidence < 0.1, "{confidence}");
-    let Some(forecast) =
-        chosen_at(&sender, &policy, "abcdefgh", &views(&[0, 0]), &mut rng(1)).why.forecast()
+    let Some(forecast) = chosen_at(&sender, &policy, "abcdefgh", &views(&[0, 0]), &mut rng(1))
+        .why
+        .forecast()
     else {
         panic!("two candidates are a decision");
     };
@@ -446,12 +506,21 @@ fn a_worker_that_forgets_is_believed_less() {
 #[test]
 fn the_index_is_sized_by_what_the_worker_reports() {
     let policy = CostPolicy::new(
-        CostParams { default_capacity_tokens: 700, ..CostParams::default() },
+        CostParams {
+            default_capacity_tokens: 700,
+            ..CostParams::default()
+        },
         Role::Prefill,
     );
     for (id, capacity_tokens) in [(0, Some(300)), (1, None)] {
-        let facts = WorkerFacts { capacity_tokens, ..WorkerFacts::default() };
-        policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts });
+        let facts = WorkerFacts {
+            capacity_tokens,
+            ..WorkerFacts::default()
+        };
+        policy.observe(&PolicyEvent::WorkerAdded {
+            worker: WorkerId(id),
+            facts,
+        });
     }
     let mut sender = TestSender::default();
     for _ in 0..60 {
@@ -459,7 +528,12 @@ fn the_index_is_sized_by_what_the_worker_reports() {
             sender.routed(&policy, worker, "abcdefghijklmnop");
         }
     }
-    let blocks: Vec<usize> = policy.stats(0).ranks.iter().map(|rank| rank.index_blocks).collect();
+    let blocks: Vec<usize> = policy
+        .stats(0)
+        .ranks
+        .iter()
+        .map(|rank| rank.index_blocks)
+        .collect();
     assert_eq!(blocks, [3, 7]);
 }
 
@@ -492,7 +566,11 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     let (p, d) = (prefill(2), cost(Role::Decode, 2, CostParams::default()));
     let mut sender = TestSender::default();
     let at = |hosts: [u32; 2]| {
-        [0, 1].map(|id| WorkerView { id: WorkerId(id), load: 0, host: hosts[id as usize] })
+        [0, 1].map(|id| WorkerView {
+            id: WorkerId(id),
+            load: 0,
+            host: hosts[id as usize],
+        })
     };
     let (p_ready, d_ready) = (at([1, 2]), at([2, 1]));
     let long = "k".repeat(500); // 50 000 tokens; both prefill workers hold them
@@ -501,7 +579,10 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
         sender.first_token(&p, ticket, worker);
     }
     let blocks = blocks(&long);
-    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
     let mut seen = BTreeSet::new();
     for seed in 0..40 {
         let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], seed).expect("a pair");
@@ -510,7 +591,13 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     }
     assert_eq!(seen.len(), 2);
     // Only one prefill worker is near the idle decode worker.
-    let busy = [WorkerView { load: 300, ..d_ready[0] }, d_ready[1]];
+    let busy = [
+        WorkerView {
+            load: 300,
+            ..d_ready[0]
+        },
+        d_ready[1],
+    ];
     let (a, b) = pair_of(&p, &d, &request, [&p_ready, &busy], 1).expect("a pair");
     assert_eq!((a.worker, b.worker), (WorkerId(0), WorkerId(1)));
 }
@@ -520,7 +607,10 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let (p, d) = (prefill(1), cost(Role::Decode, 2, CostParams::default()));
     let place = |policy: &CostPolicy, worker, domain| {
         let domain = Some(domain);
-        let facts = WorkerFacts { domain, ..WorkerFacts::default() };
+        let facts = WorkerFacts {
+            domain,
+            ..WorkerFacts::default()
+        };
         let worker = WorkerId(worker);
         policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
     };
@@ -532,27 +622,48 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let ticket = sender.routed(&p, 0, &long);
     sender.first_token(&p, ticket, 0);
     let blocks = blocks(&long);
-    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
-    let at = |id, host, load| WorkerView { id: WorkerId(id), load, host };
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
+    let at = |id, host, load| WorkerView {
+        id: WorkerId(id),
+        load,
+        host,
+    };
     let pair = |near_load, far_host| {
         let ready = [at(0, far_host, 0), at(1, 3, near_load)];
         let pair = p.decide_pair(&d, &request, [&[at(0, 1, 0)], &ready], &mut rng(1), true);
         let [_, (choice, explanation)] = pair.expect("a pair");
         let explanation = explanation.expect("asked for");
-        let crossing = explanation.candidates.iter().map(|weighed| match &weighed.terms {
-            PolicyTerms::Cost(terms) => (weighed.id, terms.crossing_ms),
-            other => panic!("{other:?}"),
-        });
+        let crossing = explanation
+            .candidates
+            .iter()
+            .map(|weighed| match &weighed.terms {
+                PolicyTerms::Cost(terms) => (weighed.id, terms.crossing_ms),
+                other => panic!("{other:?}"),
+            });
         (choice.worker, crossing.collect::<BTreeMap<_, _>>())
     };
     let (chosen, crossing) = pair(0, 2);
     assert_eq!(chosen, WorkerId(1));
     assert_eq!(crossing[&WorkerId(1)], 0.0);
     // 50 000 tokens at 0.13 - 0.043 ms, less what the prefill's base time hides.
-    assert!((4_000.0..=4_350.0).contains(&crossing[&WorkerId(0)]), "{crossing:?}");
-    assert_eq!(pair(600, 2).0, WorkerId(0), "6 s of queue are more than 4.35 s of transfer");
+    assert!(
+        (4_000.0..=4_350.0).contains(&crossing[&WorkerId(0)]),
+        "{crossing:?}"
+    );
+    assert_eq!(
+        pair(600, 2).0,
+        WorkerId(0),
+        "6 s of queue are more than 4.35 s of transfer"
+    );
     let (chosen, crossing) = pair(0, 1);
-    assert_eq!((chosen, crossing[&WorkerId(0)]), (WorkerId(0), 0.0), "one machine is one domain");
+    assert_eq!(
+        (chosen, crossing[&WorkerId(0)]),
+        (WorkerId(0), 0.0),
+        "one machine is one domain"
+    );
 }
 
 proptest! {
@@ -685,8 +796,14 @@ proptest! {
 fn shortest_first_engines_hide_less_of_their_queue() {
     let policy = CostPolicy::new(CostParams::default(), Role::Prefill);
     for (id, order) in [(0, QueueOrder::Arrival), (1, QueueOrder::ShortestFirst)] {
-        let facts = WorkerFacts { order, ..WorkerFacts::default() };
-        policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts });
+        let facts = WorkerFacts {
+            order,
+            ..WorkerFacts::default()
+        };
+        policy.observe(&PolicyEvent::WorkerAdded {
+            worker: WorkerId(id),
+            facts,
+        });
     }
     let mut sender = TestSender::default();
     sender.routed(&policy, 0, &"a".repeat(100));
@@ -695,7 +812,13 @@ fn shortest_first_engines_hide_less_of_their_queue() {
     // it first.
     let short = chosen_at(&sender, &policy, "c", &views(&[0, 0]), &mut rng(1));
     assert_eq!(short.worker, WorkerId(1));
-    let long = chosen_at(&sender, &policy, &"d".repeat(300), &views(&[0, 0]), &mut rng(1));
+    let long = chosen_at(
+        &sender,
+        &policy,
+        &"d".repeat(300),
+        &views(&[0, 0]),
+        &mut rng(1),
+    );
     assert_eq!(long.worker, WorkerId(0));
 }
 
@@ -736,12 +859,16 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         sender.routed(&d, worker % 2, text);
     }
     let blocks = blocks("abcdefgh");
-    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
     let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
     let pair = || pair_of(&p, &d, &request, [&p_ready, &d_ready], 4);
     let explained = p.decide_pair(&d, &request, [&p_ready, &d_ready], &mut rng(4), true);
-    let explained =
-        explained.expect("a pair").map(|(choice, why)| (choice, why.expect("asked for")));
+    let explained = explained
+        .expect("a pair")
+        .map(|(choice, why)| (choice, why.expect("asked for")));
     assert_eq!(pair(), Some((explained[0].0, explained[1].0)));
     for (side, (choice, explanation)) in explained.iter().enumerate() {
         let PolicyBasis::Cost(basis) = explanation.basis else {
@@ -752,7 +879,10 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
             other => panic!("{other:?}"),
         };
         let all: Vec<CostTerms> = explanation.candidates.iter().map(terms).collect();
-        let least = all.iter().map(|t| t.prefill_ms).fold(f64::INFINITY, f64::min);
+        let least = all
+            .iter()
+            .map(|t| t.prefill_ms)
+            .fold(f64::INFINITY, f64::min);
         for t in &all {
             let again = basis.price.price * (t.prefill_ms - least);
             let sum = t.backlog_ms + least + again + t.decode_ms + t.partner_ms;
@@ -760,7 +890,10 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
             assert_eq!(t.cached_tokens + t.uncached_tokens, basis.prompt_tokens);
         }
         let forecast = choice.why.forecast().expect("predicted");
-        let chosen = explanation.candidates.iter().find(|c| c.id == choice.worker);
+        let chosen = explanation
+            .candidates
+            .iter()
+            .find(|c| c.id == choice.worker);
         let chosen = terms(chosen.expect("a candidate"));
         assert_eq!(forecast.cached_tokens, chosen.cached_tokens.round() as u32);
     }
@@ -775,15 +908,25 @@ fn prompts_with_images_teach_nothing_about_text() {
         let text = PromptBlocks::of_text(&[b'x'; 4096], None);
         let text = if has_media { text.with_media() } else { text };
         let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
-        let request = RequestView { prompt: text.prompt(), ..RequestView::default() };
+        let request = RequestView {
+            prompt: text.prompt(),
+            ..RequestView::default()
+        };
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
             request: &request,
             tells_first_token: false,
         });
-        let usage = TokenUsage { prompt_tokens: 100, ..TokenUsage::default() };
-        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        let usage = TokenUsage {
+            prompt_tokens: 100,
+            ..TokenUsage::default()
+        };
+        policy.observe(&PolicyEvent::Usage {
+            ticket,
+            worker,
+            usage,
+        });
         let learned = policy.stats(0).tokens_per_unit;
         assert_eq!(learned == usual, has_media, "{learned}");
     }
@@ -801,7 +944,11 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
-            request: &RequestView { prompt: blocks.prompt(), now_ms, ..RequestView::default() },
+            request: &RequestView {
+                prompt: blocks.prompt(),
+                now_ms,
+                ..RequestView::default()
+            },
             tells_first_token: false,
         });
         let tokens = blocks.prompt().units as u32;
@@ -811,7 +958,11 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
             cached_tokens: Some(0),
             completion_tokens: Some(output),
         };
-        policy.observe(&PolicyEvent::Usage { ticket, worker, usage });
+        policy.observe(&PolicyEvent::Usage {
+            ticket,
+            worker,
+            usage,
+        });
         policy.observe(&PolicyEvent::Finished {
             ticket,
             worker,
@@ -837,8 +988,13 @@ fn answers_that_do_not_stream_teach_the_prefill_speed() {
 #[test]
 fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     let policy = cost(Role::Decode, 1, CostParams::default());
-    let (worker, facts) =
-        (WorkerId(1), WorkerFacts { is_cacheless: true, ..WorkerFacts::default() });
+    let (worker, facts) = (
+        WorkerId(1),
+        WorkerFacts {
+            is_cacheless: true,
+            ..WorkerFacts::default()
+        },
+    );
     policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
     let (mut sender, text) = (TestSender::default(), "k".repeat(100));
     for worker in [0, 1] {
@@ -846,8 +1002,14 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
         sender.finished(&policy, ticket, worker, &text, true);
     }
     let blocks = blocks(&text);
-    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
     let (options, _) = policy.lock().estimate(&request, &views(&[0, 0]));
-    let cached: Vec<f64> = options.iter().map(|option| option.terms.cached_tokens).collect();
+    let cached: Vec<f64> = options
+        .iter()
+        .map(|option| option.terms.cached_tokens)
+        .collect();
     assert_eq!(cached, [10_000.0, 0.0]);
 }
