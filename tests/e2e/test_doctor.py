@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -46,10 +46,22 @@ class Engine:
 @contextlib.contextmanager
 def engine(mode: str, *flags: str) -> Iterator[Engine]:
     """A real engine with the demo model, ready."""
-    command = [sys.executable, "-m", "baton.cli", "engine", "--port", "0", "--disaggregation-mode", mode, *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "engine",
+        "--port",
+        "0",
+        "--disaggregation-mode",
+        mode,
+        *SMALL,
+    ]
     if mode == "prefill":
         command += ["--disaggregation-bootstrap-port", "0"]
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, env={**os.environ, **KEYS})
+    process = subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, env={**os.environ, **KEYS}
+    )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -83,8 +95,24 @@ def workers(*prefill: Engine, decode: tuple[str, ...] = ()) -> list[str]:
 
 def examine(*routers: str) -> tuple[int, list[dict[str, str]]]:
     """Exit code and checks of the command."""
-    command = [sys.executable, "-m", "baton.cli", "doctor", "--fleet", "--json", "--router", ",".join(routers)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **KEYS}, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "doctor",
+        "--fleet",
+        "--json",
+        "--router",
+        ",".join(routers),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **KEYS},
+        timeout=120,
+        check=False,
+    )
     assert done.stdout, done.stderr
     checks: list[dict[str, str]] = json.loads(done.stdout)["checks"]
     assert CLUSTER_KEY not in done.stdout + done.stderr
@@ -97,7 +125,9 @@ def await_ready(router: str, *urls: str) -> None:
 
     def ready() -> bool:
         listed = httpx.get(f"{router}/workers", headers=AUTH).json()["workers"]
-        return set(urls) <= {worker["url"].rstrip("/") for worker in listed if worker["state"] == "ready"}
+        return set(urls) <= {
+            worker["url"].rstrip("/") for worker in listed if worker["state"] == "ready"
+        }
 
     eventually(f"{urls} are ready", ready, FINDS_SECS)
 
@@ -110,10 +140,16 @@ def finds(router: str, name: str, status: str, *words: str) -> None:
         code, checks = examine(router)
         seen[:] = [code, [check for check in checks if check["status"] in ("warn", "fail")]]
         hit = [
-            c for c in seen[1] if c["name"] == name and c["status"] == status and all(w in c["sentence"] for w in words)
+            c
+            for c in seen[1]
+            if c["name"] == name
+            and c["status"] == status
+            and all(w in c["sentence"] for w in words)
         ]
         assert all(check["remedy"] for check in seen[1])
-        return bool(hit) and code == (2 if any(check["status"] == "fail" for check in seen[1]) else 1)
+        return bool(hit) and code == (
+            2 if any(check["status"] == "fail" for check in seen[1]) else 1
+        )
 
     try:
         eventually(f"{name} is {status}: {words}", named, FINDS_SECS)
@@ -126,7 +162,10 @@ def test_healthy_fleet_exits_with_0_and_names_the_transport(pair: tuple[Engine, 
     with Router.up(*workers(prefill, decode=(decode.url,))) as router:
         await_ready(router, prefill.url, decode.url)
         body = {"model": "demo", "prompt": "Baton is", "max_tokens": 2}
-        assert httpx.post(f"{router}/v1/completions", json=body, headers=AUTH, timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{router}/v1/completions", json=body, headers=AUTH, timeout=60).status_code
+            == 200
+        )
         code, checks = examine(router)
     problems = [check for check in checks if check["status"] in ("warn", "fail")]
     assert (code, problems) == (0, [])
@@ -142,16 +181,24 @@ def test_top_shows_every_node(pair: tuple[Engine, Engine]) -> None:
         await_ready(router, prefill.url, decode.url)
         command = [sys.executable, "-m", "baton.cli", "top", "--once", "--json", "--router", router]
         env = {**os.environ, **KEYS}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, timeout=120, check=False
+        )
     assert done.returncode == 0, done.stderr
     nodes = {node["url"].rstrip("/"): node for node in json.loads(done.stdout)["nodes"]}
     assert nodes.keys() == {prefill.url, decode.url}
-    assert {(node["role"], node["state"]) for node in nodes.values()} == {("prefill", "ready"), ("decode", "ready")}
+    assert {(node["role"], node["state"]) for node in nodes.values()} == {
+        ("prefill", "ready"),
+        ("decode", "ready"),
+    }
 
 
 def test_two_routers_are_compared(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
-    with Router.up(*workers(prefill, decode=(decode.url,))) as first, Router.up(*workers(prefill)) as second:
+    with (
+        Router.up(*workers(prefill, decode=(decode.url,))) as first,
+        Router.up(*workers(prefill)) as second,
+    ):
         await_ready(first, prefill.url, decode.url)
         _, checks = examine(first, second)
     named = {check["name"]: check["sentence"] for check in checks if check["status"] == "warn"}
@@ -166,10 +213,17 @@ def test_router_without_prefill_is_named(pair: tuple[Engine, Engine]) -> None:
 
 def test_open_router_is_named(pair: tuple[Engine, Engine]) -> None:
     if source_address(socket.AF_INET, "192.0.2.1") is None:
-        pytest.skip("this machine has no address but loopback, so no router is reachable from others")
+        pytest.skip(
+            "this machine has no address but loopback, so no router is reachable from others"
+        )
     with Router.up("--worker-urls", pair[1].url, "--host", "0.0.0.0") as router:
         url = f"http://127.0.0.1:{urlsplit(router).port}"
-        finds(url, "router.keys", "warn", f"{url} changes its fleet without a key for anyone who reaches")
+        finds(
+            url,
+            "router.keys",
+            "warn",
+            f"{url} changes its fleet without a key for anyone who reaches",
+        )
 
 
 def test_router_that_is_away_is_named() -> None:
@@ -208,7 +262,10 @@ def test_stale_discovery_is_named(pair: tuple[Engine, Engine], tmp_path: Path) -
 class Foreign(BaseHTTPRequestHandler):
     """A worker of another make that is healthy and exports no metrics."""
 
-    ANSWERS = {"/health": {}, "/get_server_info": {"disaggregation_mode": "decode", "version": "0.5"}}  # noqa: RUF012
+    ANSWERS: ClassVar[dict[str, dict[str, str]]] = {
+        "/health": {},
+        "/get_server_info": {"disaggregation_mode": "decode", "version": "0.5"},
+    }
 
     def do_GET(self) -> None:
         found = self.ANSWERS.get(self.path)
@@ -231,7 +288,9 @@ def test_engine_without_metrics_is_named(pair: tuple[Engine, Engine]) -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         try:
             with Router.up(*workers(pair[0], decode=(url,))) as router:
-                finds(router, "engine.metrics", "warn", f"{url}/metrics cannot be scraped: status 404")
+                finds(
+                    router, "engine.metrics", "warn", f"{url}/metrics cannot be scraped: status 404"
+                )
         finally:
             server.shutdown()
             thread.join(30)
@@ -241,7 +300,9 @@ def test_engine_without_metrics_is_named(pair: tuple[Engine, Engine]) -> None:
 
 
 @contextlib.contextmanager
-def decode_front(pair: tuple[Engine, Engine], *flags: str, **options: Any) -> Iterator[tuple[str, str, Any]]:
+def decode_front(
+    pair: tuple[Engine, Engine], *flags: str, **options: Any
+) -> Iterator[tuple[str, str, Any]]:
     """A router with the healthy pair and one more decode node: the router's URL, the node's, and the node."""
     prefill, decode = pair
     own = ("--model-path", model(), "--disaggregation-mode", "decode", *flags)
@@ -272,25 +333,44 @@ def test_dead_engine_is_named(pair: tuple[Engine, Engine]) -> None:
         for process in reversed(family(front.process.pid)):  # its fake rank would outlive it
             process.kill()
         front.process.wait(30)
-        finds(router, "engine.reachable", "fail", f"decode {url} does not answer: connection refused", "unhealthy")
+        finds(
+            router,
+            "engine.reachable",
+            "fail",
+            f"decode {url} does not answer: connection refused",
+            "unhealthy",
+        )
 
 
 def test_other_version_and_wrong_clock_are_named(pair: tuple[Engine, Engine]) -> None:
     with decode_front(pair, env={"PYTHONPATH": str(ODD_SITE)}) as (router, url, _):
         finds(router, "engine.versions", "warn", f"9.9.9: decode {url}")
         finds(router, "engine.clock", "fail", f"the clock of decode {url} is", "ahead")
-        finds(router, "pair.reachable", "fail", f"decode {url} cannot fetch KV", "compare the hosts' clocks")
+        finds(
+            router,
+            "pair.reachable",
+            "fail",
+            f"decode {url} cannot fetch KV",
+            "compare the hosts' clocks",
+        )
 
 
 def test_few_open_files_are_named(pair: tuple[Engine, Engine]) -> None:
     wrapper = ("bash", "-c", 'ulimit -n 200; exec "$@"', "bash")
     with decode_front(pair, wrapper=wrapper) as (router, url, _):
-        finds(router, "engine.open_files", "fail", f"decode {url}: only 200 files can be open, 384 are wanted")
+        finds(
+            router,
+            "engine.open_files",
+            "fail",
+            f"decode {url}: only 200 files can be open, 384 are wanted",
+        )
 
 
 def test_small_dev_shm_is_named(pair: tuple[Engine, Engine]) -> None:
     mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
-    if subprocess.run(["unshare", "--mount", "bash", "-c", mount], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "--mount", "bash", "-c", mount], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a small /dev/shm needs root and mount namespaces")
     wrapper = ("unshare", "--mount", "bash", "-c", f'{mount} && exec "$@"', "bash")
     with decode_front(pair, wrapper=wrapper) as (router, url, _):
@@ -305,7 +385,12 @@ def test_open_engine_is_named(pair: tuple[Engine, Engine]) -> None:
 def test_contradicting_time_limits_are_named(pair: tuple[Engine, Engine]) -> None:
     flags = ("--request-timeout-secs", "30", "--queue-timeout-secs", "60")
     with decode_front(pair, *flags) as (router, url, _):
-        finds(router, "engine.time_limits", "warn", f"decode {url}: --queue-timeout-secs 60 is never reached")
+        finds(
+            router,
+            "engine.time_limits",
+            "warn",
+            f"decode {url}: --queue-timeout-secs 60 is never reached",
+        )
 
 
 # ---- faults that need ranks ------------------------------------------------------------------------------------
@@ -319,17 +404,32 @@ def named_with(pair: tuple[Engine, Engine], mode: str, *flags: str) -> Callable[
             prefill, decode = (other, pair[1]) if mode == "prefill" else (pair[0], other)
             with Router.up(*workers(prefill, decode=(decode.url,))) as router:
                 await_ready(router, prefill.url, decode.url)
-                finds(router, name, status, *(word.format(p=prefill.url, d=decode.url) for word in words))
+                finds(
+                    router,
+                    name,
+                    status,
+                    *(word.format(p=prefill.url, d=decode.url) for word in words),
+                )
 
     return judge
 
 
-def test_fingerprints_that_do_not_pair_are_named_with_the_field(pair: tuple[Engine, Engine]) -> None:
+def test_fingerprints_that_do_not_pair_are_named_with_the_field(
+    pair: tuple[Engine, Engine],
+) -> None:
     judge = named_with(pair, "decode", "--page-size", "32")
-    judge("pair.fingerprint", "fail", "decode {d} pairs with none of 1 prefill nodes: page_size 16 / 32")
+    judge(
+        "pair.fingerprint",
+        "fail",
+        "decode {d} pairs with none of 1 prefill nodes: page_size 16 / 32",
+    )
 
 
 def test_transfer_port_that_decode_nodes_do_not_reach_is_named(pair: tuple[Engine, Engine]) -> None:
     judge = named_with(pair, "prefill", "--kv-advertise-host", "127.0.0.77")
-    words = ("decode {d} cannot fetch KV from prefill {p}", "transfer port of rank 0 unreachable", "127.0.0.77")
+    words = (
+        "decode {d} cannot fetch KV from prefill {p}",
+        "transfer port of rank 0 unreachable",
+        "127.0.0.77",
+    )
     judge("pair.reachable", "fail", *words)

@@ -9,7 +9,7 @@ PATH = Path(__file__).with_name("allowed.txt")
 Counts = dict[tuple[str, str], int]
 """(rule, what breaks it) → by how much."""
 
-SLACK_PERCENT = {"code-lines": 5, "file-lines": 5, "function-lines": 5}
+SLACK_PERCENT = {"file-lines": 5, "function-lines": 5}
 """How far sizes in lines may fall below their entry before it has to follow; counts of other rules follow at once."""
 
 

@@ -26,8 +26,12 @@ Graph = dict[str, set[str]]
 def files(folder: str, *endings: str) -> tuple[str, ...]:
     """Tracked and new files below a folder, as paths from the root."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", folder]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return tuple(sorted({path for path in listed if path.endswith(endings) and (ROOT / path).is_file()}))
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    return tuple(
+        sorted({path for path in listed if path.endswith(endings) and (ROOT / path).is_file()})
+    )
 
 
 @functools.cache
@@ -43,7 +47,9 @@ def tree(path: str) -> ast.Module:
 @functools.cache
 def rust_code(path: str) -> str:
     """The file without its inline test module."""
-    return re.split(r"^#\[cfg\(test\)\]\n(?:#\[.*\]\n)*mod \w+ \{", text(path), maxsplit=1, flags=re.MULTILINE)[0]
+    return re.split(
+        r"^#\[cfg\(test\)\]\n(?:#\[.*\]\n)*mod \w+ \{", text(path), maxsplit=1, flags=re.MULTILINE
+    )[0]
 
 
 def product_rust(folder: str) -> list[str]:
@@ -51,8 +57,14 @@ def product_rust(folder: str) -> list[str]:
     every = files(folder, ".rs")
     tests = set()
     for path in every:
-        for name in re.findall(r"#\[cfg\(test\)\]\n(?:#\[.*\]\n)*(?:pub(?:\(\w+\))? )?mod (\w+);", text(path)):
-            stem = path.rsplit("/", 1)[0] if path.endswith(("/mod.rs", "/lib.rs")) else path.removesuffix(".rs")
+        for name in re.findall(
+            r"#\[cfg\(test\)\]\n(?:#\[.*\]\n)*(?:pub(?:\(\w+\))? )?mod (\w+);", text(path)
+        ):
+            stem = (
+                path.rsplit("/", 1)[0]
+                if path.endswith(("/mod.rs", "/lib.rs"))
+                else path.removesuffix(".rs")
+            )
             tests |= {f"{stem}/{name}.rs", f"{stem}/{name}/mod.rs"}
     return [path for path in every if path not in tests and not path.endswith("tests.rs")]
 
@@ -84,11 +96,16 @@ def _imported(name: str, path: str, modules: dict[str, str]) -> Iterator[str]:
             base = node.module or ""
             if node.level:
                 base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) + 1 - node.level], *base.split(".")]
+                    [
+                        *package.split(".")[: len(package.split(".")) + 1 - node.level],
+                        *base.split("."),
+                    ]
                 ).strip(".")
             for alias in node.names:
                 found = f"{base}.{alias.name}"
-                yield from (target for target in [found if found in modules else base] if target in modules)
+                yield from (
+                    target for target in [found if found in modules else base] if target in modules
+                )
 
 
 # ---------------------------------------------------------------------- Rust imports
@@ -201,21 +218,6 @@ def merged(graph: Graph, group_of: dict[str, str]) -> Graph:
 # ---------------------------------------------------------------------- code and comments
 
 
-def python_code_lines(path: str) -> int:
-    """Lines that are not blank, comment or docstring."""
-    docs = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(text(path).split("\n"), start=1)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in docs for n, line in lines)
-
-
-def rust_code_lines(path: str) -> int:
-    """Lines that are not blank, comment or test."""
-    return sum(bool(line.strip()) and not line.strip().startswith("//") for line in rust_code(path).split("\n"))
-
-
 def functions(path: str) -> Iterator[tuple[str, int]]:
     """(name, lines) of each function."""
     if path.endswith(".py"):
@@ -225,7 +227,9 @@ def functions(path: str) -> Iterator[tuple[str, int]]:
         return
     lines = rust_code(path).split("\n")
     for at, line in enumerate(lines):
-        head = re.match(r"(\s*)(?:pub(?:\([a-z]+\))? )?(?:const )?(?:async )?(?:unsafe )?fn (\w+)", line)
+        head = re.match(
+            r"(\s*)(?:pub(?:\([a-z]+\))? )?(?:const )?(?:async )?(?:unsafe )?fn (\w+)", line
+        )
         if head and not line.rstrip().endswith((";", "}")):
             ends = (n for n in range(at, len(lines)) if lines[n] == head[1] + "}")
             yield head[2], next(ends, at) - at + 1
@@ -235,7 +239,9 @@ def first_doc_lines(path: str) -> Iterator[str]:
     """First line of each doc comment."""
     if path.endswith(".py"):
         for node in ast.walk(tree(path)):
-            for child in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
+            for child in (
+                getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []
+            ):
                 if (
                     isinstance(child, ast.Expr)
                     and isinstance(child.value, ast.Constant)
@@ -255,6 +261,12 @@ def first_doc_lines(path: str) -> Iterator[str]:
 def public_types(path: str) -> list[str]:
     if path.endswith(".py"):
         return [
-            node.name for node in tree(path).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            node.name
+            for node in tree(path).body
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         ]
-    return re.findall(r"^\s*pub(?:\([a-z]+\))? (?:struct|enum|trait|union) (\w+)", rust_code(path), flags=re.MULTILINE)
+    return re.findall(
+        r"^\s*pub(?:\([a-z]+\))? (?:struct|enum|trait|union) (\w+)",
+        rust_code(path),
+        flags=re.MULTILINE,
+    )

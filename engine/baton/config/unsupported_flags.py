@@ -6,7 +6,8 @@ Flags with equal meaning are aliases (`also` in config.opt). The others are refu
 from __future__ import annotations
 
 _ONE_MACHINE = (
-    "one engine runs on one machine; start an engine on each and name them to baton router with --prefill and --decode"
+    "one engine runs on one machine; start an engine on each "
+    "and name them to baton router with --prefill and --decode"
 )
 _GPUS = "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES"
 _TOOLS = "tool calls are not parsed by this version; leave it out"
@@ -20,32 +21,52 @@ _LOGS = "an engine logs one line per request; use --log-level warning for none"
 _ALWAYS = "it is always on; leave it out"
 
 INSTEAD: dict[str, str] = {
-    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), _ONE_MACHINE),
+    **dict.fromkeys(
+        ("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), _ONE_MACHINE
+    ),
     **dict.fromkeys(("--base-gpu-id", "--gpu-id-step"), _GPUS),
     **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice", "--tool-server"), _TOOLS),
-    **dict.fromkeys(("--grammar-backend", "--guided-decoding-backend", "--structured-outputs-config"), _GRAMMARS),
-    **dict.fromkeys(("--reasoning-parser", "--enable-reasoning"), _REASONING),
-    **dict.fromkeys(("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras", "--max-lora-rank"), _LORA),
     **dict.fromkeys(
-        ("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _SPECULATIVE
+        ("--grammar-backend", "--guided-decoding-backend", "--structured-outputs-config"), _GRAMMARS
     ),
-    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size", "--enable-expert-parallel"), _EXPERTS),
+    **dict.fromkeys(("--reasoning-parser", "--enable-reasoning"), _REASONING),
+    **dict.fromkeys(
+        ("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras", "--max-lora-rank"), _LORA
+    ),
+    **dict.fromkeys(
+        ("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"),
+        _SPECULATIVE,
+    ),
+    **dict.fromkeys(
+        ("--ep-size", "--ep", "--expert-parallel-size", "--enable-expert-parallel"), _EXPERTS
+    ),
     **dict.fromkeys(("--revision", "--download-dir"), _DOWNLOAD),
-    **dict.fromkeys(("--disable-log-requests", "--log-requests", "--log-requests-level", "--disable-log-stats"), _LOGS),
-    **dict.fromkeys(("--enable-metrics", "--enable-prefix-caching", "--enable-chunked-prefill"), _ALWAYS),
+    **dict.fromkeys(
+        ("--disable-log-requests", "--log-requests", "--log-requests-level", "--disable-log-stats"),
+        _LOGS,
+    ),
+    **dict.fromkeys(
+        ("--enable-metrics", "--enable-prefix-caching", "--enable-chunked-prefill"), _ALWAYS
+    ),
     "--no-enable-prefix-caching": "use --disable-radix-cache",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
     "--gpu-memory-utilization": "use --mem-fraction-static: the share for weights and KV pool, without activations",
     "--quantization": "there are no quantized models in this version; use the unquantized checkpoint",
     "--kv-cache-dtype": "KV is kept in the compute type; use --dtype",
-    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size"), "there are no pipeline stages; use --tp-size"),
+    **dict.fromkeys(
+        ("--pp-size", "--pipeline-parallel-size"), "there are no pipeline stages; use --tp-size"
+    ),
     "--enable-dp-attention": "use --dp-size, or --tp-size",
     "--kv-transfer-config": "use --disaggregation-mode and --disaggregation-transfer-backend",
     "--disaggregation-ib-device": "pages travel by NCCL, TCP or shared memory; leave it out",
-    **dict.fromkeys(("--swap-space", "--cpu-offload-gb"), "use --host-kv-gib for KV; weights stay on the device"),
+    **dict.fromkeys(
+        ("--swap-space", "--cpu-offload-gb"), "use --host-kv-gib for KV; weights stay on the device"
+    ),
     "--cuda-graph-bs": "use --cuda-graph-max-bs",
     "--limit-mm-per-prompt": "models are text only; leave it out",
-    **dict.fromkeys(("--task", "--runner", "--is-embedding"), "engines generate text only; leave it out"),
+    **dict.fromkeys(
+        ("--task", "--runner", "--is-embedding"), "engines generate text only; leave it out"
+    ),
     **dict.fromkeys(("--uvicorn-log-level", "--log-level-http"), "use --log-level"),
     "--seed": "requests bring their own seed; --random-seed is that of dummy weights",
     "--config": "give flags; they are not read from a file",
@@ -57,7 +78,13 @@ def markdown() -> str:
     names: dict[str, list[str]] = {}
     for flag, text in INSTEAD.items():
         names.setdefault(text, []).append(f"`{flag}`")
-    return "\n".join(["| flag | instead |", "|---|---|", *(f"| {' '.join(f)} | {text} |" for text, f in names.items())])
+    return "\n".join(
+        [
+            "| flag | instead |",
+            "|---|---|",
+            *(f"| {' '.join(f)} | {text} |" for text, f in names.items()),
+        ]
+    )
 
 
 if __name__ == "__main__":
