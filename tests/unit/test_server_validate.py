@@ -28,7 +28,7 @@ from baton.server.api import schema, validation
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
-from baton.server.text.chat_template import read_messages
+from baton.server.text.messages import TemplateCaps, normalize_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
@@ -113,11 +113,11 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    def recorded(messages: Any) -> list[dict[str, Any]]:
+    def recorded(messages: Any, caps: TemplateCaps) -> list[dict[str, Any]]:
         threads.append(threading.current_thread() is threading.main_thread())
-        return read_messages(messages)
+        return normalize_messages(messages, caps)
 
-    monkeypatch.setattr(validation, "read_messages", recorded)
+    monkeypatch.setattr(validation, "normalize_messages", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)

@@ -22,6 +22,7 @@ import baton
 from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH
 from baton.errors import ConfigError, ModelNotFound
+from baton.server.text.chat_template import ChatTemplate
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -185,7 +186,7 @@ def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str
     """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
 
     Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
-    there is one. Empty without a tokenizer.json: loading the tokenizer says so.
+    there is one and how messages are normalized for it. Empty without a tokenizer.json: loading the tokenizer says so.
     """
     try:
         parts = [(path / "tokenizer.json").read_bytes()]
@@ -194,7 +195,8 @@ def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str
     for name, text in sorted(special_tokens.items()):
         parts += [name.encode(), text.encode()]
     if chat_template is not None:
-        parts.append(chat_template.encode())
+        caps = ChatTemplate(chat_template, special_tokens).caps
+        parts += [chat_template.encode(), caps.canonical().encode()]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

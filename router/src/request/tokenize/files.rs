@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::messages::TemplateCaps;
 use crate::config::TokenizerFlags;
 
 /// Names of the special tokens that templates read as variables.
@@ -69,8 +70,9 @@ impl TokenizerFiles {
     }
 
     /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length
-    /// (8 bytes, little-endian); an absent template has no part.
-    pub fn fingerprint(&self) -> String {
+    /// (8 bytes, little-endian); an absent template has no part. `caps`: how messages are
+    /// normalized for the template.
+    pub fn fingerprint(&self, caps: Option<TemplateCaps>) -> String {
         let mut hash = Sha256::new();
         let mut part = |bytes: &[u8]| {
             hash.update((bytes.len() as u64).to_le_bytes());
@@ -83,6 +85,7 @@ impl TokenizerFiles {
         }
         if let Some(template) = &self.chat_template {
             part(template.as_bytes());
+            part(caps.unwrap_or_default().canonical().as_bytes());
         }
         hash.finalize()
             .iter()

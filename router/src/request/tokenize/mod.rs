@@ -18,8 +18,11 @@
 mod cache;
 mod encoder;
 mod files;
+mod messages;
 mod prompt;
+mod python_text;
 mod template;
+mod template_probe;
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -103,13 +106,14 @@ impl PromptTokenizer {
         let encoder = encoder.map_err(|err| {
             format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
         })?;
-        let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
             let made = ChatTemplate::compile(source, files.special_tokens.clone());
             let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
             made.map_err(warn).ok()
         });
+        let caps = template.as_ref().map(|template| template.caps);
+        let fingerprint = files.fingerprint(caps);
         if source.is_none() {
             tracing::warn!(
                 "the model has no chat template; chat prompts are counted in characters"

@@ -8,8 +8,14 @@ use std::collections::BTreeMap;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::{
+    AutoEscape, Environment, Error, ErrorKind, Output, State, Value, escape_formatter,
+};
 use minijinja_contrib::pycompat;
+
+use super::messages::TemplateCaps;
+use super::python_text::{float_repr, python_str};
+use super::template_probe::probe_template;
 
 const NAME: &str = "chat";
 /// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
@@ -20,10 +26,13 @@ const MAX_DEPTH: usize = 128;
 pub struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
+    /// Form in which the template takes messages.
+    pub caps: TemplateCaps,
 }
 
 impl ChatTemplate {
-    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables.
+    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables. Cost:
+    /// renders some twenty short conversations.
     pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
         let mut env = Environment::new();
         let mut syntax = SyntaxConfig::builder();
@@ -36,11 +45,28 @@ impl ChatTemplate {
         });
         env.add_function("strftime_now", strftime_now);
         env.add_filter("tojson", tojson);
+        env.add_filter("string", |value: &Value| python_str(value));
+        env.set_formatter(print_value);
         env.add_template_owned(NAME, without_generation_tags(source))?;
-        Ok(Self {
+        let mut template = Self {
             env,
             special_tokens,
-        })
+            caps: TemplateCaps::default(),
+        };
+        template.caps = probe_template(&|messages| template.render_probe(messages));
+        Ok(template)
+    }
+
+    /// Text of a conversation without tools or options; `None`: the template fails on it.
+    fn render_probe(&self, messages: Vec<Value>) -> Option<String> {
+        let variables = [
+            ("tools", Value::from(())),
+            ("documents", Value::from(())),
+            ("messages", Value::from(messages)),
+            ("add_generation_prompt", Value::from(false)),
+        ];
+        let variables = variables.map(|(name, value)| (name.to_owned(), value));
+        self.render(variables.to_vec()).ok()
     }
 
     /// `variables` go before the special tokens of the same name.
@@ -50,6 +76,16 @@ impl ChatTemplate {
         self.env
             .get_template(NAME)?
             .render(Value::from_pairs(special.chain(variables)))
+    }
+}
+
+/// Print the value of `{{ … }}` as Python does.
+fn print_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
+            out.write_str(&python_str(value)).map_err(Error::from)
+        }
+        _ => escape_formatter(out, state, value),
     }
 }
 
@@ -87,20 +123,26 @@ fn strftime_now(format: String) -> Result<Value, Error> {
     })
 }
 
+/// Python's `json.dumps(value, ensure_ascii=False)`.
+pub fn json_text(value: &Value) -> Result<String, Error> {
+    let mut writer = JsonWriter::default();
+    writer.value(value, 0)?;
+    Ok(writer.out)
+}
+
 /// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML
 /// characters.
 fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let mut writer = JsonWriter {
-        out: String::new(),
         ascii: options
             .get::<Option<bool>>("ensure_ascii")?
             .unwrap_or(false),
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         indent,
         item: if indent.is_some() { "," } else { ", " }.to_owned(),
-        key: ": ".to_owned(),
+        ..JsonWriter::default()
     };
     match separators.as_deref() {
         None => {}
@@ -125,6 +167,19 @@ struct JsonWriter {
     key: String,
 }
 
+impl Default for JsonWriter {
+    fn default() -> Self {
+        Self {
+            out: String::new(),
+            ascii: false,
+            sort_keys: false,
+            indent: None,
+            item: ", ".to_owned(),
+            key: ": ".to_owned(),
+        }
+    }
+}
+
 impl JsonWriter {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
@@ -134,7 +189,7 @@ impl JsonWriter {
             ValueKind::None => self.out += "null",
             ValueKind::Bool => self.out += if value.is_true() { "true" } else { "false" },
             ValueKind::Number if value.is_integer() => self.out += &value.to_string(),
-            ValueKind::Number => self.out += &float(f64::try_from(value.clone())?),
+            ValueKind::Number => self.out += &json_float(f64::try_from(value.clone())?),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.collect();
@@ -208,21 +263,11 @@ impl JsonWriter {
     }
 }
 
-/// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and
-/// from 1e16 on.
-fn float(value: f64) -> String {
+fn json_float(value: f64) -> String {
     if value.is_infinite() {
         return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
     }
-    // Rust's, but for the sign and the two digits of the exponent.
-    let text = format!("{value:?}");
-    let Some((digits, exponent)) = text.split_once('e') else {
-        return text;
-    };
-    let (sign, size) = exponent
-        .strip_prefix('-')
-        .map_or(('+', exponent), |size| ('-', size));
-    format!("{digits}e{sign}{size:0>2}")
+    float_repr(value)
 }
 
 #[cfg(test)]

@@ -263,7 +263,7 @@ fn unreadable_messages_fall_back_with_the_reason() {
             "{body}"
         );
     }
-    let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
+    let refuses = r#"{"messages":[{"role":"user","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
         load("mistral", &[]).ids_of(ApiKind::Chat, refuses.as_bytes(), None),
         Err(TokenizeFallback::Template)
