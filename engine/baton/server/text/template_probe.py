@@ -31,7 +31,7 @@ SYNTAX_WORD = "batonprobec"
 WORDS = (*TEXT_WORDS, SYNTAX_WORD)
 VALUE = "batonprobed\x01batonprobee"
 """Argument of a tool call. JSON, Python's repr and Rust's debug form each write the control character differently, so
-that JSON is told from an object that the template printed where it expected text."""
+that JSON differs from an object that the template printed where it expected text."""
 VALUE_FORMS = (VALUE, r"batonprobed\u0001batonprobee")
 VALUE_JSON = f'{{"probe": "{VALUE_FORMS[1]}"}}'
 CALL_ID = "probe0id9"

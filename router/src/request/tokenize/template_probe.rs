@@ -22,7 +22,7 @@ const TEXT_WORDS: [&str; 2] = [WORD, "batonprobeb"];
 /// Member of content parts that is no text: in the prompt only where a template prints whole parts.
 const SYNTAX_WORD: &str = "batonprobec";
 /// Argument of a tool call, raw and in JSON. JSON, Python's repr and Rust's debug form each write
-/// the control character differently, so that JSON is told from an object that the template printed
+/// the control character differently, so that JSON differs from an object that the template printed
 /// where it expected text.
 const VALUE_FORMS: [&str; 2] = [
     "batonprobed\u{1}batonprobee",
