@@ -49,7 +49,9 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
     return {
         "model": str(layout["model_hash"]),
         "tokenizer": tokenizer,
-        "chat_template": _short((facts.chat_template or "").encode()),
+        "chat_template": _short(
+            (facts.chat_template or "").encode(), facts.template_caps.canonical().encode()
+        ),
         "page_size": str(layout["page_size"]),
         "dtype": str(layout["dtype"]),
         "kv_layout": _short(

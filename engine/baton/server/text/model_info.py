@@ -23,6 +23,7 @@ from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH
 from baton.errors import ConfigError, ModelNotFound
 from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.messages import TemplateCaps
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -43,6 +44,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     """config.json, generation_config.json and the tokenizer's eos_token together, as both peers do."""
     chat_template: str | None
+    template_caps: TemplateCaps = field(default_factory=TemplateCaps)
+    """Form in which the template takes messages."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
     sampling_defaults: dict[str, float] = field(default_factory=dict)
@@ -119,6 +122,7 @@ def load(config: EngineConfig) -> ModelFacts:
     four_bytes = uses_four_bytes(config)
     special_tokens = _special_tokens(tokenizer_path, tokenizer)
     chat_template = _chat_template(config, tokenizer_path, tokenizer)
+    template_caps = ChatTemplate(chat_template, special_tokens).caps
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
@@ -129,10 +133,11 @@ def load(config: EngineConfig) -> ModelFacts:
             dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))
         ),
         chat_template=chat_template,
+        template_caps=template_caps,
         special_tokens=special_tokens,
         tokenizer_fingerprint=""
         if four_bytes
-        else _fingerprint(tokenizer_path, chat_template, special_tokens),
+        else _fingerprint(tokenizer_path, chat_template, template_caps, special_tokens),
         sampling_defaults={
             k: float(generation[k])
             for k in SAMPLING_DEFAULT_KEYS
@@ -182,7 +187,12 @@ def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
     return {name: text for name in names if (text := _content(merged.get(name))) is not None}
 
 
-def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
+def _fingerprint(
+    path: Path,
+    chat_template: str | None,
+    caps: TemplateCaps,
+    special_tokens: dict[str, str],
+) -> str:
     """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
 
     Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
@@ -195,7 +205,6 @@ def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str
     for name, text in sorted(special_tokens.items()):
         parts += [name.encode(), text.encode()]
     if chat_template is not None:
-        caps = ChatTemplate(chat_template, special_tokens).caps
         parts += [chat_template.encode(), caps.canonical().encode()]
     digest = hashlib.sha256()
     for part in parts:
