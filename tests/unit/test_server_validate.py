@@ -24,11 +24,11 @@ from baton.errors import (
     PromptTooLong,
     UnsupportedParameter,
 )
-from baton.server.api import schema, validation
+from baton.server.api import schema
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
-from baton.server.text.messages import TemplateCaps, normalize_messages
+from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
@@ -113,11 +113,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    def recorded(messages: Any, caps: TemplateCaps) -> list[dict[str, Any]]:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return normalize_messages(messages, caps)
+    normalize = ChatTemplate.normalize
 
-    monkeypatch.setattr(validation, "normalize_messages", recorded)
+    def recorded(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return normalize(template, messages)
+
+    monkeypatch.setattr(ChatTemplate, "normalize", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.api.fields import bad
-from baton.server.text.messages import TemplateCaps
+from baton.server.text.messages import TemplateCaps, normalize_messages
 from baton.server.text.template_probe import probe_template
 
 MARK = "\ue000baton-continues-here\ue000"
@@ -85,6 +85,10 @@ class ChatTemplate:
             self._broken = f"the model's chat template does not compile ({err})"
         self.caps = TemplateCaps() if self._template is None else probe_template(self._probe)
         """Form in which the template takes messages."""
+
+    def normalize(self, messages: Any) -> list[dict[str, Any]]:
+        """The `messages` field, checked, in the form that the template takes. Raises BadRequest."""
+        return normalize_messages(messages, self.caps)
 
     def _probe(self, messages: list[dict[str, Any]]) -> str | None:
         """Text of a conversation without options; None: the template fails on it."""

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::template::json_text;
+use super::python_text::json_text;
 
 /// Nesting of tool-call arguments that templates get: below the depth at which JSON readers and
 /// printers give up.

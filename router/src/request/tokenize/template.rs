@@ -7,21 +7,19 @@
 use std::collections::BTreeMap;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::ValueKind;
 use minijinja::{
     AutoEscape, Environment, Error, ErrorKind, Output, State, Value, escape_formatter,
 };
 use minijinja_contrib::pycompat;
 
 use super::messages::TemplateCaps;
-use super::python_text::{float_repr, python_str};
+use super::python_text::{python_str, tojson};
 use super::template_probe::probe_template;
 
 const NAME: &str = "chat";
 /// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
 const FUEL: u64 = 20_000_000;
-/// Deepest nesting of what `tojson` prints, as deep as JSON is read.
-const MAX_DEPTH: usize = 128;
 
 pub struct ChatTemplate {
     env: Environment<'static>,
@@ -121,153 +119,6 @@ fn strftime_now(format: String) -> Result<Value, Error> {
             format!("strftime_now({format:?}): {err}"),
         )
     })
-}
-
-/// Python's `json.dumps(value, ensure_ascii=False)`.
-pub fn json_text(value: &Value) -> Result<String, Error> {
-    let mut writer = JsonWriter::default();
-    writer.value(value, 0)?;
-    Ok(writer.out)
-}
-
-/// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML
-/// characters.
-fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let separators: Option<Vec<String>> = options.get("separators")?;
-    let mut writer = JsonWriter {
-        ascii: options
-            .get::<Option<bool>>("ensure_ascii")?
-            .unwrap_or(false),
-        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-        indent,
-        item: if indent.is_some() { "," } else { ", " }.to_owned(),
-        ..JsonWriter::default()
-    };
-    match separators.as_deref() {
-        None => {}
-        Some([item, key]) => (writer.item, writer.key) = (item.clone(), key.clone()),
-        Some(_) => return Err(unfit("separators must be two strings")),
-    }
-    options.assert_all_used()?;
-    writer.value(value, 0)?;
-    Ok(Value::from(writer.out))
-}
-
-fn unfit(text: &str) -> Error {
-    Error::new(ErrorKind::InvalidOperation, format!("tojson: {text}"))
-}
-
-struct JsonWriter {
-    out: String,
-    ascii: bool,
-    sort_keys: bool,
-    indent: Option<usize>,
-    item: String,
-    key: String,
-}
-
-impl Default for JsonWriter {
-    fn default() -> Self {
-        Self {
-            out: String::new(),
-            ascii: false,
-            sort_keys: false,
-            indent: None,
-            item: ", ".to_owned(),
-            key: ": ".to_owned(),
-        }
-    }
-}
-
-impl JsonWriter {
-    fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
-        if depth > MAX_DEPTH {
-            return Err(unfit("nested too deeply"));
-        }
-        match value.kind() {
-            ValueKind::None => self.out += "null",
-            ValueKind::Bool => self.out += if value.is_true() { "true" } else { "false" },
-            ValueKind::Number if value.is_integer() => self.out += &value.to_string(),
-            ValueKind::Number => self.out += &json_float(f64::try_from(value.clone())?),
-            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
-            ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.list('[', ']', items.len(), depth, |writer, at| {
-                    writer.value(&items[at], depth + 1)
-                })?;
-            }
-            ValueKind::Map => {
-                let mut keys: Vec<Value> = value.try_iter()?.collect();
-                if self.sort_keys {
-                    keys.sort();
-                }
-                self.list('{', '}', keys.len(), depth, |writer, at| {
-                    let key = &keys[at];
-                    writer.string(key.as_str().ok_or_else(|| unfit("a key is no string"))?);
-                    writer.out += &writer.key;
-                    writer.value(&value.get_item(key)?, depth + 1)
-                })?;
-            }
-            other => return Err(unfit(&format!("cannot print {other}"))),
-        }
-        Ok(())
-    }
-
-    fn list(
-        &mut self,
-        open: char,
-        close: char,
-        len: usize,
-        depth: usize,
-        mut write: impl FnMut(&mut Self, usize) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        self.out.push(open);
-        for at in 0..len {
-            if at > 0 {
-                self.out += &self.item;
-            }
-            self.line(depth + 1);
-            write(self, at)?;
-        }
-        if len > 0 {
-            self.line(depth);
-        }
-        self.out.push(close);
-        Ok(())
-    }
-
-    fn line(&mut self, depth: usize) {
-        if let Some(indent) = self.indent {
-            self.out.push('\n');
-            self.out.extend(std::iter::repeat_n(' ', indent * depth));
-        }
-    }
-
-    fn string(&mut self, text: &str) {
-        // serde_json's escapes are Python's.
-        let quoted = serde_json::Value::from(text).to_string();
-        if !self.ascii {
-            self.out += &quoted;
-            return;
-        }
-        for c in quoted.chars() {
-            if c.is_ascii() {
-                self.out.push(c); // DEL is ASCII to Python
-                continue;
-            }
-            for unit in c.encode_utf16(&mut [0; 2]) {
-                self.out += &format!("\\u{unit:04x}");
-            }
-        }
-    }
-}
-
-fn json_float(value: f64) -> String {
-    if value.is_infinite() {
-        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
-    }
-    float_repr(value)
 }
 
 #[cfg(test)]
