@@ -26,6 +26,8 @@ class MessageCase:
     """None: as `messages`."""
     refused: str | None = None
     """Field that the error names, for messages that are refused."""
+    continues: bool = False
+    """With continue_final_message."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ FAMILIES = {
             MessageCase([user(parts("one", "two"))]),
             MessageCase([user([{"text": "one"}])], [user([{"text": "one", "type": "text"}])]),
             MessageCase([message("system", parts("a", "b")), user("c")]),
+            MessageCase([user(), message("assistant", parts("a", "b "))], continues=True),
             MessageCase([user([])], [user("")]),
             MessageCase(
                 [user(), calling(call('{"a": 1}'), content=None), answer(parts("x", "y"))],
@@ -272,6 +275,11 @@ FAMILIES = {
         [
             MessageCase([user()], [user(parts("Hi"))]),
             MessageCase([user([])], [user(parts(""))]),
+            MessageCase(
+                [user(), message("assistant", "Well, ")],
+                [user(parts("Hi")), message("assistant", parts("Well, "))],
+                continues=True,
+            ),
             MessageCase([user(parts("one", "two"))]),
             MessageCase(
                 [user(""), {"role": "assistant"}],
@@ -396,6 +404,11 @@ FAMILIES = {
                 [message("system", parts("Be brief.")), user(parts(" a "))],
             ),
             MessageCase(
+                [user("a"), message("assistant", parts("x", "y "))],
+                continues=True,
+                normalized=[user(parts("a")), message("assistant", parts("x", "y "))],
+            ),
+            MessageCase(
                 [user("a"), message("system", parts("x", "y")), message("system", "z")],
                 [message("system", parts("x\ny\n\nz")), user(parts("a"))],
             ),
@@ -424,18 +437,20 @@ def case_record(template: str, case: MessageCase) -> dict[str, Any]:
     if case.refused is not None:
         return {"messages": case.messages, "refused": case.refused}
     normalized = case.messages if case.normalized is None else case.normalized
-    text = rendered_by_transformers(template, normalized)
-    return {"messages": case.messages, "normalized": normalized, "text": text}
+    text = rendered_by_transformers(template, normalized, case.continues)
+    record = {"messages": case.messages, "normalized": normalized, "text": text}
+    return record | {"continues": True} if case.continues else record
 
 
-def rendered_by_transformers(template: str, messages: Messages) -> str:
+def rendered_by_transformers(template: str, messages: Messages, continues: bool) -> str:
     """The prompt. Below apply_chat_template, which would take away the null that some templates ask for."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, _ = render_jinja_template(
         conversations=[messages],
         chat_template=template,
-        add_generation_prompt=True,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
         eos_token="</s>",
     )
     return str(texts[0])

@@ -46,7 +46,13 @@ def test_normalized_messages_and_prompts_are_golden(golden: dict[str, Any], name
         normalized = normalize_messages(case["messages"], template.caps)
         # As text: the order of members reaches some templates.
         assert json.dumps(normalized) == json.dumps(case["normalized"]), sent
-        assert template.render(normalized) == case["text"], sent
+        continues = case.get("continues", False)
+        text = template.render(
+            normalized,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+        assert text == case["text"], sent
         assert json.dumps(case["messages"]) == sent, "the request's own objects were changed"
 
 

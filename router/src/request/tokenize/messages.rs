@@ -580,6 +580,8 @@ mod tests {
         /// As it is written: the order of members reaches the template.
         normalized: Option<Box<RawValue>>,
         text: Option<String>,
+        #[serde(default)]
+        continues: bool,
     }
 
     fn families() -> BTreeMap<String, TemplateFamily> {
@@ -618,7 +620,10 @@ mod tests {
         for (name, family) in families() {
             let template = compile(&family.template);
             for case in family.cases {
-                let body = format!(r#"{{"messages":{}}}"#, case.messages);
+                let messages = &case.messages;
+                let continues = case.continues;
+                let body =
+                    format!(r#"{{"messages":{messages},"continue_final_message":{continues}}}"#);
                 let made = texts_of(body.as_bytes(), ApiKind::Chat, Some(&template));
                 let made = made.map(|made| made.texts.concat());
                 let expected = case.text.ok_or(TokenizeFallback::Unread);

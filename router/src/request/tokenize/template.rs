@@ -20,6 +20,8 @@ use super::template_probe::probe_template;
 const NAME: &str = "chat";
 /// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
 const FUEL: u64 = 20_000_000;
+/// Instructions of one probe of a template: a conversation of three messages takes a few hundred.
+const PROBE_FUEL: u64 = 500_000;
 
 pub struct ChatTemplate {
     env: Environment<'static>,
@@ -37,7 +39,7 @@ impl ChatTemplate {
         env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
         env.set_auto_escape_callback(|_| AutoEscape::None);
         env.set_unknown_method_callback(pycompat::unknown_method_callback);
-        env.set_fuel(Some(FUEL));
+        env.set_fuel(Some(PROBE_FUEL));
         env.add_function("raise_exception", |text: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, text))
         });
@@ -52,6 +54,7 @@ impl ChatTemplate {
             caps: TemplateCaps::default(),
         };
         template.caps = probe_template(&|messages| template.render_probe(messages));
+        template.env.set_fuel(Some(FUEL));
         Ok(template)
     }
 
@@ -79,12 +82,12 @@ impl ChatTemplate {
 
 /// Print the value of `{{ … }}` as Python does.
 fn print_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
-    match value.kind() {
-        ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
-            out.write_str(&python_str(value)).map_err(Error::from)
-        }
-        _ => escape_formatter(out, state, value),
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    let is_container = matches!(value.kind(), ValueKind::Seq | ValueKind::Map);
+    if is_float || is_container {
+        return out.write_str(&python_str(value)).map_err(Error::from);
     }
+    escape_formatter(out, state, value)
 }
 
 /// `{% generation %}` marks the assistant's turn for training; a prompt ignores it. `{% if true %}`
