@@ -19,7 +19,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use http::{Method, Uri};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use router_core::{HealthCounter, Role};
 use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout};
@@ -38,6 +38,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
 /// Longest answer read from /get_server_info [bytes].
 const MAX_DESCRIPTION: usize = 1 << 20;
+
+/// Header of a probe: other ready workers that could take this one's requests.
+const READY_PEERS: HeaderName = HeaderName::from_static("x-baton-ready-peers");
 
 /// Pause between two probes that requests without an answer ask for.
 const SILENCE_PAUSE: Duration = Duration::from_secs(1);
@@ -254,7 +257,7 @@ async fn probe(
 ) -> Probe {
     let path = &fleet.config.health.health_check_endpoint;
     let (begin, heard) = (Instant::now(), worker.pool.heard());
-    let asking = get(fleet, worker, path);
+    let asking = get_with(worker, path, probe_headers(fleet, worker));
     tokio::pin!(asking);
     let silence = async {
         if !is_silent {
@@ -306,9 +309,23 @@ fn probe_timeout(fleet: &WorkerFleet) -> Duration {
     Duration::from_secs(fleet.config.health.health_check_timeout_secs)
 }
 
+/// Headers of a health probe. Our engines learn from it how many others could take their requests,
+/// which `baton drain` asks them (docs/protocol.md §2).
+fn probe_headers(fleet: &WorkerFleet, worker: &Worker) -> HeaderMap {
+    let mut headers = fleet.worker_headers();
+    if worker.tells_loads() {
+        headers.insert(READY_PEERS, HeaderValue::from(fleet.ready_peers(worker)));
+    }
+    headers
+}
+
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
+    get_with(worker, path, fleet.worker_headers()).await
+}
+
+async fn get_with(worker: &Worker, path: &str, headers: HeaderMap) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Failed(err.to_string()))?;
-    let head = RequestHead::new(Method::GET, uri, fleet.worker_headers());
+    let head = RequestHead::new(Method::GET, uri, headers);
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let body = response.into_body().read_at_most(MAX_DESCRIPTION).await;

@@ -125,6 +125,8 @@ struct Inner {
     drains: Mutex<Option<bool>>,
     /// Keys of POST /drain and POST /undrain.
     orders: Mutex<Vec<String>>,
+    /// Header x-baton-ready-peers of the last probe.
+    ready_peers: Mutex<Option<String>>,
     frozen: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
     /// Bodies of the release requests it got.
@@ -201,6 +203,11 @@ impl Mock {
     /// The key with which each order to drain or undrain came; empty without one.
     pub fn orders(&self) -> Vec<String> {
         self.inner.orders.lock().clone()
+    }
+
+    /// Number of ready peers that the last probe carried.
+    pub fn ready_peers(&self) -> Option<String> {
+        self.inner.ready_peers.lock().clone()
     }
 
     pub fn with_loads(self, loads: Value) -> Mock {
@@ -362,6 +369,11 @@ async fn serve(
     let path = parts.uri.path().to_owned();
     let raw = body.collect().await.map_err(|_| reset())?.to_bytes();
     let drains = *inner.drains.lock();
+    if path == "/health" {
+        let header = parts.headers.get("x-baton-ready-peers");
+        let peers = header.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+        *inner.ready_peers.lock() = peers;
+    }
     if path == "/health" && drains == Some(true) {
         return Ok(error_response(503, "draining"));
     }

@@ -36,7 +36,12 @@ from baton.server.http.http_utils import (
     new_id,
     read_object,
 )
-from baton.server.http.lifecycle import NodeCondition, NodeState, ServerLifecycle
+from baton.server.http.lifecycle import (
+    READY_PEERS_HEADER,
+    NodeCondition,
+    NodeState,
+    ServerLifecycle,
+)
 from baton.server.http.request_handler import RequestHandler
 from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
@@ -91,7 +96,7 @@ class HttpServer:
             config.page_size,
             config.metrics_compat,
         )
-        self.lifecycle = ServerLifecycle(ranks)
+        self.lifecycle = ServerLifecycle(ranks, config.disaggregation_mode)
         self._counted_refused = 0
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
@@ -273,6 +278,7 @@ class HttpServer:
         return json_response({"status": "alive"})
 
     async def health(self, request: web.Request) -> web.Response:
+        self.lifecycle.note_ready_peers(request.headers.get(READY_PEERS_HEADER))
         now = self.lifecycle.condition()
         if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
             now = NodeCondition(now.state, "nonfinite_logits", nonfinite)

@@ -124,6 +124,7 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.incompatibility(worker)),
         "circuit": circuit.into_str(),
         "passed_over_ms": passed_over_ms,
+        "ready_peers": app.fleet.ready_peers(worker),
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
         "topology": worker.spec.topology,

@@ -44,6 +44,8 @@ struct NodeView {
     state: &'static str,
     reason: Option<String>,
     circuit: &'static str,
+    /// Other ready workers that could take its requests.
+    ready_peers: usize,
     /// Requests in flight, as the router counts them.
     load: usize,
     model: Option<String>,
@@ -118,6 +120,7 @@ impl NodeView {
             state: state.label(),
             reason: state.reason().map(str::to_owned).or_else(incompatibility),
             circuit: app.fleet.objections_to(worker).0.into_str(),
+            ready_peers: app.fleet.ready_peers(worker),
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),

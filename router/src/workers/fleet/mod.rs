@@ -57,6 +57,8 @@ use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 /// Most workers registered at once: registration is open to the network.
 const MAX_WORKERS: usize = 4096;
+/// Ready peers of a worker are counted up to this many: each probe asks for the number.
+const MAX_PEERS: usize = 16;
 
 #[derive(Default)]
 struct RoleTable {
@@ -316,6 +318,41 @@ impl WorkerFleet {
         known.fold((0, 0), |(known, ready), w| {
             (known + 1, ready + usize::from(w.is_ready()))
         })
+    }
+
+    /// Other ready workers that could take this one's requests: of its role, with its model, and
+    /// with a partner that is ready. At most `MAX_PEERS`; 0: without this worker such requests
+    /// would wait and fail.
+    pub fn ready_peers(&self, worker: &Worker) -> usize {
+        let description = worker.description();
+        let model = description.served_model_name.as_deref();
+        let is_same_model = |other: &Worker| {
+            let serves = |model| other.description().serves(model);
+            model.is_none_or(serves)
+        };
+        let workers = self.workers.read();
+        let peers = workers.iter().filter(|other| {
+            other.id != worker.id
+                && other.role() == worker.role()
+                && other.is_ready()
+                && is_same_model(other)
+                && self.has_ready_partner(other, &workers)
+        });
+        peers.take(MAX_PEERS).count()
+    }
+
+    /// True if a ready worker of the other role fits this one. Regular workers need none.
+    fn has_ready_partner(&self, worker: &Worker, workers: &[Arc<Worker>]) -> bool {
+        let other_role = match worker.role() {
+            Role::Regular => return true,
+            Role::Prefill => Role::Decode,
+            Role::Decode => Role::Prefill,
+        };
+        let fingerprint = worker.description().fingerprint();
+        let mut partners = workers
+            .iter()
+            .filter(|other| other.role() == other_role && other.is_ready());
+        partners.any(|other| fingerprint.is_compatible(&other.description().fingerprint()))
     }
 
     /// The only place where a worker changes state. Candidates and policies follow. False: nothing
