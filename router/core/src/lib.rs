@@ -38,7 +38,7 @@ pub use policy::{
     Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,
     decide_pair,
 };
-pub use policy_set::replay::DecisionReplay;
+pub use policy_set::replay::{DecisionCounts, DecisionReplay, PolicyEvaluation, ReplayReport};
 pub use policy_set::{PolicySet, SplitMix64};
 pub use prompt::{
     HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,

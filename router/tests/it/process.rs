@@ -5,7 +5,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use crate::limits::{H2, text};
-use crate::support::{Act, Client, End, Mock, TOKEN, chat, eventually, timed};
+use crate::support::{Act, Client, End, Mock, TOKEN, TempFile, chat, eventually, timed};
 
 fn command(flags: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton-router"));
@@ -394,6 +394,44 @@ fn recorded_decisions_are_made_again() {
             );
         }
     }
+}
+
+#[test]
+fn replay_as_json_has_the_numbers_of_the_table() {
+    let path = "tests/golden/decisions/cost-pairs.jsonl";
+    let (text, code) = replay(&[path, "--json", "--policy", "round_robin"]);
+    assert_eq!(code, Some(0), "{text}");
+    let found: serde_json::Value = serde_json::from_str(&text).expect("one JSON object");
+    let lines = std::fs::read_to_string(path).unwrap().lines().count() - 1;
+    assert_eq!(found["lines"], lines);
+    assert_eq!(found["cut_files"], serde_json::json!([]));
+    let decode = &found["roles"]["decode"];
+    assert_eq!(
+        (&decode["recorded_policy"], &decode["policy"]),
+        (
+            &serde_json::json!("cost"),
+            &serde_json::json!("round_robin")
+        )
+    );
+    let sum = |names: [&str; 3]| -> u64 { names.iter().map(|n| decode[n].as_u64().unwrap()).sum() };
+    let recorded = decode["reasons"].as_object().unwrap().values();
+    let recorded: u64 = recorded.map(|row| row["recorded"].as_u64().unwrap()).sum();
+    assert_eq!(sum(["same", "other_worker", "other_reason"]), recorded);
+}
+
+#[test]
+fn log_that_ends_within_a_line_is_named() {
+    let whole = std::fs::read_to_string("tests/golden/decisions/cost-workers.jsonl").unwrap();
+    let cut = TempFile::new(&whole[..3000]);
+    let path = cut.path();
+    let (text, code) = replay(&[path]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(
+        text.starts_with(&format!("{path} ends within a line, which is left out")),
+        "{text}"
+    );
+    let json: serde_json::Value = serde_json::from_str(&replay(&[path, "--json"]).0).unwrap();
+    assert_eq!(json["cut_files"], serde_json::json!([path]));
 }
 
 #[test]

@@ -330,11 +330,12 @@ impl PolicyEvaluation {
         }
     }
 
-    fn mean_ttft_ms(&self) -> Option<f64> {
+    pub fn mean_ttft_ms(&self) -> Option<f64> {
         (self.times > 0).then(|| self.ttft_ms / self.times as f64)
     }
 
-    fn hit_rate(&self) -> Option<f64> {
+    /// Cached share of the prompt tokens.
+    pub fn hit_rate(&self) -> Option<f64> {
         (self.prompt_tokens > 0.0).then(|| self.cached_tokens / self.prompt_tokens)
     }
 }
