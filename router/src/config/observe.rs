@@ -44,6 +44,9 @@ pub struct ObservabilityFlags {
     /// Print docs/flags.md and exit
     #[arg(long, hide = true)]
     pub print_flags: bool,
+    /// Print the flags that shells complete, and exit
+    #[arg(long, hide = true)]
+    pub print_completion: bool,
 }
 
 impl ObservabilityFlags {

@@ -36,7 +36,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
 use crate::clock::now_ms;
-use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown};
+use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown, flags_to_complete};
 use crate::dispatch::app::AppState;
 use crate::observability::decision_log;
 use crate::observability::metrics::{RouterMetrics, metrics_markdown};
@@ -79,6 +79,9 @@ pub fn run(argv: Vec<String>) -> i32 {
     };
     if config.observe.print_flags {
         return print(&flags_markdown(), 0);
+    }
+    if config.observe.print_completion {
+        return print(&flags_to_complete(), 0);
     }
     if config.observe.print_metrics {
         return print(&metrics_markdown(), 0);
