@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, for messages: 1 request, 2 requests, 3 processes."""
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"
+
+
 class EngineError(Exception):
     """Base of all deliberate errors. The message says what happened, with the numbers, and what to do next."""
 

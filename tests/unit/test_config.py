@@ -93,8 +93,8 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
         "--port x: give an integer",
         f"--schedule-policy best: give one of {', '.join(policies)}",
         "--srpt-agin: there is no such flag; is it --srpt-aging?",
-        "'stray' follows no flag; leave it out",
-        "--bogus: there is no such flag; --help lists them",
+        "'stray' follows no flag; give the model as --model-path stray",
+        "--bogus: there is no such flag; --help-all lists them",
     ]
     assert all(line.startswith("baton engine: ") for line in shown)
     rest = "\n".join(shown[5:])
@@ -112,7 +112,7 @@ def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]
         config.parse(["--port"])
     assert (
         capsys.readouterr().err
-        == "baton engine: --port: expected one argument; --help lists the flags\n"
+        == "baton engine: --port: expected one argument; --help-all lists the flags\n"
     )
 
 

@@ -59,7 +59,20 @@ class EngineConfig:
         ("the loop", "disable_overlap_schedule"),
         ("time limits, metrics and logs", "request_timeout_secs"),
     )
-    """Headings of --help and docs/flags.md: title, and the first field that it stands above."""
+    """Headings of --help-all and docs/flags.md: title, and the first field that it stands above."""
+    ESSENTIALS: ClassVar[tuple[str, ...]] = (
+        "model_path",
+        "context_length",
+        "host",
+        "port",
+        "api_key",
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "cluster_key",
+        "device",
+        "tp_size",
+    )
+    """Fields whose flags --help shows."""
 
     model_path: str = opt(
         "demo",
