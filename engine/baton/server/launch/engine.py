@@ -36,7 +36,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_bytes
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
 from baton.server.http.app import HttpServer
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
@@ -126,7 +126,8 @@ class _Launcher:
                 range(self._config.dp_size), range(self._config.tp_size)
             ):
                 await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
-            log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
+            processes = counted(len(self._children), "process")
+            log.info("%s: loading %s in %s", url, facts.path, processes)
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
