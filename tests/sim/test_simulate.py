@@ -217,6 +217,19 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     )
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_is_divided_where_the_terminal_is_narrow(columns: int) -> None:
+    made = ran([request(0, 64), request(1, 64)])
+    summary = summarize("srpt-aging", made, 5.0, 0.1)
+    whole = table([summary, summary]).splitlines()
+    narrow = table([summary, summary], columns)
+    assert max(map(len, narrow.splitlines())) <= columns < len(whole[0])
+    parts = [part.splitlines() for part in narrow.split("\n\n")]
+    assert all(line.startswith("srpt-aging") for part in parts for line in part[1:3])
+    cells = [word for part in parts for word in part[0].split()[1:]]
+    assert cells == whole[0].split()[1:], "each column once, in its order"
+
+
 @pytest.mark.slow
 def test_mean_wait_is_that_of_queueing_theory() -> None:
     """One prompt at a time, Poisson arrivals: M/G/1, so W = rate * E[S^2] / (2 (1 - rho)) (Pollaczek, Khinchine)."""

@@ -35,6 +35,9 @@ FIRST_ANSWER_TOKEN = 1 << 30
 _START, _UNLIKE_ANY = -1, -2
 """Stand for "the block before" of a first block, and of blocks that nothing is equal to."""
 SHIPPED = Path(__file__).parent / "traces"
+SHIPPED_NAMES = {path.name.split(".")[0]: path for path in sorted(SHIPPED.glob("*.jsonl.gz"))}
+"""Traces that come with Baton, by their short names."""
+SHIPPED_HELP = f"one that comes with Baton: {', '.join(SHIPPED_NAMES)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,12 @@ def locate(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    shipped = {p.name.split(".")[0]: p for p in sorted(SHIPPED.glob("*.jsonl.gz"))}
-    if name not in shipped:
+    if name not in SHIPPED_NAMES:
+        known = " or ".join(SHIPPED_NAMES)
         raise ConfigError(
-            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {' or '.join(shipped)}"
+            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {known}"
         )
-    return shipped[name]
+    return SHIPPED_NAMES[name]
 
 
 def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
