@@ -8,13 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
-from baton.cli import drain
+from baton.cli import chat, drain
 from baton.cli.doctor import main as doctor
 from baton.cli.doctor import top
 from baton.config import unsupported_flags
 from baton.sched.metrics import histogram
 from baton.sched.metrics.collector import SchedStats
-from baton.server.launch import local_cluster
+from baton.server.launch import cluster_plan
 from baton.server.observability import metric_aliases, metrics
 from baton.server.worker.messages import StatsMessage, encoder, to_front_decoder
 
@@ -35,9 +35,14 @@ def test_table_of_refused_flags_is_current() -> None:
 
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(local_cluster.UpConfig) in page, (
-        "run: python -m baton.server.launch.local_cluster"
+    assert config.markdown(cluster_plan.UpConfig) in page, (
+        "run: python -m baton.server.launch.cluster_plan"
     )
+
+
+def test_chat_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(chat.ChatConfig) in page, "run: python -m baton.cli.chat"
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:
