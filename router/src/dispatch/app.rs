@@ -9,9 +9,9 @@ use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::config::RouterConfig;
 use crate::observability::access_log::EntrySinks;
-use crate::observability::feed_hub::FeedHub;
+use crate::observability::fleet_feed::hub::FeedHub;
+use crate::observability::fleet_feed::pair_traffic::PairTraffic;
 use crate::observability::metrics::RouterMetrics;
-use crate::observability::pair_traffic::PairTraffic;
 use crate::observability::request_timeline::RequestHistory;
 use crate::request::admission::AdmissionController;
 use crate::request::body_memory::MemoryBudget;

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 use crate::clock::{now_ms, unix_time};
 use crate::dispatch::app::AppState;
-use crate::observability::fleet_events::FleetEvent;
-use crate::observability::pair_traffic::PairRecord;
+use crate::observability::fleet_feed::events::FleetEvent;
+use crate::observability::fleet_feed::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
 use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;

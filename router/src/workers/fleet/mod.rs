@@ -45,7 +45,7 @@ use self::startup_gate::StartupGate;
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
-use crate::observability::fleet_events::FleetEvents;
+use crate::observability::fleet_feed::events::FleetEvents;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
