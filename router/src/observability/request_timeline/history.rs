@@ -1,0 +1,195 @@
+//! Timelines that can be asked for: those of all requests in flight, and of the last ones that
+//! ended.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::{RequestStage, RequestTimeline, TimelineRecords};
+use crate::clock::unix_time;
+use crate::observability::otlp::TraceContext;
+
+/// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256
+/// candidates takes 60 KB.
+const MAX_BYTES: usize = 16 << 20;
+
+/// The timelines that can be asked for.
+pub struct RequestHistory {
+    /// Ended ones; 0: none.
+    capacity: usize,
+    next: AtomicU64,
+    shelf: Mutex<Shelf>,
+}
+
+#[derive(Default)]
+struct Shelf {
+    /// As many as there are requests in flight.
+    running: HashMap<u64, Arc<RequestTimeline>>,
+    ended: VecDeque<(Arc<RequestTimeline>, usize)>,
+    bytes: usize,
+}
+
+impl RequestHistory {
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            next: AtomicU64::new(0),
+            shelf: Mutex::default(),
+        }
+    }
+
+    pub fn begin(
+        &self,
+        route: &'static str,
+        rid: &str,
+        trace: Option<TraceContext>,
+    ) -> Arc<RequestTimeline> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let timeline = Arc::new(RequestTimeline {
+            number,
+            route,
+            started: Instant::now(),
+            received_unix_ns: unix_time().as_nanos() as u64,
+            trace,
+            records: Mutex::new(TimelineRecords {
+                rid: rid.to_owned(),
+                ..Default::default()
+            }),
+        });
+        if self.capacity > 0 {
+            self.shelf.lock().running.insert(number, timeline.clone());
+        }
+        timeline
+    }
+
+    pub fn end(&self, timeline: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
+        timeline.mark(RequestStage::Ended);
+        timeline.records.lock().end = Some((status, outcome));
+        if self.capacity == 0 {
+            return;
+        }
+        let bytes = timeline.bytes();
+        let mut shelf = self.shelf.lock();
+        shelf.running.remove(&timeline.number);
+        shelf.ended.push_back((timeline.clone(), bytes));
+        shelf.bytes += bytes;
+        while shelf.ended.len() > self.capacity || shelf.bytes > MAX_BYTES {
+            let Some((_, bytes)) = shelf.ended.pop_front() else {
+                break;
+            };
+            shelf.bytes -= bytes;
+        }
+    }
+
+    /// The youngest requests, running or ended, youngest first, without their legs.
+    pub fn recent(&self, most: usize) -> Vec<Value> {
+        let shelf = self.shelf.lock();
+        let ended = shelf.ended.iter().rev().take(most);
+        let mut timelines: Vec<_> = ended.map(|(timeline, _)| timeline.clone()).collect();
+        timelines.extend(shelf.running.values().cloned());
+        drop(shelf);
+        timelines.sort_unstable_by_key(|timeline| std::cmp::Reverse(timeline.number));
+        timelines.truncate(most);
+        timelines
+            .iter()
+            .map(|timeline| timeline.short_json())
+            .collect()
+    }
+
+    /// The youngest with this id: clients may give the same one twice.
+    pub fn find(&self, rid: &str) -> Option<Value> {
+        let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
+        let shelf = self.shelf.lock();
+        let youngest = shelf
+            .running
+            .values()
+            .filter(is_it)
+            .max_by_key(|timeline| timeline.number);
+        let ended = || {
+            shelf
+                .ended
+                .iter()
+                .rev()
+                .map(|(timeline, _)| timeline)
+                .find(is_it)
+        };
+        let timeline = youngest.or_else(ended)?.clone();
+        drop(shelf);
+        Some(timeline.json())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use router_core::{Role, SelectionReason};
+    use serde_json::value::RawValue;
+
+    use super::*;
+
+    #[test]
+    fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
+        let requests = RequestHistory::new(2);
+        let timelines: Vec<_> = ["a", "b", "c"]
+            .map(|rid| requests.begin("/x", rid, None))
+            .into();
+        assert_eq!(requests.find("a").unwrap()["state"], "running");
+        for timeline in &timelines {
+            requests.end(timeline, 200, "ok");
+        }
+        assert!(requests.find("a").is_none());
+        let found = requests.find("c").unwrap();
+        assert_eq!(
+            (&found["state"], &found["outcome"]),
+            (&"ended".into(), &"ok".into())
+        );
+        let running = requests.begin("/x", "d", None);
+        let recent = requests.recent(2);
+        assert_eq!(
+            (&recent[0]["id"], &recent[1]["id"]),
+            (&"d".into(), &"c".into())
+        );
+        assert_eq!(
+            (&recent[0]["outcome"], &recent[1]["outcome"]),
+            (&serde_json::Value::Null, &"ok".into())
+        );
+        requests.end(&running, 200, "ok");
+        let shelf = requests.shelf.lock();
+        assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
+    }
+
+    #[test]
+    fn bytes_bound_the_shelf_too() {
+        let requests = RequestHistory::new(1000);
+        let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
+        for _ in 0..40 {
+            let timeline = requests.begin("/x", "same", None);
+            timeline.leg(
+                Role::Regular,
+                "w",
+                SelectionReason::Only,
+                Some(explanation.clone()),
+            );
+            requests.end(&timeline, 200, "ok");
+        }
+        let shelf = requests.shelf.lock();
+        assert!(
+            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
+            "{}",
+            shelf.ended.len()
+        );
+    }
+
+    #[test]
+    fn with_no_history_nothing_is_held() {
+        let requests = RequestHistory::new(0);
+        let timeline = requests.begin("/x", "a", None);
+        requests.end(&timeline, 200, "ok");
+        assert!(requests.find("a").is_none());
+        assert!(requests.shelf.lock().running.is_empty());
+    }
+}
