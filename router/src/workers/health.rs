@@ -8,8 +8,8 @@
 //!    --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither the
 //!    probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs:
 //!    `Unhealthy` now;
-//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no
-//!    answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
+//! 4. our engines are asked with each good probe, and while they drain, how much they have to do
+//!    (GET /v1/loads): no answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
 //!    adapters are added while they run;
 //! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if
 //!    shorter) until it is good: back to 2;
@@ -135,9 +135,10 @@ async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Opti
                 seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
             }
             let is_good = matches!(probe, Probe::Good);
+            let answers = is_good || matches!(probe, Probe::Draining);
             seen.pause = seen.take(&fleet, &worker, probe).await;
             drop(pending.take());
-            if is_good && worker.is_ready() && worker.tells_loads() {
+            if answers && worker.state().reports_load() && worker.tells_loads() {
                 ask_load(&fleet, &worker).await;
             } else if is_good && worker.is_ready() && worker.is_vllm() {
                 ask_models(&fleet, &worker).await;

@@ -35,7 +35,7 @@ pub struct Candidate {
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
     pub penalty: Mutex<WorkerPenalty>,
     /// Last report of its work.
-    pub activity: Mutex<WorkerActivity>,
+    pub activity: Arc<Mutex<WorkerActivity>>,
     /// Subscription to its cache events.
     pub feed: EventSubscription,
 }

@@ -15,6 +15,7 @@ use tokio::time::sleep;
 use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::upstream::ConnectionPool;
+use crate::workers::activity::WorkerActivity;
 use crate::workers::kv_events::status::{RankState, lenient};
 
 /// Connections that break within this time have one cause: the worker's end.
@@ -50,6 +51,11 @@ impl WorkerState {
             self,
             Self::Starting { .. } | Self::Rejected { .. } | Self::Draining
         )
+    }
+
+    /// True if it reports its load: it serves requests, or finishes those it has.
+    pub fn reports_load(&self) -> bool {
+        matches!(self, Self::Ready | Self::Draining | Self::Leaving)
     }
 
     /// Source of a drain, for GET /workers.
@@ -164,6 +170,8 @@ pub struct Worker {
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when
     /// it returns.
     pub(super) loads: Mutex<BTreeMap<u32, Arc<AtomicUsize>>>,
+    /// Last reports by rank. Kept while the worker drains, forgotten when it is out.
+    pub(super) activities: Mutex<BTreeMap<u32, Arc<Mutex<WorkerActivity>>>>,
     /// Notified when the load of a rank falls to 0.
     pub(super) idle: Notify,
     /// When a request's connection last broke here; 0: never.
@@ -276,6 +284,24 @@ impl Worker {
             .entry(rank.unwrap_or(0))
             .or_default()
             .clone()
+    }
+
+    /// Requests in flight to `rank`; to the whole worker where ranks are not distinguished.
+    pub fn load_at(&self, rank: Option<u32>) -> usize {
+        self.load_of(rank).load(Ordering::Relaxed)
+    }
+
+    /// Last report of `rank`; of the whole worker where ranks are not distinguished.
+    pub fn activity_of(&self, rank: Option<u32>) -> Arc<Mutex<WorkerActivity>> {
+        self.activities
+            .lock()
+            .entry(rank.unwrap_or(0))
+            .or_default()
+            .clone()
+    }
+
+    pub(super) fn forget_activity(&self) {
+        self.activities.lock().clear();
     }
 
     /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).

@@ -203,8 +203,12 @@ impl Mock {
         self.inner.orders.lock().clone()
     }
 
-    pub fn with_loads(self, loads: Value) -> Mock {
+    pub fn set_loads(&self, loads: Value) {
         *self.inner.loads.lock() = loads;
+    }
+
+    pub fn with_loads(self, loads: Value) -> Mock {
+        self.set_loads(loads);
         self
     }
 

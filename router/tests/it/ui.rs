@@ -241,6 +241,37 @@ async fn events_tell_of_failovers_lost_workers_and_drains() {
 }
 
 #[tokio::test]
+async fn draining_node_keeps_its_numbers_and_a_lost_one_loses_them() {
+    timed(async {
+        let info = json!({"engine": "baton"});
+        let mock = Mock::start(&[]).await.with_info(info).with_drain();
+        let report = |queued| {
+            json!({"dp_rank_count": 1, "loads": [{"dp_rank": 0, "age_ms": 5,
+                "load": {"queued_tokens": queued, "started_tokens": 0, "running_requests": 2, "queued_requests": 3,
+                    "transfer_requests": 0, "pages_free": 20, "pages_evictable": 5, "pages": 100}}]})
+        };
+        let mock = mock.with_loads(report(30));
+        let router = Router::regular(&[&mock], &["--policy", "cost"]).await;
+        let url = mock.url();
+        let queued = |snapshot: &Value| node(snapshot, &url)["ranks"][0]["report"]["queued_tokens"].clone();
+        let mut page = Page::open(&router).await;
+        let snapshot = page.until(|snapshot| queued(snapshot) == 30).await;
+        let id = node(&snapshot, &url)["id"].as_str().unwrap().to_owned();
+        let drained = router.post(&format!("/workers/{id}/drain"), &json!({})).await;
+        assert_eq!(drained.status, 202);
+        mock.set_loads(report(12));
+        // The new number shows that a draining worker is still asked.
+        let snapshot = page.until(|snapshot| queued(snapshot) == 12).await;
+        assert_eq!(node(&snapshot, &url)["state"], "draining");
+        assert_eq!(node(&snapshot, &url)["ranks"][0]["report"]["kv_pages_used"], 75);
+        mock.stop().await;
+        let snapshot = page.until(|snapshot| node(snapshot, &url)["state"] == "unhealthy").await;
+        assert_eq!(node(&snapshot, &url)["ranks"], json!([]));
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn failed_transfers_are_counted_for_their_pair() {
     timed(async {
         let info = json!({"engine": "baton", "disaggregation_bootstrap_port": 8998});

@@ -8,7 +8,6 @@ use crate::dispatch::app::AppState;
 use crate::observability::fleet_feed::events::FleetEvent;
 use crate::observability::fleet_feed::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
-use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
 
 /// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second
@@ -110,7 +109,11 @@ impl NodeView {
     fn of(app: &AppState, worker: &Worker, now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
         let incompatibility = || app.fleet.incompatibility(worker);
-        let ranks = app.fleet.candidates_at(worker);
+        let ranks = if state.reports_load() {
+            app.fleet.ranks_of(worker)
+        } else {
+            Vec::new()
+        };
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
@@ -122,16 +125,17 @@ impl NodeView {
             model: description.served_model_name.clone(),
             version: description.version.clone(),
             ranks: ranks
-                .iter()
-                .map(|rank| RankView::of(rank, now_ms))
+                .into_iter()
+                .map(|rank| RankView::of(worker, rank, now_ms))
                 .collect(),
         }
     }
 }
 
 impl RankView {
-    fn of(candidate: &Candidate, now_ms: u64) -> Self {
-        let activity = candidate.activity.lock();
+    fn of(worker: &Worker, rank: Option<u32>, now_ms: u64) -> Self {
+        let activity = worker.activity_of(rank);
+        let activity = activity.lock();
         let report = activity.last(now_ms).map(|(report, age_ms)| ReportView {
             age_ms,
             queued_tokens: report.queued_tokens,
@@ -140,8 +144,8 @@ impl RankView {
             kv_pages_used: report.running.map(|running| running.pages_used),
         });
         Self {
-            rank: candidate.rank,
-            load: candidate.load(),
+            rank,
+            load: worker.load_at(rank),
             report,
             rates: activity.rates,
         }

@@ -196,6 +196,7 @@ impl WorkerFleet {
             probe_after: self.config.silent_request_probe(),
             state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
             loads: Mutex::default(),
+            activities: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
             health_task: Mutex::default(),
@@ -345,6 +346,9 @@ impl WorkerFleet {
         if !is_changed {
             return false;
         }
+        if !state.reports_load() {
+            worker.forget_activity();
+        }
         let candidates = match &state {
             WorkerState::Ready => self.candidates_of(worker),
             _ => Vec::new(),
@@ -377,13 +381,17 @@ impl WorkerFleet {
         true
     }
 
-    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
-        let is_dp_aware = self.config.workers.is_dp_aware();
-        let ranks: Vec<Option<u32>> = if is_dp_aware {
+    /// DP ranks of a worker that reports its load; `None` stands for the whole worker where ranks
+    /// are not distinguished.
+    pub fn ranks_of(&self, worker: &Worker) -> Vec<Option<u32>> {
+        if self.config.workers.is_dp_aware() {
             (0..worker.dp_size()).map(Some).collect()
         } else {
             vec![None]
-        };
+        }
+    }
+
+    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let fingerprint = worker.description().fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
@@ -402,10 +410,10 @@ impl WorkerFleet {
                 .map(CircuitBreaker::new)
                 .map(Mutex::new),
             penalty: Mutex::default(),
-            activity: Mutex::default(),
+            activity: worker.activity_of(rank),
             feed: EventSubscription::default(),
         };
-        ranks
+        self.ranks_of(worker)
             .into_iter()
             .map(|rank| Arc::new(candidate(rank)))
             .collect()
@@ -458,19 +466,22 @@ impl WorkerFleet {
         *shared = Arc::new(list);
     }
 
-    /// Take in a worker's load reports, one per rank; returns whether that was about any of its
-    /// candidates.
+    /// Take in a worker's load reports, one per rank; returns whether any was used. A draining
+    /// worker has no candidates: its reports are for the web page alone.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
+        let candidates = self.candidates_at(worker);
         let mut is_used = false;
-        for candidate in self.candidates_at(worker) {
-            let report = match candidate.rank {
+        for rank in self.ranks_of(worker) {
+            let report = match rank {
                 Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
                 None => load_report::sum(reports),
             };
-            if let Some(report) = report {
-                candidate.take_report(report, &self.deciders);
-                is_used = true;
+            let Some(report) = report else { continue };
+            match candidates.iter().find(|candidate| candidate.rank == rank) {
+                Some(candidate) => candidate.take_report(report, &self.deciders),
+                None => worker.activity_of(rank).lock().reported(report, now_ms()),
             }
+            is_used = true;
         }
         is_used
     }
