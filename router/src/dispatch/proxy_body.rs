@@ -433,13 +433,10 @@ impl ProxyBody {
         let (role, tokens) = (guard.candidate.worker.role(), buffer.tokens());
         request.record.timeline.failed(role, reason, Some(tokens));
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
-        let detail = format!(
-            "{reason} after {tokens} tokens of request {}",
-            request.record.rid
-        );
+        let detail = format!("{reason} after {tokens} tokens");
         let url = guard.candidate.worker.url().to_string();
         let events = &self.app.fleet.events;
-        events.add("failover", role, &url, Some(detail));
+        events.add_failover(role, &url, detail, &request.record.rid);
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
         let metrics = app.metrics.clone();

@@ -224,7 +224,9 @@ async fn events_tell_of_failovers_lost_workers_and_drains() {
         let events = snapshot["events"].as_array().unwrap();
         let of = |kind: &str| events.iter().find(|event| event["kind"] == kind && event["worker"] == url.as_str());
         let failover = of("failover").expect("an event of the failover");
-        assert!(failover["detail"].as_str().unwrap().starts_with("reset after 2 tokens of request "));
+        assert_eq!(failover["detail"], "reset after 2 tokens");
+        let id = failover["request"].as_str().unwrap();
+        assert_eq!(router.get(&format!("/v1/requests/{id}")).await.json()["id"], id);
         assert!(of("unhealthy").unwrap()["detail"].is_string());
         let id = node(&snapshot, &good.url())["id"].as_str().unwrap().to_owned();
         let drained = router.post(&format!("/workers/{id}/drain"), &json!({})).await;
