@@ -3,6 +3,7 @@
 //! Counters and histograms are written where things happen; gauges about workers are read from the
 //! fleet when /metrics is scraped, so they cannot drift.
 
+use prometheus::core::Collector;
 use prometheus::proto::MetricType;
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
@@ -10,7 +11,7 @@ use prometheus::{
 };
 use router_core::PrefillForecast;
 
-use crate::observability::request_timeline::StageTimes;
+use crate::observability::request_timeline::{StageTimes, is_error};
 
 /// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds
 /// have four digits, since alerts name them.
@@ -321,6 +322,30 @@ impl RouterMetrics {
         }
     }
 
+    /// Sums over all routes since the start.
+    pub fn request_totals(&self) -> RequestTotals {
+        let mut totals = RequestTotals::default();
+        for family in self.requests.collect() {
+            for metric in family.get_metric() {
+                let count = metric.get_counter().get_value() as u64;
+                let outcome = metric
+                    .get_label()
+                    .iter()
+                    .find(|label| label.name() == "outcome");
+                totals.ended += count;
+                if outcome.is_some_and(|outcome| is_error(outcome.value())) {
+                    totals.failed += count;
+                }
+            }
+        }
+        for family in self.ttft.collect() {
+            for metric in family.get_metric() {
+                totals.ttft.add(metric.get_histogram());
+            }
+        }
+        totals
+    }
+
     /// Text exposition format. `update` sets the gauges that are read when they are asked for.
     pub fn render(&self, update: impl FnOnce(&Self)) -> prometheus::Result<Vec<u8>> {
         let _one = self.scrape.lock();
@@ -328,6 +353,58 @@ impl RouterMetrics {
         let mut out = Vec::with_capacity(16 * 1024);
         TextEncoder::new().encode(&self.exposed.gather(), &mut out)?;
         Ok(out)
+    }
+}
+
+/// Requests since the router's start.
+#[derive(Debug, Clone, Default)]
+pub struct RequestTotals {
+    pub ended: u64,
+    /// Those whose outcome is an error code.
+    pub failed: u64,
+    /// Times to the first byte.
+    pub ttft: BucketCounts,
+}
+
+/// Counts of a histogram.
+#[derive(Debug, Clone, Default)]
+pub struct BucketCounts {
+    /// Upper bound and cumulative count of each bucket. The last bucket, without a bound, is left
+    /// out.
+    buckets: Vec<(f64, u64)>,
+    count: u64,
+}
+
+impl BucketCounts {
+    fn add(&mut self, histogram: &prometheus::proto::Histogram) {
+        let buckets = histogram.get_bucket();
+        self.buckets.resize(buckets.len(), (0.0, 0));
+        for (sum, bucket) in self.buckets.iter_mut().zip(buckets) {
+            sum.0 = bucket.upper_bound();
+            sum.1 += bucket.cumulative_count();
+        }
+        self.count += histogram.get_sample_count();
+    }
+
+    /// Value that `share` of the observations after `before` did not exceed, interpolated within
+    /// its bucket as Prometheus' `histogram_quantile` does; `None` without observations.
+    pub fn quantile_since(&self, before: &Self, share: f64) -> Option<f64> {
+        let count = self.count.saturating_sub(before.count);
+        if count == 0 {
+            return None;
+        }
+        let rank = share * count as f64;
+        let mut lower = (0.0, 0);
+        for (place, (bound, cumulative)) in self.buckets.iter().enumerate() {
+            let known = before.buckets.get(place).map_or(0, |(_, count)| *count);
+            let upper = (*bound, cumulative.saturating_sub(known));
+            if upper.1 as f64 >= rank {
+                let within = (rank - lower.1 as f64) / (upper.1 - lower.1).max(1) as f64;
+                return Some(lower.0 + (upper.0 - lower.0) * within);
+            }
+            lower = upper;
+        }
+        Some(lower.0)
     }
 }
 

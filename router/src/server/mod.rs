@@ -216,6 +216,7 @@ impl RunningServer {
         }
         kv_events::announce(&app.fleet);
         evict_regularly(&app);
+        ui::sample_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
         let metrics = metrics_listener.map(|(listener, addr)| {
             let (open, closed) = oneshot::channel();

@@ -3,6 +3,8 @@
 
 /// Recent events of the fleet.
 pub(crate) mod events;
+/// Load over the last ten minutes.
+pub(crate) mod history;
 /// Clients of the feed, and the snapshots they are sent.
 pub(crate) mod hub;
 /// KV traffic between workers.

@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -12,6 +13,18 @@ use tokio::time::Instant;
 use super::{RequestStage, RequestTimeline, TimelineRecords};
 use crate::clock::unix_time;
 use crate::observability::otlp::TraceContext;
+
+/// True if the outcome of a request is an error code (docs/protocol.md).
+pub fn is_error(outcome: &str) -> bool {
+    !matches!(outcome, "ok" | "client_gone" | "dry_run")
+}
+
+fn short_rows(timelines: &[Arc<RequestTimeline>]) -> Vec<Value> {
+    timelines
+        .iter()
+        .map(|timeline| timeline.short_json())
+        .collect()
+}
 
 /// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256
 /// candidates takes 60 KB.
@@ -29,8 +42,16 @@ pub struct RequestHistory {
 struct Shelf {
     /// As many as there are requests in flight.
     running: HashMap<u64, Arc<RequestTimeline>>,
-    ended: VecDeque<(Arc<RequestTimeline>, usize)>,
+    ended: VecDeque<EndedTimeline>,
     bytes: usize,
+}
+
+/// Timeline of an ended request, with what lists of requests select and sort by.
+struct EndedTimeline {
+    timeline: Arc<RequestTimeline>,
+    bytes: usize,
+    is_failed: bool,
+    wait_secs: f32,
 }
 
 impl RequestHistory {
@@ -72,16 +93,21 @@ impl RequestHistory {
         if self.capacity == 0 {
             return;
         }
-        let bytes = timeline.bytes();
+        let ended = EndedTimeline {
+            timeline: timeline.clone(),
+            bytes: timeline.bytes(),
+            is_failed: is_error(outcome),
+            wait_secs: timeline.wait_secs(),
+        };
         let mut shelf = self.shelf.lock();
         shelf.running.remove(&timeline.number);
-        shelf.ended.push_back((timeline.clone(), bytes));
-        shelf.bytes += bytes;
+        shelf.bytes += ended.bytes;
+        shelf.ended.push_back(ended);
         while shelf.ended.len() > self.capacity || shelf.bytes > MAX_BYTES {
-            let Some((_, bytes)) = shelf.ended.pop_front() else {
+            let Some(oldest) = shelf.ended.pop_front() else {
                 break;
             };
-            shelf.bytes -= bytes;
+            shelf.bytes -= oldest.bytes;
         }
     }
 
@@ -89,15 +115,47 @@ impl RequestHistory {
     pub fn recent(&self, most: usize) -> Vec<Value> {
         let shelf = self.shelf.lock();
         let ended = shelf.ended.iter().rev().take(most);
-        let mut timelines: Vec<_> = ended.map(|(timeline, _)| timeline.clone()).collect();
+        let mut timelines: Vec<_> = ended.map(|ended| ended.timeline.clone()).collect();
         timelines.extend(shelf.running.values().cloned());
         drop(shelf);
         timelines.sort_unstable_by_key(|timeline| std::cmp::Reverse(timeline.number));
         timelines.truncate(most);
-        timelines
+        short_rows(&timelines)
+    }
+
+    /// The last requests that ended with an error, youngest first, without their legs.
+    pub fn failed(&self, most: usize) -> Vec<Value> {
+        let shelf = self.shelf.lock();
+        let failed = shelf.ended.iter().rev().filter(|ended| ended.is_failed);
+        let timelines: Vec<_> = failed
+            .take(most)
+            .map(|ended| ended.timeline.clone())
+            .collect();
+        drop(shelf);
+        short_rows(&timelines)
+    }
+
+    /// The requests begun within `period` that waited longest for their first byte, longest first,
+    /// without their legs. Those that still wait are among them.
+    pub fn slowest(&self, most: usize, period: Duration) -> Vec<Value> {
+        let shelf = self.shelf.lock();
+        let ended = shelf
+            .ended
             .iter()
-            .map(|timeline| timeline.short_json())
-            .collect()
+            .map(|ended| (ended.wait_secs, &ended.timeline));
+        let running = shelf
+            .running
+            .values()
+            .map(|timeline| (timeline.wait_secs(), timeline));
+        let mut waits: Vec<_> = ended
+            .chain(running)
+            .filter(|(_, timeline)| timeline.started.elapsed() <= period)
+            .collect();
+        waits.sort_unstable_by(|(one, _), (other, _)| other.total_cmp(one));
+        let slowest = waits.iter().take(most);
+        let timelines: Vec<_> = slowest.map(|(_, timeline)| Arc::clone(timeline)).collect();
+        drop(shelf);
+        short_rows(&timelines)
     }
 
     /// The youngest with this id: clients may give the same one twice.
@@ -114,7 +172,7 @@ impl RequestHistory {
                 .ended
                 .iter()
                 .rev()
-                .map(|(timeline, _)| timeline)
+                .map(|ended| &ended.timeline)
                 .find(is_it)
         };
         let timeline = youngest.or_else(ended)?.clone();
@@ -160,6 +218,42 @@ mod tests {
         requests.end(&running, 200, "ok");
         let shelf = requests.shelf.lock();
         assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
+    }
+
+    #[test]
+    fn failed_requests_and_the_longest_waits_are_listed() {
+        let requests = RequestHistory::new(100);
+        let ids = |rows: Vec<Value>| -> Vec<String> {
+            let id = |row: &Value| row["id"].as_str().unwrap().to_owned();
+            rows.iter().map(id).collect()
+        };
+        // Hours: longer than this test waits for anything.
+        let ended = [
+            ("refused", "queue_full", None, 9_000.0),
+            ("quick", "ok", Some(4_000.0), 90_000.0),
+            ("gone", "client_gone", Some(6_000.0), 7_000.0),
+            ("broken", "error_event", Some(5_000.0), 8_000.0),
+        ];
+        for (rid, outcome, first_byte_secs, ended_secs) in ended {
+            let timeline = requests.begin("/x", rid, None);
+            let mut records = timeline.records.lock();
+            records.stages[RequestStage::FirstByte as usize] = first_byte_secs;
+            records.stages[RequestStage::Ended as usize] = Some(ended_secs);
+            drop(records);
+            requests.end(&timeline, 200, outcome);
+        }
+        let _waiting = requests.begin("/x", "waiting", None);
+        assert_eq!(ids(requests.failed(9)), ["broken", "refused"]);
+        assert_eq!(ids(requests.failed(1)), ["broken"]);
+        // By the time to the first byte, not by the length of the answer.
+        let slowest = requests.slowest(9, Duration::from_secs(600));
+        assert_eq!(slowest[0]["ttft_ms"], Value::Null);
+        assert_eq!(slowest[1]["ttft_ms"], 6_000_000.0);
+        assert_eq!(
+            ids(slowest),
+            ["refused", "gone", "broken", "quick", "waiting"]
+        );
+        assert!(requests.slowest(9, Duration::ZERO).is_empty());
     }
 
     #[test]

@@ -18,7 +18,7 @@ mod history;
 /// Timeline as spans.
 mod spans;
 
-pub use self::history::RequestHistory;
+pub use self::history::{RequestHistory, is_error};
 
 use std::sync::Arc;
 
@@ -312,9 +312,19 @@ impl RequestTimeline {
             "received_unix_ms": self.received_unix_ns / 1_000_000,
             "outcome": records.end.map(|(_, outcome)| outcome),
             "ms": ended.unwrap_or_else(|| ms(self.started)),
+            "ttft_ms": records.stages[RequestStage::FirstByte as usize].map(rounded),
             "attempts": records.legs.last().map_or(0, |leg| leg.attempt),
             "worker": answering.map(|leg| leg.worker.as_str()),
         })
+    }
+
+    /// Time to the first byte; of a request without one, to its end or until now [s].
+    fn wait_secs(&self) -> f32 {
+        let records = self.records.lock();
+        let at = |stage: RequestStage| records.stages[stage as usize];
+        at(RequestStage::FirstByte)
+            .or_else(|| at(RequestStage::Ended))
+            .unwrap_or_else(|| self.started.elapsed().as_secs_f32())
     }
 
     pub fn trace_id(&self) -> Option<String> {

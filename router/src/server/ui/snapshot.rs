@@ -6,6 +6,7 @@ use serde::Serialize;
 use crate::clock::{now_ms, unix_time};
 use crate::dispatch::app::AppState;
 use crate::observability::fleet_feed::events::FleetEvent;
+use crate::observability::fleet_feed::history::{HistoryColumns, SPAN};
 use crate::observability::fleet_feed::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
 use crate::workers::worker::Worker;
@@ -15,8 +16,8 @@ use crate::workers::worker::Worker;
 const MAX_NODES: usize = 512;
 /// Most pairs shown.
 const MAX_PAIRS: usize = 1024;
-/// Requests in the list of recent ones.
-const RECENT_REQUESTS: usize = 12;
+/// Requests in each list.
+const LISTED_REQUESTS: usize = 16;
 
 #[derive(Serialize)]
 pub struct FleetSnapshot {
@@ -32,7 +33,13 @@ pub struct FleetSnapshot {
     nodes_left_out: usize,
     pairs: Vec<PairView>,
     events: Vec<FleetEvent>,
+    /// The youngest ones.
     requests: Vec<serde_json::Value>,
+    /// The youngest ones that ended with an error.
+    failed_requests: Vec<serde_json::Value>,
+    /// Those of the history's span that waited longest for their first byte.
+    slow_requests: Vec<serde_json::Value>,
+    history: HistoryColumns,
 }
 
 #[derive(Serialize)]
@@ -100,7 +107,10 @@ impl FleetSnapshot {
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
             events: app.fleet.events.recent(),
-            requests: app.sinks.requests.recent(RECENT_REQUESTS),
+            requests: app.sinks.requests.recent(LISTED_REQUESTS),
+            failed_requests: app.sinks.requests.failed(LISTED_REQUESTS),
+            slow_requests: app.sinks.requests.slowest(LISTED_REQUESTS, SPAN),
+            history: app.history.lock().columns(),
         }
     }
 }
