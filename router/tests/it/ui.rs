@@ -7,14 +7,18 @@ use serde_json::{Value, json};
 
 use crate::support::{Act, Answering, Client, End, Mock, Router, TOKEN, eventually, timed};
 
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 13] = [
     ("/ui/", "text/html; charset=utf-8"),
     ("/ui/index.html", "text/html; charset=utf-8"),
     ("/ui/chat.html", "text/html; charset=utf-8"),
+    ("/ui/theme.js", "text/javascript; charset=utf-8"),
     ("/ui/app.js", "text/javascript; charset=utf-8"),
     ("/ui/cluster.js", "text/javascript; charset=utf-8"),
+    ("/ui/charts.js", "text/javascript; charset=utf-8"),
+    ("/ui/nodes.js", "text/javascript; charset=utf-8"),
     ("/ui/chat.js", "text/javascript; charset=utf-8"),
     ("/ui/timeline.js", "text/javascript; charset=utf-8"),
+    ("/ui/explanation.js", "text/javascript; charset=utf-8"),
     ("/ui/style.css", "text/css; charset=utf-8"),
     ("/ui/icon.svg", "image/svg+xml"),
 ];
@@ -144,8 +148,8 @@ async fn snapshot_shows_nodes_their_reports_and_the_traffic_of_pairs() {
             .until(|snapshot| node(snapshot, &d.url())["ranks"][0]["report"].is_object())
             .await;
         let keys = [
-            "at_unix_ms", "events", "is_disaggregated", "is_draining", "nodes", "nodes_left_out", "pairs",
-            "queued_requests", "requests", "version",
+            "at_unix_ms", "events", "failed_requests", "history", "is_disaggregated", "is_draining", "nodes",
+            "nodes_left_out", "pairs", "queued_requests", "requests", "slow_requests", "version",
         ];
         assert_eq!(names(&snapshot), BTreeSet::from(keys));
         assert_eq!(snapshot["is_disaggregated"], true);
@@ -269,6 +273,50 @@ async fn draining_node_keeps_its_numbers_and_a_lost_one_loses_them() {
         mock.stop().await;
         let snapshot = page.until(|snapshot| node(snapshot, &url)["state"] == "unhealthy").await;
         assert_eq!(node(&snapshot, &url)["ranks"], json!([]));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn history_and_lists_of_requests_follow_what_was_answered() {
+    timed(async {
+        let acts = [Act::Answer, Act::Status(400, "bad"), Act::Answer];
+        let mock = Mock::start(&acts).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        for _ in 0..3 {
+            router.chat().await;
+        }
+        let mut page = Page::open(&router).await;
+        let snapshot = page.snapshot().await.unwrap();
+        assert_eq!(snapshot["requests"].as_array().unwrap().len(), 3);
+        assert_eq!(snapshot["slow_requests"].as_array().unwrap().len(), 3);
+        let failed = snapshot["failed_requests"].as_array().unwrap();
+        assert_eq!(failed.len(), 1);
+        assert_eq!(failed[0]["id"], snapshot["requests"][1]["id"]);
+        // The first sample comes after one period; values are tested beside the code.
+        let column =
+            |snapshot: &Value, name: &str| snapshot["history"][name].as_array().unwrap().clone();
+        let rises = |snapshot: &Value, name: &str| {
+            column(snapshot, name)
+                .iter()
+                .any(|value| value.as_f64() > Some(0.0))
+        };
+        let snapshot = page.until(|snapshot| rises(snapshot, "errors_per_s")).await;
+        assert!(rises(&snapshot, "requests_per_s"));
+        assert!(rises(&snapshot, "ttft_p50_ms") && rises(&snapshot, "ttft_p95_ms"));
+        assert!(
+            column(&snapshot, "decode_kv_usage")
+                .iter()
+                .all(Value::is_null),
+            "this worker reports none"
+        );
+        assert_eq!(
+            (
+                &snapshot["history"]["period_ms"],
+                &snapshot["history"]["max_samples"]
+            ),
+            (&json!(5000), &json!(120))
+        );
     })
     .await;
 }
