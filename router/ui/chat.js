@@ -266,7 +266,7 @@ async function dryRun() {
     });
     const { decisions } = await response.json();
     const views = decisions.map((made) => explanationView(made.explanation, made.worker, made.role));
-    byId("dry-run-body").replaceChildren(...views);
+    byId("dry-run-body").replaceChildren(el("div", { class: "explanations" }, views));
     byId("dry-run").hidden = false;
     byId("dry-run-title").focus();
   } catch (error) {

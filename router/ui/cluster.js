@@ -31,12 +31,13 @@ function showSummary(fleet) {
   const answering = fleet.nodes.filter((node) => node.role !== "prefill");
   facts.push(
     fact("Running requests", count(sumOf(answering, (node) => node.load))),
-    fact("Queued in the router", count(fleet.queued_requests)),
+    fact("Router queue", count(fleet.queued_requests)),
     fact("Prefill tokens/s", count(sumOf(fleet.nodes, (node) => rateOf(node, "prefill_tokens_per_s")))),
     // The first tokens that prefill nodes compute are not added: the sum is that of the nodes below.
     fact("Decode tokens/s", count(sumOf(answering, (node) => rateOf(node, "decode_tokens_per_s")))),
-    fact("Router", fleet.is_draining ? `${fleet.version}, draining` : fleet.version, fleet.is_draining),
   );
+  if (fleet.is_draining) facts.push(fact("Router", "draining", true));
+  setText(byId("version"), `Baton router ${fleet.version}`);
   const text = facts.map((one) => one.textContent).join();
   if (text === summaryShown) return;
   summaryShown = text;

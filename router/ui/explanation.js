@@ -79,7 +79,8 @@ function shownCandidates(candidates, chosen) {
 function candidateTable(candidates, chosen, title) {
   const shown = shownCandidates(candidates, chosen);
   const names = new Set(shown.flatMap((one) => Object.keys(one).filter((name) => isPlain(one[name]) && !HIDDEN.has(name))));
-  const known = Object.keys(TERMS).filter((name) => names.has(name));
+  const isNothing = (name) => name !== "cost_ms" && name.endsWith("_ms") && shown.every((one) => one[name] === 0);
+  const known = Object.keys(TERMS).filter((name) => names.has(name) && !isNothing(name));
   const other = [...names].filter((name) => !(name in TERMS));
   const rows = [...known, ...other].map((name) => {
     const [label, format] = TERMS[name] ?? [words(name), plainText];
@@ -109,7 +110,7 @@ export function explanationView(explanation, chosen, title) {
   const values = Object.entries(basis).filter(([, value]) => isPlain(value));
   const about = values.map(([name, value]) => `${name.replaceAll("_", " ")} ${plainText(value)}`).join(", ");
   return el(
-    "section", { class: "explanation", "aria-label": `Decision, ${title}` },
+    "div", { class: "explanation" },
     el("p", {}, el("b", {}, `${words(title)}: `), el("b", { class: "address" }, shortUrl(chosen)), ` ${sentenceOf(explanation, best)}`),
     candidateTable(candidates, chosen, title),
     el("p", { class: "help" }, `Policy ${policy}${about ? `: ${about}.` : "."}`),

@@ -89,7 +89,8 @@ function handoverText(request) {
     parts.push(`pull ${milliseconds(pull.pull_ms)} (${pull.transport}, ${bytes(pull.bytes)}${hidden})`);
   } else if (pull) parts.push("nothing to pull");
   if (leftMs > pulledMs) parts.push(`then first event ${milliseconds(leftMs - pulledMs)}`);
-  return parts.join(", ");
+  const handovers = attempts.filter(([, legs]) => legs.prefill && legs.answer?.first_token_ms);
+  return `${handovers.length > 1 ? "the last one " : ""}${parts.join(", ")}`;
 }
 
 /** Sums by kind, in the order of the stages, with the workers they happened at. */
@@ -198,7 +199,7 @@ export function decisionsOf(request) {
     const title = attempts > 1 ? `Attempt ${leg.attempt}, ${leg.role}` : leg.role;
     return explanationView(leg.explanation, leg.worker, title);
   });
-  return el("details", { class: "why" }, el("summary", {}, "Why these workers?"), views);
+  return el("details", { class: "why" }, el("summary", {}, "Why these workers?"), el("div", { class: "explanations" }, views));
 }
 
 /** The whole timeline of a request, for the request view. */

@@ -523,7 +523,7 @@ def test_handover_tells_pull_from_waiting() -> None:
                 assert await page.evaluate(bar.format(json.dumps(early))) == [
                     "Queue 5.0 ms",
                     "Prefill 35 ms on p",
-                    "Handover 0.0 ms on d: pull 2.0 ms (shm, 66 kB, 2.0 ms of it during the prefill)",
+                    "Handover 0 ms on d: pull 2.0 ms (shm, 66 kB, 2.0 ms of it during the prefill)",
                     "Decode 160 ms on d",
                 ]
                 page.assert_clean(url)
