@@ -55,7 +55,9 @@ export function counted(number, noun) {
 }
 
 export function percent(share) {
-  return share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`;
+  if (share === null || share === undefined) return "–";
+  const isSmall = share > 0 && share < 0.1;
+  return `${isSmall ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;
 }
 
 export function bytes(number) {

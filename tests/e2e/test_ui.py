@@ -477,7 +477,7 @@ def test_nodes_are_sorted_and_labeled() -> None:
                     cards = await page.evaluate(cards_sorted_by(order))
                     assert [int(card.split("\n")[0].removeprefix("h:")) for card in cards] == ports
                 draining = cards[0]
-                assert "0 % of 2,048 pages" in draining
+                assert "0.5 % of 2,048 pages" in draining
                 assert "3 requests" in draining
                 assert "300 tokens" in draining
                 assert "Undrain" in draining

@@ -11,7 +11,7 @@ use prometheus::{
 };
 use router_core::PrefillForecast;
 
-use crate::observability::request_timeline::{StageTimes, is_error};
+use crate::observability::request_timeline::StageTimes;
 
 /// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds
 /// have four digits, since alerts name them.
@@ -322,28 +322,15 @@ impl RouterMetrics {
         }
     }
 
-    /// Sums over all routes since the start.
-    pub fn request_totals(&self) -> RequestTotals {
-        let mut totals = RequestTotals::default();
-        for family in self.requests.collect() {
-            for metric in family.get_metric() {
-                let count = metric.get_counter().get_value() as u64;
-                let outcome = metric
-                    .get_label()
-                    .iter()
-                    .find(|label| label.name() == "outcome");
-                totals.ended += count;
-                if outcome.is_some_and(|outcome| is_error(outcome.value())) {
-                    totals.failed += count;
-                }
-            }
-        }
+    /// Times to the first byte, over all routes since the start.
+    pub fn ttft_counts(&self) -> BucketCounts {
+        let mut counts = BucketCounts::default();
         for family in self.ttft.collect() {
             for metric in family.get_metric() {
-                totals.ttft.add(metric.get_histogram());
+                counts.add(metric.get_histogram());
             }
         }
-        totals
+        counts
     }
 
     /// Text exposition format. `update` sets the gauges that are read when they are asked for.
@@ -354,16 +341,6 @@ impl RouterMetrics {
         TextEncoder::new().encode(&self.exposed.gather(), &mut out)?;
         Ok(out)
     }
-}
-
-/// Requests since the router's start.
-#[derive(Debug, Clone, Default)]
-pub struct RequestTotals {
-    pub ended: u64,
-    /// Those whose outcome is an error code.
-    pub failed: u64,
-    /// Times to the first byte.
-    pub ttft: BucketCounts,
 }
 
 /// Counts of a histogram.

@@ -283,6 +283,22 @@ async fn history_and_lists_of_requests_follow_what_was_answered() {
         let acts = [Act::Answer, Act::Status(400, "bad"), Act::Answer];
         let mock = Mock::start(&acts).await;
         let router = Router::regular(&[&mock], &[]).await;
+        // The page's own files, which answer 304 when they are known, are not requests of clients.
+        let etag = router.get("/ui/").await.headers["etag"]
+            .to_str()
+            .unwrap()
+            .to_owned();
+        let known = router
+            .send(Method::GET, "/ui/", &[("if-none-match", etag.as_str())], "")
+            .await;
+        assert_eq!(known.status, 304);
+        let mut page = Page::open(&router).await;
+        let is_sampled = |snapshot: &Value| snapshot["history"]["requests_per_s"][0].is_number();
+        let history = &page.until(is_sampled).await["history"];
+        assert_eq!(
+            (&history["requests_per_s"], &history["errors_per_s"]),
+            (&json!([0.0]), &json!([0.0]))
+        );
         for _ in 0..3 {
             router.chat().await;
         }

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::observability::metrics::RequestTotals;
+use crate::observability::metrics::BucketCounts;
+use crate::observability::request_timeline::RequestTotals;
 
 /// Time between two readings.
 pub const PERIOD: Duration = Duration::from_secs(5);
@@ -28,6 +29,8 @@ pub struct FleetReading {
     pub at_ms: u64,
     pub at_unix_ms: u64,
     pub requests: RequestTotals,
+    /// Times to the first byte, since the start.
+    pub ttft: BucketCounts,
     /// Sum over all workers, as last reported.
     pub prefill_tokens_per_s: f64,
     /// Sum over decode and regular workers: the first tokens of prefill workers are not counted
@@ -115,10 +118,7 @@ fn sample_between(before: &FleetReading, now: &FleetReading) -> FleetSample {
     let seconds = (now.at_ms - before.at_ms) as f64 / 1e3;
     let per_s = |now: u64, before: u64| rounded(now.saturating_sub(before) as f64 / seconds);
     let quantile_ms = |share| {
-        let seconds = now
-            .requests
-            .ttft
-            .quantile_since(&before.requests.ttft, share)?;
+        let seconds = now.ttft.quantile_since(&before.ttft, share)?;
         Some(rounded(1e3 * seconds))
     };
     FleetSample {
@@ -148,28 +148,28 @@ mod tests {
     use super::*;
     use crate::observability::metrics::RouterMetrics;
 
-    fn reading(at_s: u64, metrics: &RouterMetrics) -> FleetReading {
+    fn reading(at_s: u64, metrics: &RouterMetrics, requests: RequestTotals) -> FleetReading {
         FleetReading {
             at_ms: at_s * 1000,
             at_unix_ms: 1_000_000 + at_s * 1000,
-            requests: metrics.request_totals(),
+            requests,
+            ttft: metrics.ttft_counts(),
             decode_kv_usage: Some(1.0 / 3.0),
             ..FleetReading::default()
         }
     }
 
-    fn end_request(metrics: &RouterMetrics, route: &str, outcome: &str, ttft_s: f64) {
-        let labels = [route, "POST", "2xx", outcome];
-        metrics.requests.with_label_values(&labels).inc();
-        metrics.ttft.with_label_values(&[route]).observe(ttft_s);
-    }
-
     #[test]
     fn sample_holds_what_happened_between_two_readings() {
         let metrics = RouterMetrics::new().unwrap();
+        let observe_ttft = |route: &str, seconds: f64| {
+            let ttft = metrics.ttft.with_label_values(&[route]);
+            ttft.observe(seconds);
+        };
+        let totals = |ended, failed| RequestTotals { ended, failed };
         let mut history = FleetHistory::default();
-        end_request(&metrics, "/generate", "timeout", 60.0);
-        history.add(reading(0, &metrics));
+        observe_ttft("/generate", 60.0);
+        history.add(reading(0, &metrics, totals(1, 1)));
         assert!(history.columns().requests_per_s.is_empty());
         // 100 first tokens: 1 ms to 100 ms, over two routes.
         for ms in 1..=100 {
@@ -178,11 +178,10 @@ mod tests {
             } else {
                 "/v1/completions"
             };
-            let outcome = if ms % 10 == 0 { "error_event" } else { "ok" };
-            end_request(&metrics, route, outcome, f64::from(ms) / 1e3);
+            observe_ttft(route, f64::from(ms) / 1e3);
         }
-        history.add(reading(5, &metrics));
-        history.add(reading(10, &metrics));
+        history.add(reading(5, &metrics, totals(101, 11)));
+        history.add(reading(10, &metrics, totals(101, 11)));
         let columns = history.columns();
         assert_eq!(columns.requests_per_s, [20.0, 0.0]);
         assert_eq!(columns.errors_per_s, [2.0, 0.0]);
@@ -205,7 +204,8 @@ mod tests {
         let metrics = RouterMetrics::new().unwrap();
         let mut history = FleetHistory::default();
         for number in 0..500 {
-            let mut reading = reading(number * PERIOD.as_secs(), &metrics);
+            let at_s = number * PERIOD.as_secs();
+            let mut reading = reading(at_s, &metrics, RequestTotals::default());
             reading.decode_tokens_per_s = number as f64;
             history.add(reading);
         }

@@ -15,7 +15,7 @@ use crate::clock::unix_time;
 use crate::observability::otlp::TraceContext;
 
 /// True if the outcome of a request is an error code (docs/protocol.md).
-pub fn is_error(outcome: &str) -> bool {
+fn is_error(outcome: &str) -> bool {
     !matches!(outcome, "ok" | "client_gone" | "dry_run")
 }
 
@@ -35,7 +35,18 @@ pub struct RequestHistory {
     /// Ended ones; 0: none.
     capacity: usize,
     next: AtomicU64,
+    ended: AtomicU64,
+    failed: AtomicU64,
     shelf: Mutex<Shelf>,
+}
+
+/// Ended requests since the router's start. Pages, probes and orders of the control plane have no
+/// timeline and are not counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RequestTotals {
+    pub ended: u64,
+    /// Those whose outcome is an error code.
+    pub failed: u64,
 }
 
 #[derive(Default)]
@@ -59,6 +70,8 @@ impl RequestHistory {
         Self {
             capacity,
             next: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
             shelf: Mutex::default(),
         }
     }
@@ -90,13 +103,17 @@ impl RequestHistory {
     pub fn end(&self, timeline: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
         timeline.mark(RequestStage::Ended);
         timeline.records.lock().end = Some((status, outcome));
+        let is_failed = is_error(outcome);
+        self.ended.fetch_add(1, Ordering::Relaxed);
+        self.failed
+            .fetch_add(u64::from(is_failed), Ordering::Relaxed);
         if self.capacity == 0 {
             return;
         }
         let ended = EndedTimeline {
             timeline: timeline.clone(),
             bytes: timeline.bytes(),
-            is_failed: is_error(outcome),
+            is_failed,
             wait_secs: timeline.wait_secs(),
         };
         let mut shelf = self.shelf.lock();
@@ -108,6 +125,13 @@ impl RequestHistory {
                 break;
             };
             shelf.bytes -= oldest.bytes;
+        }
+    }
+
+    pub fn totals(&self) -> RequestTotals {
+        RequestTotals {
+            ended: self.ended.load(Ordering::Relaxed),
+            failed: self.failed.load(Ordering::Relaxed),
         }
     }
 
@@ -254,6 +278,11 @@ mod tests {
             ["refused", "gone", "broken", "quick", "waiting"]
         );
         assert!(requests.slowest(9, Duration::ZERO).is_empty());
+        let totals = RequestTotals {
+            ended: 4,
+            failed: 2,
+        };
+        assert_eq!(requests.totals(), totals);
     }
 
     #[test]
@@ -283,6 +312,7 @@ mod tests {
         let requests = RequestHistory::new(0);
         let timeline = requests.begin("/x", "a", None);
         requests.end(&timeline, 200, "ok");
+        assert_eq!(requests.totals().ended, 1);
         assert!(requests.find("a").is_none());
         assert!(requests.shelf.lock().running.is_empty());
     }

@@ -18,7 +18,7 @@ mod history;
 /// Timeline as spans.
 mod spans;
 
-pub use self::history::{RequestHistory, is_error};
+pub use self::history::{RequestHistory, RequestTotals};
 
 use std::sync::Arc;
 

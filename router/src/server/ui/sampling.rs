@@ -31,7 +31,8 @@ fn take_reading(app: &AppState) -> FleetReading {
     let mut reading = FleetReading {
         at_ms: now_ms,
         at_unix_ms: unix_time().as_millis() as u64,
-        requests: app.metrics.request_totals(),
+        requests: app.sinks.requests.totals(),
+        ttft: app.metrics.ttft_counts(),
         ..FleetReading::default()
     };
     let mut prefill_pages = PageCount::default();
