@@ -13,7 +13,7 @@ use crate::observability::fleet_feed::history::FleetHistory;
 use crate::observability::fleet_feed::hub::FeedHub;
 use crate::observability::fleet_feed::pair_traffic::PairTraffic;
 use crate::observability::metrics::RouterMetrics;
-use crate::observability::request_timeline::RequestHistory;
+use crate::observability::request_timeline::history::RequestHistory;
 use crate::request::admission::AdmissionController;
 use crate::request::body_memory::MemoryBudget;
 use crate::request::body_threads::BodyThreads;

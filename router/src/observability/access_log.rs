@@ -10,7 +10,8 @@ use tokio::time::Instant;
 use crate::clock::ms_since;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::otlp::{SpanExporter, TraceContext};
-use crate::observability::request_timeline::{RequestHistory, RequestStage, RequestTimeline};
+use crate::observability::request_timeline::history::RequestHistory;
+use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 
 /// Where records go when they end.
 #[derive(Clone)]

@@ -13,7 +13,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::observability::metrics::BucketCounts;
-use crate::observability::request_timeline::RequestTotals;
+use crate::observability::request_timeline::history::RequestTotals;
 
 /// Time between two readings.
 pub const PERIOD: Duration = Duration::from_secs(5);

@@ -14,11 +14,9 @@
 //! about a microsecond and half a kilobyte a request.
 
 /// Timelines of recent requests.
-mod history;
+pub mod history;
 /// Timeline as spans.
 mod spans;
-
-pub use self::history::{RequestHistory, RequestTotals};
 
 use std::sync::Arc;
 
@@ -404,6 +402,7 @@ impl AttemptRecorder {
 mod tests {
     use router_core::PrefillForecast;
 
+    use super::history::RequestHistory;
     use super::*;
 
     #[test]
