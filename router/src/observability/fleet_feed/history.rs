@@ -5,7 +5,7 @@
 //! 2. [`FleetHistory::add`] makes one sample of it and of the reading before;
 //! 3. each snapshot for the page holds all samples, a column per quantity.
 //!
-//! Deterministic, no I/O. Bounded: `MAX_SAMPLES` samples of 40 bytes.
+//! Deterministic, no I/O. Bounded: `MAX_SAMPLES` samples of 48 bytes.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -33,8 +33,8 @@ pub struct FleetReading {
     pub ttft: BucketCounts,
     /// Sum over all workers, as last reported.
     pub prefill_tokens_per_s: f64,
-    /// Sum over decode and regular workers: the first tokens of prefill workers are not counted
-    /// twice.
+    /// Sum over decode and regular workers; the first tokens, which prefill workers compute, are
+    /// left out.
     pub decode_tokens_per_s: f64,
     /// Share of the KV pages of all prefill workers in use; `None`: no worker reports it.
     pub prefill_kv_usage: Option<f64>,
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(columns.decode_tokens_per_s.len(), 120);
         assert_eq!(columns.decode_tokens_per_s[119], 499.0);
         assert_eq!(columns.decode_tokens_per_s[0], 380.0);
-        assert!(size_of::<FleetSample>() <= 64);
+        assert!(size_of::<FleetSample>() <= 48);
     }
 
     #[test]
