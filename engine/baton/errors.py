@@ -157,6 +157,12 @@ class PairIncompatible(EngineError):
     code, status = "pair_incompatible", 502
 
 
+class PromptMismatch(EngineError):
+    """Prefill and decode node tokenized different prompts: about this request, not about the pair."""
+
+    code, status = "prompt_mismatch", 502
+
+
 class BootstrapUnreachable(EngineError):
     code, status = "bootstrap_unreachable", 502
 

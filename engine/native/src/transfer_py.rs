@@ -441,6 +441,7 @@ impl PyBootstrapServer {
         cluster_key: Option<String>,
         second_cluster_key: Option<String>,
     ) -> PyResult<Self> {
+        log_to_stderr();
         let keys = cluster_key.map(|own| ClusterKeys::new(own, second_cluster_key));
         let server = py
             .detach(|| BootstrapServer::start(host, port, keys))
@@ -462,6 +463,12 @@ impl PyBootstrapServer {
     #[getter]
     fn refused(&self) -> u64 {
         self.server.lock().refused()
+    }
+
+    /// Those of them that were not signed with the cluster's key.
+    #[getter]
+    fn refused_unsigned(&self) -> u64 {
+        self.server.lock().refused_unsigned()
     }
 
     /// True while its thread serves.

@@ -41,7 +41,7 @@ from baton.server.http.request_handler import RequestHandler
 from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
-from baton.server.observability.metrics import EngineMetrics
+from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
@@ -92,7 +92,7 @@ class HttpServer:
             config.metrics_compat,
         )
         self.lifecycle = ServerLifecycle(ranks)
-        self._counted_refused = 0
+        self._counted_refused = dict.fromkeys(ROUTE_REFUSALS, 0)
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
         self.tracer = tracer.start(config)
@@ -249,13 +249,19 @@ class HttpServer:
             {"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]}
         )
 
+    def _count_refused_routes(self, bootstrap: Any) -> None:
+        unsigned = bootstrap.refused_unsigned
+        totals = {"AUTH": unsigned, "OTHER": bootstrap.refused - unsigned}
+        for code, total in totals.items():
+            counter = self.metrics.kv_routes_refused.labels(code)
+            counter.inc(max(0, total - self._counted_refused[code]))
+            self._counted_refused[code] = total
+
     async def metrics_text(self, request: web.Request) -> web.Response:
         if self.tracer is not None:
             self.tracer.count(self.metrics.trace_spans)
         if self.lifecycle.bootstrap is not None:
-            refused = self.lifecycle.bootstrap.refused
-            self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
-            self._counted_refused = refused
+            self._count_refused_routes(self.lifecycle.bootstrap)
         now = self.lifecycle.condition()
         self.metrics.ready.set(now.refusal is None)
         for state in NodeState:

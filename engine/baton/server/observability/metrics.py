@@ -51,6 +51,13 @@ _gauge = partial(Spec, "gauge")
 _counter = partial(Spec, "counter")
 _histogram = partial(Spec, "histogram")
 
+ROUTE_REFUSALS = ("AUTH", "OTHER")
+"""Codes of requests that the bootstrap server refused."""
+ROUTES_REFUSED_HELP = (
+    "P: requests to the bootstrap server refused (AUTH: not signed with the cluster key), or closed "
+    "while silent"
+)
+
 RANK = (
     _gauge(
         "requests",
@@ -368,10 +375,9 @@ class EngineMetrics:
             "build_info", "version and mode, value 1", ("version", "python", "mode", "model")
         )
         build.labels(version, platform.python_version(), mode, model).set(1)
-        self.kv_routes_refused = counter(
-            "kv_routes_refused",
-            "P: requests to the bootstrap server refused, or closed while silent",
-        )
+        self.kv_routes_refused = counter("kv_routes_refused", ROUTES_REFUSED_HELP, ("code",))
+        for code in ROUTE_REFUSALS:
+            self.kv_routes_refused.labels(code)
         prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)

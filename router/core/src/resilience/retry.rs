@@ -114,7 +114,8 @@ const CODES: [(RetryClass, &str); 5] = [
     (
         RetryClass::Broken,
         "duplicate_room prefill_failed kv_transfer_failed kv_transfer_timeout upstream_error \
-         pair_incompatible bootstrap_unreachable engine_dead",
+         pair_incompatible prompt_mismatch bootstrap_unreachable \
+         engine_dead",
     ),
     (RetryClass::Leaving, "draining not_ready"),
     (
