@@ -96,7 +96,7 @@ pub enum RouteError {
         excess_ms: u64,
     },
     #[error(
-        "{prefill} prefill and {decode} decode workers are ready, but no two fit together; GET /workers tells in what they differ"
+        "{prefill} prefill and {decode} decode workers are ready, but no two of them can work together; the operator finds the reason in GET /workers"
     )]
     NoPair { prefill: usize, decode: usize },
     #[error("no worker runs a request {rid}; it has ended, or went to workers that are not ready")]

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use router_core::{
     BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PromptBlocks, RequestOutcome, Role,
     SelectionReason, SendTicket, WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty,
+    WorkerView,
 };
 
 use super::activity::WorkerActivity;
@@ -43,6 +44,15 @@ pub struct Candidate {
 impl Candidate {
     pub fn load(&self) -> usize {
         self.load.load(Ordering::Relaxed)
+    }
+
+    /// View of it for policies.
+    pub(super) fn view(&self) -> WorkerView {
+        WorkerView {
+            id: self.id,
+            load: self.load(),
+            host: self.host,
+        }
     }
 
     /// Strongest objection to sending it a request that failed at the workers in `tried`.

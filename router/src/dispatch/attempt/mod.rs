@@ -16,7 +16,9 @@ use tokio::time::timeout;
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
-use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, from_error, is_sse};
+use crate::response::sse::{
+    EventSplitter, code_of, comments_len, error_event, from_error, is_sse, message_of,
+};
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::{Candidate, LoadGuard};
@@ -115,6 +117,9 @@ pub fn is_break(reason: &str) -> bool {
     matches!(reason, "reset" | "engine_dead")
 }
 
+/// Code by which a decode worker reports that it can never work with its prefill worker.
+pub const PAIR_INCOMPATIBLE: &str = "pair_incompatible";
+
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
 const PARTNERS_FAULT: [&str; 4] = [
     "kv_transfer_failed",
@@ -127,6 +132,15 @@ impl AttemptError {
     /// True if the other leg's worker may have failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
+    }
+
+    /// The worker's own words, if it had any.
+    pub fn message(&self) -> Option<String> {
+        let ErrorReply::Answer { body, .. } = &self.reply else {
+            return None;
+        };
+        let json = error_event(body).unwrap_or(body);
+        message_of(json)
     }
 
     fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
@@ -227,7 +241,8 @@ impl AttemptError {
     /// an unexplained error is judged when there is a second opinion (retry.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error = self.status().is_some_and(|status| status.is_client_error());
-        let is_partners = self.role == Role::Decode && self.blames_partner();
+        let is_pairs = self.reason == PAIR_INCOMPATIBLE;
+        let is_partners = self.role == Role::Decode && (self.blames_partner() || is_pairs);
         let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
             RequestOutcome::Unknown

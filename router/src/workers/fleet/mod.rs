@@ -37,7 +37,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role, WorkerId,
+    BreakerState, CircuitBreaker, PairVerdicts, PolicyEvent, PolicySet, RequestOutcome, Role,
+    WorkerId, WorkerPair,
 };
 use tokio::sync::{Notify, watch};
 
@@ -98,6 +99,8 @@ pub struct WorkerFleet {
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
     changing: Mutex<()>,
+    /// Pairs that proved unable to work together, by the ids of their workers.
+    pub(super) verdicts: Mutex<PairVerdicts>,
     /// Workers whose tasks have not probed them yet.
     pub startup_gate: StartupGate,
     /// Notified when candidates come or go.
@@ -135,6 +138,7 @@ impl WorkerFleet {
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
+            verdicts: Mutex::default(),
             startup_gate: StartupGate::default(),
             changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
@@ -438,6 +442,10 @@ impl WorkerFleet {
             .iter()
             .cloned()
             .partition(|c| c.worker.id == worker.id);
+        if !gone.is_empty() {
+            // Another process may answer now, with other keys.
+            self.verdicts.lock().forget(worker.id);
+        }
         for candidate in gone {
             candidate.feed.stop();
             self.deciders.observe(
@@ -497,7 +505,8 @@ impl WorkerFleet {
             Role::Prefill => Role::Decode,
             Role::Decode => Role::Prefill,
         };
-        if self.all_fit.load(Ordering::Relaxed) || !worker.is_ready() {
+        let all_fit = self.all_fit.load(Ordering::Relaxed) && self.verdicts.lock().is_empty();
+        if all_fit || !worker.is_ready() {
             return None;
         }
         let description = worker.description();
@@ -507,11 +516,12 @@ impl WorkerFleet {
             .iter()
             .filter(|w| w.role() == other_role && w.is_ready());
         let fingerprint_of = |w: &Arc<Worker>| w.description().fingerprint();
-        if others
+        let mut fitting = others
             .clone()
-            .any(|w| fingerprint.is_compatible(&fingerprint_of(w)))
-        {
-            return None;
+            .filter(|w| fingerprint.is_compatible(&fingerprint_of(w)))
+            .peekable();
+        if fitting.peek().is_some() {
+            return self.exclusion_from_all(worker, fitting);
         }
         let nearest = others.min_by_key(|w| fingerprint.differs(&fingerprint_of(w)).count())?;
         let there = nearest.description();
@@ -528,14 +538,65 @@ impl WorkerFleet {
         ))
     }
 
+    /// Reason why a worker is excluded from the pairs with all `others`, which fit it by what they
+    /// report; `None` if it can be paired with one of them.
+    fn exclusion_from_all<'a>(
+        &self,
+        worker: &Worker,
+        others: impl Iterator<Item = &'a Arc<Worker>>,
+    ) -> Option<String> {
+        let verdicts = self.verdicts.lock();
+        let now_ms = now_ms();
+        let mut first = None;
+        for other in others {
+            let pair = match worker.role() {
+                Role::Prefill => (worker.id, other.id),
+                Role::Decode | Role::Regular => (other.id, worker.id),
+            };
+            let reason = verdicts.exclusion(pair, now_ms)?;
+            first.get_or_insert_with(|| {
+                format!("it cannot be paired with {}: {reason}", other.url())
+            });
+        }
+        first
+    }
+
     /// True if some prefill and some decode worker can work together.
     pub fn has_pair(&self) -> bool {
         let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
-        p_list.iter().any(|p| {
-            d_list
-                .iter()
-                .any(|d| p.fingerprint.is_compatible(&d.fingerprint))
-        })
+        let verdicts = self.verdicts.lock();
+        let now_ms = now_ms();
+        let fits = |p: &Candidate, d: &Candidate| {
+            let pair = (p.worker.id, d.worker.id);
+            p.fingerprint.is_compatible(&d.fingerprint)
+                && verdicts.exclusion(pair, now_ms).is_none()
+        };
+        p_list.iter().any(|p| d_list.iter().any(|d| fits(p, d)))
+    }
+
+    /// A decode worker reports that it can never work with this prefill worker.
+    pub fn exclude_pair(&self, prefill: &Worker, decode: &Worker, reason: String) {
+        let pair = (prefill.id, decode.id);
+        let begun = self.verdicts.lock().failed(pair, reason.clone(), now_ms());
+        if let Some(excluded_ms) = begun {
+            let (prefill, decode) = (prefill.url(), decode.url());
+            tracing::warn!(%prefill, %decode, excluded_ms, reason, "a pair cannot work together and gets no requests for a while");
+        }
+    }
+
+    /// A transfer of this pair worked.
+    pub fn confirm_pair(&self, pair: WorkerPair) {
+        let mut verdicts = self.verdicts.lock();
+        if !verdicts.is_empty() {
+            verdicts.worked(pair);
+        }
+    }
+
+    /// True if the pages that `prefill` has are of use to `decode`.
+    pub fn can_pair(&self, prefill: &Candidate, decode: &Candidate) -> bool {
+        let pair = (prefill.worker.id, decode.worker.id);
+        prefill.fingerprint.is_compatible(&decode.fingerprint)
+            && self.verdicts.lock().exclusion(pair, now_ms()).is_none()
     }
 
     /// True from the first moment on at which ready workers could answer a request.
@@ -589,6 +650,6 @@ impl WorkerFleet {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
         self.startup_gate
             .wait_unless(is_settled, &self.changed)
-            .await;
+            .await
     }
 }
