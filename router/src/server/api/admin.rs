@@ -11,7 +11,7 @@ use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::generate::read_at_most;
+use super::generate::{BodyLimit, read_at_most};
 use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
@@ -206,7 +206,7 @@ struct NewWorker {
 
 pub async fn add_worker(State(app): SharedApp, request: Request) -> HandlerResult {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let body = read_at_most(&app, body, &parts.headers, BodyLimit::new(MAX_ADMIN_BODY)).await?;
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(

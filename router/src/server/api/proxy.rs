@@ -12,7 +12,7 @@ use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, text_header};
+use super::generate::{BodyLimit, forwarded, read_at_most, text_header};
 use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
@@ -264,7 +264,8 @@ async fn read_request(
     limit_bytes: usize,
 ) -> Result<(RequestHead, Bytes), RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
+    let limit = BodyLimit::new(limit_bytes);
+    let body = read_at_most(app, body, &parts.headers, limit).await?;
     let uri = parts
         .uri
         .path_and_query()
