@@ -208,18 +208,17 @@ def test_a_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) 
 
 
 def test_abort_request_by_rid(engine: FakeEngine, http: httpx.Client) -> None:
-    async def run() -> httpx.Response:
+    async def run(named: str) -> httpx.Response:
         async with httpx.AsyncClient(base_url=engine.url, timeout=20) as client:
             body = {"prompt": "a", "rid": "victim", "cache_salt": script(silent=True)}
             task = asyncio.create_task(client.post("/v1/completions", json=body))
-            while (await client.post("/abort_request", json={"rid": "victim"})).json()[
-                "aborted"
-            ] == 0:
+            while (await client.post("/abort_request", json={"rid": named})).json()["aborted"] == 0:
                 await asyncio.sleep(0.01)
             return await task
 
-    r = asyncio.run(run())
-    assert (r.status_code, r.json()["error"]["code"]) == (499, "aborted")
+    for named in ("victim", "cmpl-victim"):
+        r = asyncio.run(run(named))
+        assert (r.status_code, r.json()["error"]["code"]) == (499, "aborted")
     assert http.post("/abort_request", json={"abort_all": True}).json() == {
         "success": True,
         "aborted": 0,

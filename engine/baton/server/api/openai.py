@@ -17,6 +17,22 @@ from baton.server.http.generation import ChoiceState, Generation, TextDelta, Tok
 encode_json = msgspec.json.Encoder().encode
 
 
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "gnt-")
+"""Prefixes of response ids: of the two formats here, and of the router's ids for /generate."""
+
+
+def plain_id(request_id: str) -> str:
+    """Return a request's id without the prefix of an API: `x-request-id: ID` is answered with `"id": "chatcmpl-ID"`."""
+    prefix = next((p for p in ID_PREFIXES if request_id.startswith(p)), "")
+    return request_id.removeprefix(prefix)
+
+
+def spellings(request_id: str) -> list[str]:
+    """Ids that name the same request: this one first, then those with another prefix of an API or none."""
+    plain = plain_id(request_id)
+    return list(dict.fromkeys((request_id, plain, *(prefix + plain for prefix in ID_PREFIXES))))
+
+
 def sse(payload: dict[str, Any]) -> bytes:
     return b"data: " + encode_json(payload) + b"\n\n"
 

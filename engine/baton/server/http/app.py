@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from array import array
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,7 +25,7 @@ from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
 from baton.server.api import fields
-from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.openai import ChatFormat, CompletionFormat, spellings
 from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.api.sglang_format import GenerateFormat
 from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator, TextRules
@@ -386,9 +387,16 @@ class HttpServer:
             else 0
         )
         if any(r.ready for r in self.ranks.ranks):
-            replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
-            count += sum(reply["aborted"] for reply in replies)
+            count += await self._abort_in_ranks(rid, rooms=list(rooms), everything=everything)
+            for other in [] if count or rid is None else spellings(rid)[1:]:
+                count += await self._abort_in_ranks(other)
         return json_response({"success": True, "aborted": count})
+
+    async def _abort_in_ranks(
+        self, rid: str | None, *, rooms: Sequence[int] = (), everything: bool = False
+    ) -> int:
+        replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
+        return sum(reply["aborted"] for reply in replies)
 
     async def suspend_request(self, request: web.Request) -> web.Response:
         """All items of the request, or none: what one rank suspended is resumed when another one cannot."""

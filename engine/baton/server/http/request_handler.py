@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
-from baton.server.api.openai import ResponseFormat, sse
+from baton.server.api.openai import ResponseFormat, plain_id, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.http.generation import Generation
@@ -96,8 +96,10 @@ class RequestHandler:
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
-        """The requests with this rid that are being worked on."""
-        return [generation for generation in self._live if generation.rid == rid]
+        """The requests that are being worked on with this rid, or else with this id but for the prefix of an API."""
+        equal = [generation for generation in self._live if generation.rid == rid]
+        plain = plain_id(rid)
+        return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
     async def answer(
         self, request: web.Request, endpoint: str, validate: Validate, format: type[ResponseFormat]

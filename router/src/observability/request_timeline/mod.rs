@@ -475,146 +475,32 @@ impl RequestHistory {
             .collect()
     }
 
-    /// The youngest with this id: clients may give the same one twice.
-    pub fn find(&self, rid: &str) -> Option<Value> {
-        let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
+    /// The youngest with this id: clients may give the same one twice. `asked` may be the id of the
+    /// request or of its answer, which differ by what `plain` takes off; an equal id comes first.
+    pub fn find(&self, asked: &str, plain: impl Fn(&str) -> &str) -> Option<Value> {
+        let is_equal = |rid: &str| rid == asked;
+        let is_alike = |rid: &str| plain(rid) == plain(asked);
         let shelf = self.shelf.lock();
-        let youngest = shelf
-            .running
-            .values()
-            .filter(is_it)
-            .max_by_key(|timeline| timeline.number);
-        let ended = || {
-            shelf
-                .ended
-                .iter()
-                .rev()
-                .map(|(timeline, _)| timeline)
-                .find(is_it)
-        };
-        let timeline = youngest.or_else(ended)?.clone();
+        let found = shelf
+            .youngest(is_equal)
+            .or_else(|| shelf.youngest(is_alike));
+        let timeline = found?.clone();
         drop(shelf);
         Some(timeline.json())
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use router_core::PrefillForecast;
-
-    use super::*;
-
-    #[test]
-    fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
-        let requests = RequestHistory::new(2);
-        let timelines: Vec<_> = ["a", "b", "c"]
-            .map(|rid| requests.begin("/x", rid, None))
-            .into();
-        assert_eq!(requests.find("a").unwrap()["state"], "running");
-        for timeline in &timelines {
-            requests.end(timeline, 200, "ok");
-        }
-        assert!(requests.find("a").is_none());
-        let found = requests.find("c").unwrap();
-        assert_eq!(
-            (&found["state"], &found["outcome"]),
-            (&"ended".into(), &"ok".into())
-        );
-        let running = requests.begin("/x", "d", None);
-        let recent = requests.recent(2);
-        assert_eq!(
-            (&recent[0]["id"], &recent[1]["id"]),
-            (&"d".into(), &"c".into())
-        );
-        assert_eq!(
-            (&recent[0]["outcome"], &recent[1]["outcome"]),
-            (&serde_json::Value::Null, &"ok".into())
-        );
-        requests.end(&running, 200, "ok");
-        let shelf = requests.shelf.lock();
-        assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
-    }
-
-    #[test]
-    fn bytes_bound_the_shelf_too() {
-        let requests = RequestHistory::new(1000);
-        let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
-        for _ in 0..40 {
-            let timeline = requests.begin("/x", "same", None);
-            timeline.leg(
-                Role::Regular,
-                "w",
-                SelectionReason::Only,
-                Some(explanation.clone()),
-            );
-            requests.end(&timeline, 200, "ok");
-        }
-        let shelf = requests.shelf.lock();
-        assert!(
-            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
-            "{}",
-            shelf.ended.len()
-        );
-    }
-
-    #[test]
-    fn with_no_history_nothing_is_held() {
-        let requests = RequestHistory::new(0);
-        let timeline = requests.begin("/x", "a", None);
-        requests.end(&timeline, 200, "ok");
-        assert!(requests.find("a").is_none());
-        assert!(requests.shelf.lock().running.is_empty());
-    }
-
-    #[test]
-    fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
-        let requests = RequestHistory::new(8);
-        let timeline = requests.begin("/generate", "r", None);
-        for stage in [
-            RequestStage::Read,
-            RequestStage::Admitted,
-            RequestStage::Parsed,
-        ] {
-            timeline.mark(stage);
-        }
-        let forecast = PrefillForecast {
-            prompt_tokens: 100,
-            cached_tokens: 64,
-            ttft_ms: 12,
-            best_cached_tokens: 64,
-            best_ttft_ms: 12,
-        };
-        let leg = timeline.leg(
-            Role::Regular,
-            "http://a",
-            SelectionReason::BestHolder(forecast),
-            None,
-        );
-        leg.sent();
-        leg.ended(RequestOutcome::Failure);
-        timeline.failed(Role::Regular, "connect", None);
-        let leg = timeline.leg(Role::Regular, "http://b", SelectionReason::Only, None);
-        leg.sent();
-        leg.first_token();
-        leg.usage(TokenUsage {
-            prompt_tokens: 100,
-            cached_tokens: Some(60),
-            completion_tokens: Some(5),
-        });
-        leg.ended(RequestOutcome::Success);
-        requests.end(&timeline, 200, "ok");
-        let recorded = requests.find("r").unwrap();
-        assert_eq!(recorded["legs"][0]["cached_tokens"], 64);
-        assert_eq!(recorded["legs"][0]["outcome"], "failed");
-        assert_eq!(recorded["legs"][1]["attempt"], 2);
-        assert_eq!(recorded["legs"][1]["usage"]["cached_tokens"], 60);
-        assert_eq!(recorded["failed_attempts"][0]["reason"], "connect");
-        assert!(recorded["timeline"]["ended_ms"].is_number());
-        assert!(
-            timeline.summary().contains("http://b") && !timeline.summary().contains("http://a")
-        );
-        let [.., connect, first_token] = timeline.stages();
-        assert!(connect.is_some() && first_token.is_none());
+impl Shelf {
+    /// The youngest timeline with an id that `is_it`; a running one comes first.
+    fn youngest(&self, is_it: impl Fn(&str) -> bool) -> Option<&Arc<RequestTimeline>> {
+        let has_id = |timeline: &&Arc<RequestTimeline>| is_it(&timeline.records.lock().rid);
+        let running = self.running.values().filter(has_id);
+        let youngest = running.max_by_key(|timeline| timeline.number);
+        let mut ended = self.ended.iter().rev().map(|(timeline, _)| timeline);
+        youngest.or_else(|| ended.find(has_id))
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -73,6 +73,15 @@ impl ApiKind {
             ApiKind::Generate => "gnt-",
         }
     }
+
+    /// Returns `id` without the prefix of an API: engines answer `x-request-id: ID` with the body's
+    /// `"id": "chatcmpl-ID"`, and both name the same request.
+    pub fn without_prefix(id: &str) -> &str {
+        [Self::Chat, Self::Completions, Self::Generate]
+            .into_iter()
+            .find_map(|api| id.strip_prefix(api.id_prefix()))
+            .unwrap_or(id)
+    }
 }
 
 /// Index of a body: what routing needs to know of it.
