@@ -39,11 +39,13 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
                 if let Some(err) = model_not_found(app, request, &err) {
                     return Err(err.into());
                 }
-                if may_come(app, request, &err)
-                    && WorkerWait::for_change(&mut wait, app, request).await
-                {
-                    request.record.attempts -= 1; // nothing was sent
-                    continue;
+                if may_come(app, request, &err) {
+                    let may_look_again = WorkerWait::for_change(&mut wait, app, request).await;
+                    request.record.timeline.waited_for_worker();
+                    if may_look_again {
+                        request.record.attempts -= 1; // nothing was sent
+                        continue;
+                    }
                 }
                 return Err(err.into());
             }

@@ -73,13 +73,14 @@ metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
 });
 
 /// Histograms of the request stages, in the order of [`STAGE_NAMES`].
-struct StageHistograms([Histogram; 7]);
+struct StageHistograms([Histogram; 8]);
 
-const STAGE_NAMES: [&str; 7] = [
+const STAGE_NAMES: [&str; 8] = [
     "read",
     "queue",
     "parse",
     "tokenize",
+    "worker_wait",
     "decide",
     "connect",
     "first_token",
@@ -134,7 +135,7 @@ router_metrics! {
     pub overhead: HistogramVec = "baton_router_overhead_seconds" ["route"]
         "The router's own time: from the complete request body to its dispatch";
     stages: StageHistograms = "baton_router_stage_seconds" ["stage"]
-        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), decide, connect (build and send), first_token (the worker's)";
+        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), worker_wait (for a first worker, of requests that waited), decide, connect (build and send), first_token (the worker's)";
     pub queue: Histogram = "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     pub queued: Gauge = "baton_router_queued_requests" []

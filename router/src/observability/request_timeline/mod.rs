@@ -49,6 +49,8 @@ pub enum RequestStage {
     Parsed,
     /// The prompt was counted and hashed for the policies.
     Tokenized,
+    /// Only where the request waited for its first worker: when the wait ended.
+    WorkerReady,
     /// The first byte of an answer went to the client.
     FirstByte,
     /// The last byte, or the client left.
@@ -136,7 +138,7 @@ pub struct AttemptRecorder {
 }
 
 /// Seconds a request spent in each stage, as far as it came; by `metrics::STAGE_NAMES`.
-pub type StageTimes = [Option<f64>; 7];
+pub type StageTimes = [Option<f64>; 8];
 
 fn ms(since: Instant) -> f64 {
     // Microseconds are enough, and shorter to read.
@@ -147,6 +149,15 @@ impl RequestTimeline {
     pub fn mark(&self, stage: RequestStage) {
         let at = self.started.elapsed().as_secs_f32();
         self.records.lock().stages[stage as usize].get_or_insert(at);
+    }
+
+    /// A wait for the request's first worker is over; another may follow.
+    pub fn waited_for_worker(&self) {
+        let at = self.started.elapsed().as_secs_f32();
+        let mut records = self.records.lock();
+        if records.legs.is_empty() {
+            records.stages[RequestStage::WorkerReady as usize] = Some(at);
+        }
     }
 
     pub fn body(&self, bytes: usize) {
@@ -257,12 +268,15 @@ impl RequestTimeline {
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
         let first_token = seconds(answering.and_then(|leg| leg.first_token_ms));
+        let worker_ready = at(RequestStage::WorkerReady);
+        let decided_from = worker_ready.or(at(RequestStage::Tokenized));
         [
             at(RequestStage::Read),
             between(at(RequestStage::Read), at(RequestStage::Admitted)),
             between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
             between(at(RequestStage::Parsed), at(RequestStage::Tokenized)),
-            between(at(RequestStage::Tokenized), chosen),
+            between(at(RequestStage::Tokenized), worker_ready),
+            between(decided_from, chosen),
             between(chosen, sent),
             between(sent, first_token),
         ]

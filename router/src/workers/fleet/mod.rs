@@ -645,8 +645,8 @@ impl WorkerFleet {
     }
 
     /// While one of these roles has no worker ready and a worker was not asked yet: wait for that,
-    /// a second at most.
-    pub async fn wait_for_first_probes(&self, roles: &[Role]) {
+    /// a second at most. Returns true if there was something to wait for.
+    pub async fn wait_for_first_probes(&self, roles: &[Role]) -> bool {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
         self.startup_gate
             .wait_unless(is_settled, &self.changed)
