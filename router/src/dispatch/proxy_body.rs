@@ -432,7 +432,14 @@ impl ProxyBody {
         buffer.cut();
         let (role, tokens) = (guard.candidate.worker.role(), buffer.tokens());
         request.record.timeline.failed(role, reason, Some(tokens));
-        tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
+        tracing::warn!(
+            rid = request.record.rid,
+            %role,
+            lost_worker = %guard.candidate.name,
+            reason,
+            tokens,
+            "the worker of a stream was lost; another is asked to resume it"
+        );
         let detail = format!(
             "{reason} after {tokens} tokens of request {}",
             request.record.rid
@@ -478,7 +485,17 @@ impl ProxyBody {
                 resuming.outcome = "resumed";
                 let pause = &self.app.metrics.failover_pause;
                 let pause = pause.with_label_values(&[resuming.role.into_str()]);
-                pause.observe(resuming.since.elapsed().as_secs_f64());
+                let paused = resuming.since.elapsed();
+                pause.observe(paused.as_secs_f64());
+                if let RequestState::Resumable(request) = &self.state {
+                    tracing::info!(
+                        rid = request.record.rid,
+                        role = %resuming.role,
+                        worker = %opened.guard.candidate.name,
+                        paused_ms = paused.as_millis() as u64,
+                        "a stream was resumed"
+                    );
+                }
                 if !opened.has_token_ids {
                     self.resume_buffer = None;
                     self.state.drop_resume_state();

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, is_loss};
+use crate::dispatch::attempt::{AttemptError, is_break, is_loss};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
@@ -83,12 +83,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             }
             return Err(failure.into());
         }
-        tracing::debug!(
-            rid = request.record.rid,
-            attempt = request.record.attempts,
-            reason = failure.reason,
-            "trying again"
-        );
+        report_retry(request, &failure);
         app.metrics
             .retries
             .with_label_values(&[failure.reason])
@@ -104,6 +99,31 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
+}
+
+/// An attempt failed and another follows.
+fn report_retry(request: &RequestContext, failure: &AttemptError) {
+    let record = &request.record;
+    let (rid, attempt, reason) = (&record.rid, record.attempts, failure.reason);
+    let is_lost = matches!(reason, "connect" | "hung") || is_break(reason);
+    if !is_lost {
+        tracing::debug!(rid, attempt, reason, "trying again");
+        return;
+    }
+    let sent_to = match failure.role {
+        Role::Prefill => &record.prefill,
+        Role::Decode | Role::Regular => &record.worker,
+    };
+    let lost_worker = sent_to.as_ref().map(|(name, _)| name);
+    let role = failure.role.into_str();
+    tracing::warn!(
+        rid,
+        attempt,
+        role,
+        lost_worker,
+        reason,
+        "the worker of a request was lost; trying again"
+    );
 }
 
 /// Attempt once, in its turn if the request is paced.

@@ -167,7 +167,7 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         _row(
             RequestRow,
             request,
-            outcome=request["outcome"] or "running",
+            outcome=request["outcome"] or _progress(request),
             worker=request["worker"] or "-",
         )
         for request in event.get("requests", [])
@@ -180,6 +180,13 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         pairs,
         slowest,
     )
+
+
+def _progress(request: dict[str, Any]) -> str:
+    """State of a request without an outcome; a router of an older version does not tell it."""
+    state = str(request.get("state", "running"))
+    role = request.get("waits_for")
+    return f"{state} for {role}" if role else state
 
 
 def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:

@@ -80,6 +80,51 @@ struct TimelineRecords {
     end: Option<(u16, &'static str)>,
 }
 
+/// State of a request, as far as its timeline shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
+enum RequestState {
+    /// No worker has it: it is read, queued or decided, or its worker failed. `role` of the worker
+    /// that failed.
+    Waiting {
+        role: Option<Role>,
+    },
+    /// A worker has it.
+    Running,
+    Ended,
+}
+
+impl RequestState {
+    fn label(self) -> &'static str {
+        self.into()
+    }
+
+    fn waits_for(self) -> Option<Role> {
+        match self {
+            Self::Waiting { role } => role,
+            Self::Running | Self::Ended => None,
+        }
+    }
+}
+
+impl TimelineRecords {
+    fn state(&self) -> RequestState {
+        if self.end.is_some() {
+            return RequestState::Ended;
+        }
+        let last_attempt = self.legs.last().map(|leg| leg.attempt);
+        let failed = self.failures.last();
+        let is_with_a_worker = last_attempt
+            .is_some_and(|attempt| failed.is_none_or(|failed| failed.attempt < attempt));
+        if is_with_a_worker {
+            return RequestState::Running;
+        }
+        RequestState::Waiting {
+            role: failed.map(|failed| failed.role),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, Serialize)]
 struct PromptSize {
     /// Bytes of text, or tokens: what blocks are counted in.
@@ -307,7 +352,8 @@ impl RequestTimeline {
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
             "trace_id": self.trace_id(),
-            "state": if records.end.is_some() { "ended" } else { "running" },
+            "state": records.state().label(),
+            "waits_for": records.state().waits_for(),
             "status": records.end.map(|(status, _)| status),
             "outcome": records.end.map(|(_, outcome)| outcome),
             "body_bytes": records.body_bytes,
@@ -322,11 +368,16 @@ impl RequestTimeline {
     fn short_json(&self) -> Value {
         let records = self.records.lock();
         let ended = records.stages[RequestStage::Ended as usize].map(rounded);
+        let state = records.state();
+        // A worker that was lost has nothing of a request that waits for the next one.
         let answering = records.legs.iter().rfind(|leg| leg.role != Role::Prefill);
+        let answering = answering.filter(|_| !matches!(state, RequestState::Waiting { .. }));
         json!({
             "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
+            "state": state.label(),
+            "waits_for": state.waits_for(),
             "outcome": records.end.map(|(_, outcome)| outcome),
             "ms": ended.unwrap_or_else(|| ms(self.started)),
             "attempts": records.legs.last().map_or(0, |leg| leg.attempt),
