@@ -193,6 +193,46 @@ async fn request_id_cannot_look_like_fields_of_the_access_line() {
 }
 
 #[tokio::test]
+async fn access_line_names_client_key_tenant_and_model() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let url = mock.url();
+        let flags = ["--worker-urls", url.as_str(), "--api-key", "k-secret"];
+        let (_started, addr, log) = Started::with_log(&flags);
+        let key = ("authorization", "Bearer k-secret");
+        let mut client = Client::connect(addr).await;
+        eventually("it is ready", || async {
+            let mut client = Client::connect(addr).await;
+            let asking = client.send(http::Method::GET, "/readyz", &[], "").await;
+            asking.read().await.status == 200
+        })
+        .await;
+        let path = "/v1/chat/completions";
+        let body = |more: &str| format!("{{\"model\": \"acme/m\", \"messages\": []{more}}}");
+        let tenant = ("x-tenant-id", "red");
+        for (rid, more) in [("by-header", ""), ("by-body", ", \"tenant\": \"blue\"")] {
+            let headers = [key, tenant, ("x-request-id", rid)];
+            let answer = client
+                .send(http::Method::POST, path, &headers, &body(more))
+                .await;
+            assert_eq!(answer.read().await.status, 200);
+        }
+        let lines = tokio::task::spawn_blocking(move || {
+            let access = log.iter().filter(|line| line.contains("rid=\"by-"));
+            access.take(2).collect::<Vec<String>>()
+        });
+        let lines = lines.await.unwrap();
+        for (line, tenant) in lines.iter().zip(["red", "blue"]) {
+            assert!(!line.contains("secret"), "{line}");
+            let shown =
+                format!(r#"client=127.0.0.1 key="api_key" tenant="{tenant}" model="acme/m""#);
+            assert!(line.contains(&shown), "{line}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_second_signal_does_not_wait_for_streams() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;

@@ -71,7 +71,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
         "POST"
     };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let record = AccessLogEntry::new(&app.sinks, api.path(), method, request.headers(), rid);
+    let record = AccessLogEntry::new(&app.sinks, api.path(), method, &request, rid);
     let asks = match ExplainMode::of(request.headers()) {
         Ok(asks) => asks,
         Err(err) => return dispatch::refuse(record, err),
@@ -148,7 +148,8 @@ async fn take_in(
     if let Some(blocks) = &prompt.blocks {
         timeline.prompt(blocks);
     }
-    Ok(move |record| {
+    Ok(move |mut record: AccessLogEntry| {
+        record.named(scan.model.as_deref(), scan.tenant.as_deref());
         Box::new(RequestContext {
             header_deadlines: header_deadlines(head.headers()),
             body_overrides: String::new(),

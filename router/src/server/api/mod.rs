@@ -205,6 +205,9 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     } else if let Err(refusal) = access {
         refusal.into_response()
     } else {
+        if let Ok(Some(label)) = access {
+            request.extensions_mut().insert(label);
+        }
         auth::hide_control_key(app, request.headers_mut());
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await

@@ -69,7 +69,7 @@ pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
         .find(|one| *one == path)
         .unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let mut record = AccessLogEntry::new(&app.sinks, path, "POST", request.headers(), rid);
+    let mut record = AccessLogEntry::new(&app.sinks, path, "POST", &request, rid);
     match work(&app, request, &mut record).await {
         Ok(response) => {
             let status = response.status();
