@@ -228,9 +228,11 @@ impl Worker {
         }
     }
 
-    /// JSON `bootstrap_port` for requests prefilled here.
+    /// JSON `bootstrap_port` for requests prefilled here; `None` for workers that prefill for no
+    /// other, whatever they report.
     pub fn bootstrap_port(&self) -> Option<u16> {
         match self.spec.bootstrap {
+            _ if self.role() != Role::Prefill => None,
             BootstrapPort::Port(port) => Some(port),
             BootstrapPort::Null => None,
             BootstrapPort::FromWorker => self.description().disaggregation_bootstrap_port,

@@ -18,14 +18,36 @@ use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
+use crate::request::body::ApiKind;
 use crate::workers::fleet::metrics as gauges;
 use crate::workers::health;
 use crate::workers::worker::Worker;
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 // ---- probes ----
 
 pub async fn live() -> Response {
     answer(StatusCode::OK, &json!({"status": "ok"}))
+}
+
+/// Entry points, for those who open the router's address in a browser or with curl.
+pub async fn index() -> Response {
+    let body = json!({
+        "name": "baton-router",
+        "version": VERSION,
+        "ui": "/ui/",
+        "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/generate"],
+        "health": ["/livez", "/readyz"],
+        "metrics": "/metrics",
+        "workers": "/workers",
+    });
+    answer(StatusCode::OK, &body)
+}
+
+/// The router's version, in vLLM's form.
+pub async fn version() -> Response {
+    answer(StatusCode::OK, &json!({"version": VERSION}))
 }
 
 pub async fn ready(State(app): SharedApp) -> Response {
@@ -178,7 +200,7 @@ pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> Handl
 
 /// The timeline of a recent request, by the id it came or was answered with.
 pub async fn show_request(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
-    let timeline = app.sinks.requests.find(&id);
+    let timeline = app.sinks.requests.find(&id, ApiKind::without_prefix);
     let timeline = timeline.ok_or(RouteError::UnknownTimeline { id })?;
     Ok(answer(StatusCode::OK, &timeline))
 }
