@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import hmac
 import logging
+import os
 import re
 import time
 from array import array
@@ -56,6 +57,7 @@ NONFINITE_IN_A_ROW = 3
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 FEATURES = {
     "null": ["resume"],
@@ -95,10 +97,12 @@ class HttpServer:
         self._counted_refused = 0
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
+        self.incarnation = os.urandom(8).hex()
+        """Id of this process. Facts that a router has read belong to it, not to the address."""
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator, self.tracer,
+            self.validator, self.tracer, self.incarnation,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -121,7 +125,15 @@ class HttpServer:
             i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)
         ]
         self.validator.context_length = min([self.facts.context_length, *pools])
+        self.validator.fingerprint = self._fingerprint()
         self.lifecycle.is_loaded = True
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Empty until a rank has reported its layout."""
+        layout = self.ranks.ranks[0].info.get("layout")
+        if not isinstance(layout, dict):
+            return {}
+        return fingerprint(self.facts, self._tokenizer_hash, layout)
 
     def _nonfinite(self) -> errors.EngineError | None:
         """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
@@ -215,9 +227,8 @@ class HttpServer:
         if self.lifecycle.bootstrap is not None:
             config["disaggregation_bootstrap_port"] = self.lifecycle.bootstrap.port
         ranks, now = self.ranks.ranks, self.lifecycle.condition()
-        layout = ranks[0].info.get("layout")  # absent until the rank has loaded
-        if isinstance(layout, dict):
-            config["fingerprint"] = fingerprint(self.facts, self._tokenizer_hash, layout)
+        if own_fingerprint := self._fingerprint():
+            config["fingerprint"] = own_fingerprint
         return json_response(
             {
                 **config,
@@ -225,6 +236,7 @@ class HttpServer:
                 "context_length": self.validator.context_length,  # a rank's pool may hold less than it says
                 "max_prompt_chars": self.validator.max_prompt_chars,
                 "engine": "baton",
+                "incarnation": self.incarnation,
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "state": now.state.value,
@@ -246,7 +258,11 @@ class HttpServer:
         if request.path == "/get_load":  # SGLang's
             return json_response([load_report.short(rank) for rank in ranks])
         return json_response(
-            {"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]}
+            {
+                "incarnation": self.incarnation,
+                "dp_rank_count": len(ranks),
+                "loads": [load_report.full(rank) for rank in ranks],
+            }
         )
 
     async def metrics_text(self, request: web.Request) -> web.Response:
@@ -270,15 +286,16 @@ class HttpServer:
     # ---- health ------------------------------------------------------------------------------------------------
 
     async def livez(self, request: web.Request) -> web.Response:
-        return json_response({"status": "alive"})
+        return json_response({"status": "alive", "incarnation": self.incarnation})
 
     async def health(self, request: web.Request) -> web.Response:
         now = self.lifecycle.condition()
         if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
             now = NodeCondition(now.state, "nonfinite_logits", nonfinite)
+        state = {"state": now.state.value, "incarnation": self.incarnation}
         if now.refusal is None:
-            return json_response({"status": "ok", "state": now.state.value})
-        return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})
+            return json_response({"status": "ok", **state})
+        return error_response(now.refusal, {**state, "reason": now.reason})
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """Generate a real token on every rank, on the path that requests take."""
@@ -468,7 +485,13 @@ class HttpServer:
             self._check_key(request)
             return await handler(request)
         except errors.EngineError as err:
-            return error_response(err)
+            response = error_response(err)
+            if (
+                request.path in GENERATION_PATHS
+            ):  # a router that expected another process asks again
+                own = load_report.incarnation(self.incarnation)
+                response.headers[load_report.LOAD_HEADER] = own
+            return response
         except web.HTTPNotFound:
             return error_response(errors.NotFound(f"no such path: {request.path[:200]}"))
         except web.HTTPMethodNotAllowed as err:

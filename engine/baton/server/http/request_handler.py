@@ -65,6 +65,8 @@ class RequestHandler:
     """Raises when the node does not take requests now (loading, draining, dead)."""
     validator: RequestValidator
     tracer: SpanTracer | None
+    incarnation: str
+    """Id of this process, for the load reports."""
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
@@ -150,7 +152,7 @@ class RequestHandler:
                 for delta in await generation.next() or ():
                     shape.take(delta)
             status, outcome = 200, "ok"
-            return json_response(shape.whole(), headers=headers | _router_headers(generation))
+            return json_response(shape.whole(), headers=headers | self._router_headers(generation))
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
@@ -210,7 +212,7 @@ class RequestHandler:
 
         async def send(data: bytes) -> None:
             if not response.prepared:
-                response.headers.update(_router_headers(generation))
+                response.headers.update(self._router_headers(generation))
                 await response.prepare(request)
             await response.write(data)
 
@@ -239,6 +241,18 @@ class RequestHandler:
             await send(sse(err.body()) + DONE)
         await response.write_eof()
         return response, outcome
+
+    def _router_headers(self, generation: Generation) -> dict[str, str]:
+        """For routers: load of the rank that answers (the first item's) at this moment, way to its first token."""
+        first = generation.tracks[0]
+        if first.rank is None:
+            load = load_report.incarnation(self.incarnation)
+        else:
+            load = load_report.header(first.rank, self.incarnation)
+        headers = {load_report.LOAD_HEADER: load}
+        if first.stages is not None:
+            headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
+        return headers
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
         now = time.monotonic()
@@ -274,17 +288,6 @@ def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
             _PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32]
         )
     }
-
-
-def _router_headers(generation: Generation) -> dict[str, str]:
-    """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
-    first = generation.tracks[0]
-    headers = (
-        {} if first.rank is None else {load_report.LOAD_HEADER: load_report.header(first.rank)}
-    )
-    if first.stages is not None:
-        headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
-    return headers
 
 
 def _cut_connection(request: web.Request) -> None:
