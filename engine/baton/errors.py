@@ -79,6 +79,12 @@ class WrongState(EngineError):
     code, status, type = "wrong_state", 409, "invalid_request_error"
 
 
+class FingerprintMismatch(EngineError):
+    """The request's token ids were made for another tokenizer or checkpoint than this engine's."""
+
+    code, status, type = "fingerprint_mismatch", 409, "invalid_request_error"
+
+
 class PayloadTooLarge(EngineError):
     code, status, type = "payload_too_large", 413, "invalid_request_error"
 

@@ -19,6 +19,7 @@ from baton.config import build
 from baton.errors import (
     BadRequest,
     EngineError,
+    FingerprintMismatch,
     InvalidJson,
     PayloadTooLarge,
     PromptTooLong,
@@ -568,6 +569,34 @@ def test_bad_ids_beside_a_text_are_named(make: Make, ids: Any) -> None:
         with pytest.raises(BadRequest) as err:
             form(make(), input_ids=ids)
         assert err.value.param == "input_ids"
+
+
+def test_ids_for_another_tokenizer_are_refused(make: Make, path: Path) -> None:
+    v = make()
+    own = model_info.load(build({"model_path": str(path)})).tokenizer_fingerprint
+    for form in (chat, completion):
+        assert form(v, input_ids=[5, 6], tokenizer_fingerprint=own).items
+        with pytest.raises(FingerprintMismatch, match="00.*" + own) as err:
+            form(v, input_ids=[5, 6], tokenizer_fingerprint="00")
+        assert (err.value.status, err.value.param) == (409, "input_ids")
+    for prompt in ({"text": "a", "input_ids": [5]}, {"input_ids": [5]}):
+        body = {**prompt, "tokenizer_fingerprint": "00"}
+        with pytest.raises(FingerprintMismatch):
+            asyncio.run(v.generate(body))
+    assert chat(v, tokenizer_fingerprint="00").items, "without ids it says nothing"
+
+
+def test_tokens_of_an_engine_with_another_fingerprint_are_not_resumed(make: Make) -> None:
+    v = make()
+    v.fingerprint = {"model": "a", "tokenizer": "b"}
+    begun = {"ids": [5], "seed": 1, "created": 2}
+    for known in ({}, {"model": "a"}, {"model": "a", "kv_layout": "c"}):
+        accepted = completion(v, stream=True, baton_resume={**begun, "fingerprint": known})
+        assert accepted.resume is not None
+    other = {**begun, "fingerprint": {"model": "a", "tokenizer": "c"}}
+    with pytest.raises(FingerprintMismatch, match="tokenizer") as err:
+        completion(v, stream=True, baton_resume=other)
+    assert err.value.param == "baton_resume"
 
 
 def test_ids_must_be_as_many_as_the_texts(make: Make) -> None:

@@ -77,6 +77,7 @@ class ResumeFields(Struct):
     ids: Any = None
     seed: Natural = None
     created: Natural = None
+    fingerprint: dict[str, str] | None = None
 
 
 class RequestFields(Struct, kw_only=True):
@@ -84,6 +85,7 @@ class RequestFields(Struct, kw_only=True):
 
     model: Text = None
     input_ids: Any = None
+    tokenizer_fingerprint: Text = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None

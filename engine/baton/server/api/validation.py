@@ -39,6 +39,7 @@ from baton.server.api.schema import (
     SamplingFields,
 )
 from baton.server.api.tenancy import Tenancy
+from baton.server.api.token_ids import refuse_other_tokenizer, rows_of_ids
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer, TooManyTokens
@@ -136,6 +137,8 @@ class RequestValidator:
         self.tenancy = Tenancy(config)
         self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
+        self.fingerprint: Mapping[str, str] = {}
+        """The node's, once its ranks have reported their layout."""
         eos = {
             tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None
         }
@@ -192,7 +195,7 @@ class RequestValidator:
         max_tokens = _max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
-        prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
+        prompts = self._tokenized(request, 1, "messages", many=False)
         if prompts is None:
             ids = await self._rendered(
                 messages,
@@ -231,9 +234,7 @@ class RequestValidator:
             max_completion_tokens=request.max_completion_tokens,
         )
         raw = _prompt_list("prompt", request.prompt)
-        prompts = self._tokenized(
-            request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt)
-        )
+        prompts = self._tokenized(request, len(raw), "prompt", many=_is_batch(request.prompt))
         prompts = prompts or await self._prompts(
             raw, "prompt", _or(request.add_special_tokens, True)
         )
@@ -282,10 +283,10 @@ class RequestValidator:
         }
         max_tokens = _max_tokens(1, **limits)
         prompts = (
-            self._tokenized(request.input_ids, len(raw), name, many=is_batch)
-            if name != "input_ids"
-            else None
+            self._tokenized(request, len(raw), name, many=is_batch) if name != "input_ids" else None
         )
+        if name == "input_ids":
+            refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
         prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
@@ -407,24 +408,18 @@ class RequestValidator:
         )
 
     def _tokenized(
-        self, value: Any, count: int, param: str, *, many: bool
+        self, request: RequestFields, count: int, param: str, *, many: bool
     ) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
-        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
-        fingerprints), and take the place of the texts. A prompt that is too long is reported as `param`, which the
-        client sent.
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it states the
+        fingerprint), and take the place of the texts. A prompt that is too long is reported as `param`, which the
+        client sent. Raises FingerprintMismatch.
         """
-        if value is None:
+        if request.input_ids is None:
             return None
-        rows = value if many else [value]
-        if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
-            wanted = (
-                f"an array of {min(count, MAX_ITEMS)} arrays of token ids"
-                if many
-                else "an array of token ids"
-            )
-            raise bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
+        refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
+        rows = rows_of_ids(request.input_ids, count, many=many)
         for ids in rows:
             self._check_prompt_ids(ids, "input_ids", sent=param)
             if not ids:
@@ -583,7 +578,8 @@ class RequestValidator:
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
-        resume = read_resume(request, self.context_length, self._tokenizer.vocab_size)
+        vocab = self._tokenizer.vocab_size
+        resume = read_resume(request, self.context_length, vocab, self.fingerprint)
         if resume is not None:
             items = [_resumed(items, request.stream or False, resume)]
         return replace(common.accepted, items=tuple(items), resume=resume)
