@@ -46,6 +46,9 @@ pub use prompt::{
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::HealthCounter;
+pub use resilience::incarnation::{
+    DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign,
+};
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
 pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};

@@ -36,7 +36,7 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
-use crate::response::failover::{BrokenStream, ResumeBuffer};
+use crate::response::failover::{BrokenStream, NotResumable, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
 use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
 use crate::transport::upstream::{ResponseBody, with_source};
@@ -208,6 +208,11 @@ impl ProxyBody {
     fn follow(&mut self, opened: UpstreamResponse, prefill: Option<PrefillAttempt>) {
         self.last_piece = Instant::now();
         self.silence = None;
+        if opened.answer.is_of_other_process
+            && let Some(buffer) = &mut self.resume_buffer
+        {
+            buffer.disable(NotResumable::UnknownWorker);
+        }
         self.rest = opened.answer.rest;
         self.events = opened.answer.events;
         self.guard = Some(opened.guard);
@@ -396,7 +401,7 @@ impl ProxyBody {
         request.resume_point = (buffer.tokens() > 0).then(|| ResumePoint {
             fingerprint: candidate.fingerprint,
             tokens: buffer.tokens(),
-            resume: buffer.to_json_field(),
+            resume: buffer.to_json_field(&candidate.description.fingerprint),
         });
         // Who was silent once would be waited for as long again.
         let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);

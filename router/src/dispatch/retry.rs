@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, is_loss};
+use crate::dispatch::attempt::{AttemptError, FINGERPRINT_MISMATCH, is_loss};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
@@ -120,10 +120,33 @@ async fn attempt_in_turn(
     }
     request.record.attempts += 1;
     request.attempted_at = Instant::now();
-    match app.fleet.is_pd() {
+    let result = match app.fleet.is_pd() {
         // Boxed: requests to regular workers need less than half of its size.
         true => Box::pin(disaggregated::attempt(app, request, reusable_prefill)).await,
         false => single(app, request).await,
+    };
+    result.map_err(|failure| without_refused_ids(app, request, failure))
+}
+
+/// A worker refused the token ids that this router added to the body, since its tokenizer is
+/// another one than it described: it is to be described again, and the request is sent again with
+/// the text alone.
+fn without_refused_ids(
+    app: &AppState,
+    request: &mut RequestContext,
+    failure: AttemptFailure,
+) -> AttemptFailure {
+    match failure {
+        AttemptFailure::Failed(mut refusal)
+            if refusal.reason == FINGERPRINT_MISMATCH
+                && request.prompt.input_ids.take().is_some() =>
+        {
+            app.fleet.contradicted(refusal.role, refusal.worker);
+            refusal.class = RetryClass::Leaving;
+            refusal.is_stale = true;
+            refusal.into()
+        }
+        other => other,
     }
 }
 
@@ -205,7 +228,7 @@ async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptRes
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
-    let is_vllm = candidate.worker.is_vllm();
+    let is_vllm = candidate.description.is_vllm();
     let body = match candidate.rank.filter(|_| !is_vllm) {
         None => request.body_for(&[], ids, ""),
         Some(rank) => {

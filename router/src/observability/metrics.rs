@@ -188,7 +188,7 @@ router_metrics! {
     pub failover_pause: HistogramVec = "baton_router_failover_pause_seconds" ["role"]
         "From the break of such a stream to the first event of the next worker";
     pub unresumable: IntCounterVec = "baton_router_unresumable_streams_total" ["reason"]
-        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
+        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes), malformed (the worker's comments) or unknown_worker (another process answered than the one chosen)";
     pub decode_retries: IntCounterVec = "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     pub releases: IntCounterVec = "baton_router_prefill_releases_total" ["result"]

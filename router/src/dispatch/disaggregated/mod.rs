@@ -154,7 +154,7 @@ async fn try_attempt(
         Err(failure) => {
             let mut tried = request.avoid.clone();
             tried.push(failure.worker);
-            let can_reopen = prefilled.leg.prefill.worker.has_feature("reopen");
+            let can_reopen = prefilled.leg.prefill.description.has_feature("reopen");
             if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
                 *reusable_prefill = Some(prefilled);
             }
@@ -186,14 +186,14 @@ fn is_vllm(app: &AppState, chosen: &LoadGuard) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
-        PdProtocol::Auto => chosen.candidate.worker.is_vllm(),
+        PdProtocol::Auto => chosen.candidate.description.is_vllm(),
     }
 }
 
 /// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
 fn can_prefill(app: &AppState, decode: &LoadGuard) -> bool {
-    let worker = &decode.candidate.worker;
-    worker.has_feature("local_prefill") || is_vllm(app, decode)
+    let description = &decode.candidate.description;
+    description.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
 enum Placement {
@@ -317,7 +317,7 @@ impl BootstrapParams {
     fn new(prefill: &Candidate, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
-        let port = worker.bootstrap_port();
+        let port = worker.bootstrap_port(&prefill.description);
         let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         let list = |item: &dyn Fn(&u64) -> String| match rooms {
             [room] if !is_batch => item(room),

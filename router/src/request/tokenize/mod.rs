@@ -72,17 +72,21 @@ impl PromptIds {
         self.prompts.concat()
     }
 
-    /// `,"input_ids":[…]`: one list, or a list of lists where the body holds a list of prompts.
-    pub fn member(&self) -> Bytes {
+    /// `,"input_ids":[…],"tokenizer_fingerprint":"…"`: one list, or a list of lists where the body
+    /// holds a list of prompts, and the tokenizer that it was made for.
+    pub fn to_members(&self, fingerprint: &str) -> Bytes {
         let prompts: Vec<&[u32]> = self.prompts.iter().map(|ids| &**ids).collect();
         let len = prompts.iter().map(|ids| 2 + 7 * ids.len()).sum::<usize>();
-        let mut out = Vec::with_capacity(len + 16);
+        let mut out = Vec::with_capacity(len + fingerprint.len() + 48);
         out.extend_from_slice(b",\"input_ids\":");
         match &*prompts {
             [ids] if !self.is_list => serde_json::to_writer(&mut out, ids),
             lists => serde_json::to_writer(&mut out, lists),
         }
         .expect("writing numbers to a Vec cannot fail");
+        out.extend_from_slice(b",\"tokenizer_fingerprint\":\"");
+        out.extend_from_slice(fingerprint.as_bytes()); // hexadecimal digits
+        out.push(b'"');
         Bytes::from(out)
     }
 }

@@ -279,8 +279,12 @@ async fn reading_is_bounded_and_counted() {
         .await
         .unwrap();
     assert_eq!(
-        made.member(),
-        format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
+        made.to_members("f00"),
+        format!(
+            ",\"input_ids\":{:?},\"tokenizer_fingerprint\":\"f00\"",
+            made.joined()
+        )
+        .replace(' ', "")
     );
     let too_long = tokens
         .read(ApiKind::Completions, &body, MAX_BYTES + 1, || None)
@@ -361,7 +365,11 @@ fn a_batch_has_a_list_for_each_prompt() {
         .unwrap();
     let [a, b] =
         [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
-    assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
+    let stated = ",\"tokenizer_fingerprint\":\"f00\"";
+    assert_eq!(
+        made.to_members("f00"),
+        format!(",\"input_ids\":[{a},{b}]{stated}")
+    );
     let one = tokens
         .ids_of(
             ApiKind::Completions,
@@ -369,7 +377,10 @@ fn a_batch_has_a_list_for_each_prompt() {
             None,
         )
         .unwrap();
-    assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
+    assert_eq!(
+        one.to_members("f00"),
+        format!(",\"input_ids\":[{a}]{stated}")
+    );
 }
 
 #[test]

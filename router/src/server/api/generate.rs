@@ -249,7 +249,7 @@ async fn prompt_of(
             .await
     {
         return Ok(KnownPrompt {
-            input_ids: forwards.then(|| made.member()),
+            input_ids: forwards.then(|| made.to_members(&tokens.fingerprint)),
             ..known_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }

@@ -144,7 +144,7 @@ impl WorkerFleet {
         let list = self.table(role).list_for(wanted.model);
         let evaluated = list
             .iter()
-            .filter(|c| c.can_resume(wanted.resumes_on))
+            .filter(|c| !c.worker.is_replaced() && c.can_resume(wanted.resumes_on))
             .map(|c| {
                 let view = WorkerView {
                     id: c.id,
@@ -241,7 +241,9 @@ impl WorkerFleet {
         let candidates = self.table(role).list_for(wanted.model);
         let now_ms = now_ms();
         candidates.iter().any(|c| {
-            c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
+            !c.worker.is_replaced()
+                && c.can_resume(wanted.resumes_on)
+                && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
 }

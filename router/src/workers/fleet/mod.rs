@@ -10,11 +10,13 @@
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies
 //!    forget them: what restarts comes back with an empty cache. A good probe makes it `Ready`
 //!    again, with new candidates;
-//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready`
+//! 4. another process answers under its address: `Starting`, its candidates and its description are
+//!    dropped; the new process describes itself and gets candidates of its own: back to 2;
+//! 5. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready`
 //!    again;
-//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request
+//! 6. drained by this router: `Leaving`, its candidates leave, it is removed when the last request
 //!    in flight has ended;
-//! 6. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//! 7. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
 //!
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice;
 //! decisions of one role are made one after the other, each seeing the loads of those before.
@@ -37,7 +39,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role, WorkerId,
+    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, ProcessSign, RequestOutcome, Role,
+    WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
@@ -195,6 +198,8 @@ impl WorkerFleet {
             silent: Notify::new(),
             probe_after: self.config.silent_request_probe(),
             state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
+            incarnation: Mutex::default(),
+            is_replaced: AtomicBool::new(false),
             loads: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
@@ -306,7 +311,8 @@ impl WorkerFleet {
     pub fn lacks_model(&self, role: Role, model: &str) -> bool {
         let workers = self.workers.read();
         let of_role = || workers.iter().filter(|w| w.role() == role);
-        of_role().any(|w| w.is_ready()) && !of_role().any(|w| w.description().serves(model))
+        let may_serve = |w: &Arc<Worker>| w.is_replaced() || w.description().serves(model);
+        of_role().any(|w| w.is_ready()) && !of_role().any(may_serve)
     }
 
     /// (known, ready) workers of a role.
@@ -318,8 +324,8 @@ impl WorkerFleet {
         })
     }
 
-    /// The only place where a worker changes state. Candidates and policies follow. False: nothing
-    /// changed.
+    /// The only place where a worker changes state, or a ready one is described as another process.
+    /// Candidates and policies follow. False: nothing changed.
     pub fn set_state(
         &self,
         worker: &Arc<Worker>,
@@ -337,10 +343,14 @@ impl WorkerFleet {
                 return false;
             }
             old_label = present.0.label();
+            let is_other_process = description
+                .as_ref()
+                .is_some_and(|new| !new.is_of_same_process(&present.1));
             if let Some(description) = description {
                 present.1 = Arc::new(description);
             }
-            std::mem::replace(&mut present.0, state.clone()) != state
+            let is_other_state = std::mem::replace(&mut present.0, state.clone()) != state;
+            is_other_state || (is_other_process && state == WorkerState::Ready)
         });
         if !is_changed {
             return false;
@@ -379,12 +389,13 @@ impl WorkerFleet {
 
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
         let is_dp_aware = self.config.workers.is_dp_aware();
+        let description = worker.description();
         let ranks: Vec<Option<u32>> = if is_dp_aware {
-            (0..worker.dp_size()).map(Some).collect()
+            (0..description.dp_size()).map(Some).collect()
         } else {
             vec![None]
         };
-        let fingerprint = worker.description().fingerprint();
+        let fingerprint = description.fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
             name: match rank {
@@ -392,6 +403,7 @@ impl WorkerFleet {
                 None => worker.url().to_string(),
             },
             worker: worker.clone(),
+            description: description.clone(),
             rank,
             fingerprint,
             host: worker.host_number(),
@@ -447,10 +459,9 @@ impl WorkerFleet {
                 },
             );
         }
-        let facts = worker.facts();
         for candidate in &new {
             self.deciders
-                .added(role, candidate.id, facts, &candidate.name);
+                .added(role, candidate.id, candidate.facts(), &candidate.name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -481,10 +492,20 @@ impl WorkerFleet {
             let table = self.table(role);
             let _lock = table.decision_lock.lock();
             for candidate in table.candidates.read().iter() {
-                let (worker, facts) = (candidate.id, candidate.worker.facts());
+                let (worker, facts) = (candidate.id, candidate.facts());
                 self.deciders
                     .observe(role, &PolicyEvent::WorkerGone { worker });
                 self.deciders.added(role, worker, facts, &candidate.name);
+            }
+        }
+    }
+
+    /// Have the ready workers of the other role probed: those that this one does not fit may have
+    /// been replaced together with it.
+    pub fn probe_partners(&self, worker: &Worker) {
+        for other in self.workers.read().iter() {
+            if other.role() != worker.role() && other.is_ready() {
+                other.suspect.notify_one();
             }
         }
     }
@@ -551,6 +572,13 @@ impl WorkerFleet {
     pub fn count_failure(&self, role: Role, id: WorkerId) {
         if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
             candidate.count(RequestOutcome::Failure);
+        }
+    }
+
+    /// An answer of this worker contradicts its description.
+    pub fn contradicted(&self, role: Role, id: WorkerId) {
+        if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
+            candidate.worker.observe_process(ProcessSign::Contradicted);
         }
     }
 
