@@ -48,7 +48,7 @@ def test_end_of_sequence_ids_of_all_files_count(path: Path) -> None:
     )
     facts = load(path)
     assert facts.eos_token_ids == (1, 2)
-    assert facts.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.generation_config["top_k"] == 20
 
 
 def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:

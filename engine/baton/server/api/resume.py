@@ -18,6 +18,7 @@ import msgspec
 
 from baton.server.api import fields
 from baton.server.api.schema import RequestFields, ResumeFields
+from baton.server.api.vocabulary import ModelVocabulary
 
 EMIT_HEADER = "x-baton-emit-tokens"
 _encode = msgspec.json.Encoder().encode
@@ -33,12 +34,14 @@ class ResumeState:
     """Unix seconds: what the first engine's events say."""
 
 
-def read_resume(request: RequestFields, most: int, vocab_size: int) -> ResumeState | None:
+def read_resume(
+    request: RequestFields, most: int, vocabulary: ModelVocabulary
+) -> ResumeState | None:
     """`baton_resume`. Raises BadRequest."""
     if request.baton_resume is None:
         return None
     state = fields.read(ResumeFields, request.baton_resume, "baton_resume.")
-    ids = fields.integers("baton_resume.ids", state.ids, most, 0, vocab_size - 1)
+    ids = vocabulary.read_ids("baton_resume.ids", state.ids, most)
     if not ids or state.seed is None or state.created is None:
         raise fields.bad("baton_resume", "must have ids (at least one), seed and created")
     return ResumeState(ids, state.seed, state.created)

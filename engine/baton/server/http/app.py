@@ -283,7 +283,7 @@ class HttpServer:
     async def health_generate(self, request: web.Request) -> web.Response:
         """Generate a real token on every rank, on the path that requests take."""
         self._refuse_if_not_accepting()
-        token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
+        token = next(iter(self.validator.eos_token_ids), 0)  # only ids that the model takes
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         items = tuple(
             PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)

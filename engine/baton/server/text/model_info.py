@@ -20,10 +20,9 @@ import msgspec
 
 import baton
 from baton.config import EngineConfig, uses_four_bytes
-from baton.config.simulated import CONTEXT_LENGTH
+from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
 
-SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Owner and name of a model on the Hugging Face hub."""
 FALLBACK_CONTEXT_LENGTH = 2048
@@ -44,8 +43,10 @@ class ModelFacts:
     chat_template: str | None
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
-    """From generation_config.json, for the OpenAI endpoints (matches SGLang 0.5.7 and vLLM)."""
+    vocab_size: int = VOCAB_SIZE
+    """Rows of the embedding: the model takes token ids below it."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    """generation_config.json as it is; `api.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
     """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
     model_type: str = ""
@@ -132,11 +133,10 @@ def load(config: EngineConfig) -> ModelFacts:
         tokenizer_fingerprint=""
         if four_bytes
         else _fingerprint(tokenizer_path, chat_template, special_tokens),
-        sampling_defaults={
-            k: float(generation[k])
-            for k in SAMPLING_DEFAULT_KEYS
-            if isinstance(generation.get(k), int | float)
-        },
+        vocab_size=VOCAB_SIZE
+        if config.simulate is not None
+        else _vocab_size(path, text.get("vocab_size", model.get("vocab_size"))),
+        generation_config=generation,
         model_type=str(model.get("model_type", "")),
         architectures=tuple(str(a) for a in model.get("architectures") or ()),
     )
@@ -152,6 +152,16 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {err}") from err
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object")
+    return value
+
+
+def _vocab_size(path: Path, value: Any) -> int:
+    """Checked vocab_size of config.json. Raises ConfigError."""
+    if type(value) is not int or not 0 < value <= VOCAB_SIZE:
+        raise ConfigError(
+            f"{path / 'config.json'}: vocab_size is {value!r}; give the rows of the model's embedding, a whole number "
+            f"from 1 to {VOCAB_SIZE}"
+        )
     return value
 
 

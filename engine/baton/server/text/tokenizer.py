@@ -72,8 +72,10 @@ class Tokenizer:
             "ByteLevel" in str(self._hf.decoder.__getstate__()) if self._hf.decoder else False
         )
         self._added = dict(self._hf.get_added_tokens_decoder())
-        self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
-        longest = max(map(len, self._hf.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = self._hf.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        """All ids are below it. There may be fewer tokens: ids may be left out between them."""
+        longest = max(map(len, vocabulary), default=1)
         self.max_chars_per_token: int = longest * (NORMALIZER_SHRINKS if self._hf.normalizer else 1)
         """A text has at least as many tokens as this goes into its length. Not where a tokenizer drops text: an
         unknown word, or spaces beside an added token with lstrip or rstrip."""
@@ -100,6 +102,13 @@ class Tokenizer:
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> list[str]:
         return list(self._hf.decode_batch(rows, skip_special_tokens=skip_special_tokens))
+
+    def tokens_from(self, first_id: int) -> dict[int, str]:
+        """The tokens whose id is `first_id` or larger, by id."""
+        if self.vocab_size <= first_id:
+            return {}
+        vocabulary = self._hf.get_vocab(with_added_tokens=True)
+        return {token_id: text for text, token_id in vocabulary.items() if token_id >= first_id}
 
     def id_of(self, token: str) -> int | None:
         found = self._hf.token_to_id(token)
