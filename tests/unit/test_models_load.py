@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.layers.model_spec import read_spec
 from baton.layers.shard import Shard
 from baton.models import checkpoint as checkpoint_module
 from baton.models import load
 from baton.models.checkpoint import check, weight_bytes
 from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
 from baton.models.weights import plan_weights
 from tests.support import shapes
 from tests.support.whole_model import load_model

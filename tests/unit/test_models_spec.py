@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.layers.model_spec import ModelSpec, RopeSpec, hash_model, read_spec
+from baton.layers.model_spec import ModelSpec, RopeSpec
+from baton.models.spec_reader import hash_model, read_spec
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
@@ -291,7 +292,7 @@ def test_model_hash_covers_what_changes_answers(tmp_path):
 def test_spec_and_weight_plan_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None; "
-        "import baton.layers.model_spec, baton.models.weights"
+        "import baton.models.spec_reader, baton.models.weights"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60

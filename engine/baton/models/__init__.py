@@ -1,1 +1,1 @@
-"""Models: what a checkpoint is (`spec`, no torch), how it is loaded (`load`), how it is computed (`decoder`)."""
+"""Models: what a checkpoint is (`spec_reader`, `weights`, no torch), how it is loaded (`load`), how it is computed (`decoder`)."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.layers.model_spec import DTYPE_BYTES, ModelSpec, read_spec, safetensors_header
+from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
 from baton.layers.shard import WHOLE, Shard, share_of
+from baton.models.spec_reader import read_spec, safetensors_header
 from baton.models.weights import Part, is_ignorable, plan_weights
 
 CPU_POOL_MIB = 128
