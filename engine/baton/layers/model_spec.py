@@ -74,7 +74,7 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    """The output head is the embedding matrix."""
+    """The output head is the embedding matrix: config.json says so, and the files hold no other head."""
     windows: tuple[int, ...]
     """Per layer: 0 sees everything before it, W > 0 the last W tokens including itself."""
     dtype: str
@@ -82,7 +82,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     model_hash: str
-    """Equal on nodes that may exchange KV pages: config, tokenizer and (sampled) weights, see `models.spec_reader.hash_model`."""
+    """Equal on nodes that may exchange KV pages: config, tokenizer and (sampled) weights, see `hash_model` of
+    `models.spec_reader`."""
 
     @property
     def kv(self) -> KVSpec:
