@@ -57,6 +57,15 @@ def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:
     assert (facts.context_length, facts.eos_token_ids) == (77, (5,))
 
 
+def test_yarn_lengthens_the_context_that_flags_may_ask_for(path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit(path / "config.json", rope_scaling=scaling)
+    assert load(path).context_length == 2048
+    assert load(path, context_length=2048).context_length == 2048
+    with pytest.raises(ConfigError, match="the model's limit is 2048 tokens"):
+        load(path, context_length=2049)
+
+
 def test_special_tokens_may_be_objects(path: Path) -> None:
     edit(
         path / "tokenizer_config.json",

@@ -208,11 +208,11 @@ def test_warning_names_tokens_that_model_lacks(base: Path) -> None:
     assert f"and {MODEL_SIZE + 1 - 100 - SHOWN_TOKENS} more" in many
 
 
-@pytest.mark.parametrize("size", [None, 0, -1, 1e9, "", [], {}, True, 2**31 + 1])
+@pytest.mark.parametrize("size", [None, 0, -1, 1e9, "", [], {}, True])
 def test_size_of_vocabulary_is_checked_at_start(base: Path, tmp_path: Path, size: object) -> None:
     path = Path(shutil.copytree(base, tmp_path / "sizes"))
     set_vocab_size(path, size)
-    with pytest.raises(ConfigError, match=r"vocab_size is .* whole number from 1"):
+    with pytest.raises(ConfigError, match=r"vocab_size = .* a positive integer is needed"):
         validator_of(path)
 
 

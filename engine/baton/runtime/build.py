@@ -19,10 +19,10 @@ from baton.layers.attention import make_backend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
-from baton.layers.model_spec import read_spec
 from baton.layers.shard import WHOLE, share_of
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
 from baton.models.load import OnProgress, load_weights
+from baton.models.spec_reader import read_spec
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.graphs.capture import CudaRecorder, rows_to_record

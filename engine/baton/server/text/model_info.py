@@ -22,11 +22,11 @@ import baton
 from baton.config import EngineConfig, uses_four_bytes
 from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
+from baton.models.config_file import read_generation_config, read_model_config
+from baton.models.spec_reader import read_eos_token_ids, read_max_context
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Owner and name of a model on the Hugging Face hub."""
-FALLBACK_CONTEXT_LENGTH = 2048
-"""Used when config.json names no limit: the shortest context of the model families we load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,15 @@ def load(config: EngineConfig) -> ModelFacts:
         if config.tokenizer_path
         else path
     )
-    model = _read_json(path / "config.json")
-    generation = _read_json(path / "generation_config.json")
+    model = read_model_config(path)
+    generation = read_generation_config(path)
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
-    nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
-    text: dict[str, Any] = nested if isinstance(nested, dict) else model
-    limit = text.get("max_position_embeddings") or FALLBACK_CONTEXT_LENGTH
     if config.simulate is not None:  # there is no model: only its tokenizer, template and name
         limit = CONTEXT_LENGTH
+        vocab_size = VOCAB_SIZE
+    else:
+        limit = read_max_context(model.text_part())
+        vocab_size = model.text_part().integer("vocab_size", model.get("vocab_size"))
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"
@@ -125,20 +126,16 @@ def load(config: EngineConfig) -> ModelFacts:
         name=config.served_model_name
         or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
-        eos_token_ids=tuple(
-            dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))
-        ),
+        eos_token_ids=read_eos_token_ids(model.text_part(), generation),
         chat_template=chat_template,
         special_tokens=special_tokens,
         tokenizer_fingerprint=""
         if four_bytes
         else _fingerprint(tokenizer_path, chat_template, special_tokens),
-        vocab_size=VOCAB_SIZE
-        if config.simulate is not None
-        else _vocab_size(path, text.get("vocab_size", model.get("vocab_size"))),
-        generation_config=generation,
+        vocab_size=vocab_size,
+        generation_config=generation.values,
         model_type=str(model.get("model_type", "")),
-        architectures=tuple(str(a) for a in model.get("architectures") or ()),
+        architectures=tuple(model.names("architectures", [])),
     )
 
 
@@ -153,21 +150,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object")
     return value
-
-
-def _vocab_size(path: Path, value: Any) -> int:
-    """Checked vocab_size of config.json. Raises ConfigError."""
-    if type(value) is not int or not 0 < value <= VOCAB_SIZE:
-        raise ConfigError(
-            f"{path / 'config.json'}: vocab_size is {value!r}; give the rows of the model's embedding, a whole number "
-            f"from 1 to {VOCAB_SIZE}"
-        )
-    return value
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int)]
 
 
 def _content(token: Any) -> str | None:
