@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
+
 INT64_MAX = 2**63 - 1
 LARGEST = 1e30
 """Above any sensible number, and far from overflow in what is computed with it."""
@@ -89,7 +91,7 @@ class RequestFields(Struct, kw_only=True):
     return_token_ids: bool | None = None
     rid: Any = None
     request_id: Any = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] | None = None
     priority_class: Any = None
     service_tier: Any = None
     tenant: Any = None
