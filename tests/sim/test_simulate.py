@@ -257,6 +257,18 @@ GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [7
         ("[1]", "this is list"),
         ('{"input_length": 1, "output_length": 1}', "timestamp is None"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
+        (
+            f'{{"timestamp": 1{"0" * 400}, "input_length": 1, "output_length": 1}}',
+            "timestamp is 10",
+        ),
+        ('{"timestamp": true, "input_length": 1, "output_length": 1}', "timestamp is True"),
+        ('{"timestamp": 6, "input_length": 1e9, "output_length": 1}', "input_length is 1000000000"),
+        ('{"timestamp": 6, "input_length": 1, "output_length": 99999999}', "1 to 16777216"),
+        (
+            '{"timestamp": 6, "input_length": 6, "output_length": 1, "priority": 2147483648}',
+            "priority is 2147483648",
+        ),
+        ("[" * 100_000, "not JSON"),
         ('{"timestamp": 4, "input_length": 1, "output_length": 1}', "before the previous line's 5"),
         ('{"timestamp": 6, "input_length": 0, "output_length": 1}', "input_length is 0"),
         ('{"timestamp": 6, "input_length": 1, "output_length": "3"}', "output_length is '3'"),
