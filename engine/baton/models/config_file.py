@@ -10,6 +10,11 @@ from typing import Any, NoReturn
 
 from baton.errors import ConfigError
 
+LARGEST_SIZE = 2**31 - 1
+"""Sizes and token ids are 32-bit integers in index tensors."""
+MAX_LAYERS = 10_000
+"""Far above the deepest models; the description of a model has an entry for each layer."""
+
 
 class ModelConfig:
     """config.json, or another JSON object of a checkpoint, with typed access; every complaint names file and field."""
@@ -39,9 +44,12 @@ class ModelConfig:
             self.refuse(field, value, f"{needed} is needed")
         return value
 
-    def integer(self, field: str, default: int | None = None) -> int:
+    def integer(self, field: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
         return self.checked(
-            field, default, "a positive integer", lambda v: type(v) is int and v > 0
+            field,
+            default,
+            f"a positive integer up to {most}",
+            lambda v: type(v) is int and 0 < v <= most,
         )
 
     def number(self, field: str, default: float) -> float:

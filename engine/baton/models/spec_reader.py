@@ -24,6 +24,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
 from baton.models.config_file import (
+    MAX_LAYERS,
     ModelConfig,
     read_generation_config,
     read_json,
@@ -121,7 +122,7 @@ def read_spec(
     if head_dim % 2:
         config.refuse("head_dim", head_dim, "rotary embedding needs an even size")
 
-    layers = config.integer("num_hidden_layers")
+    layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else False
     return ModelSpec(
         architecture=architecture,
