@@ -151,7 +151,7 @@ SPELLINGS = {
     "rope_type counts before type": {
         "rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 3.0}
     },
-    "original length beside does not count": {
+    "original length beside counts": {
         "rope_scaling": YARN,
         "original_max_position_embeddings": 1024,
     },
@@ -172,11 +172,14 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_two_spellings_of_a_field_mean_what_they_mean_to_transformers(tmp_path, spelling):
-    from transformers import AutoConfig
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     changes = {"model_type": "qwen2", "head_dim": 64, **SPELLINGS[spelling]}
     spec = spec_of(tmp_path, QWEN25_05B, **changes)
     theirs = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(theirs)  # completes the rotary embedding's parameters
     rope = theirs.rope_parameters
     assert (spec.rope.kind, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     assert spec.rope.factor == rope.get("factor", 1.0)

@@ -20,9 +20,10 @@ from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams
 from baton.server.api.openai import ChatFormat, CompletionFormat
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.http.generation import Generation
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.text.detokenizer import TextRules
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 

@@ -69,6 +69,14 @@ def generate(v: RequestValidator, **body: Any) -> AcceptedRequest:
     return asyncio.run(v.generate(body))
 
 
+def test_answers_continue_their_prompts_but_for_chats(make: Make) -> None:
+    validator = make()
+    assert completion(validator).text.continues_prompt
+    assert generate(validator).text.continues_prompt
+    assert not chat(validator).text.continues_prompt
+    assert chat(validator, continue_final_message=True).text.continues_prompt
+
+
 # ---- work that is bounded before it begins -----------------------------------------------------------------------
 
 

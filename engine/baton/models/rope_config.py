@@ -5,8 +5,8 @@ As transformers 5 reads it (`RotaryEmbeddingConfigMixin.convert_rope_params_to_d
 1. `rope_scaling`, if it is not empty, replaces `rope_parameters` as a whole;
 2. `rope_theta` in that object counts before the one beside it; without either it is 10000;
 3. `rope_type` counts before `type`;
-4. without `original_max_position_embeddings` in that object it is max_position_embeddings. One beside the object is
-   not read: none of our families' classes has that field.
+4. `original_max_position_embeddings` beside the object counts before the one in it; without either it is
+   max_position_embeddings.
 
 Parameters that transformers warns of and does not use are refused.
 """
@@ -56,6 +56,9 @@ def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(theta)
+    original = config.index("original_max_position_embeddings")
+    if original:
+        rope.values["original_max_position_embeddings"] = original
     return _scaled_rope(rope, kind, theta, field, max_position)
 
 

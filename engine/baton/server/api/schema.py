@@ -108,6 +108,11 @@ class RequestFields(Struct, kw_only=True):
     disagg_prefill_dp_rank: AnyRank = None
     baton_resume: dict[str, Any] | None = None
 
+    @property
+    def continues_prompt(self) -> bool:
+        """Tell an answer that continues the prompt's text from one that is a text of its own."""
+        return True
+
 
 class ChatCompletionRequest(RequestFields, kw_only=True):
     messages: Any = None
@@ -119,6 +124,10 @@ class ChatCompletionRequest(RequestFields, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message or False
 
 
 class CompletionRequest(RequestFields, kw_only=True):

@@ -41,6 +41,7 @@ from baton.server.api.schema import (
 from baton.server.api.tenancy import Tenancy
 from baton.server.api.vocabulary import ModelVocabulary
 from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
+from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer, TooManyTokens
 
@@ -55,16 +56,6 @@ GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-
-
-@dataclass(frozen=True, slots=True)
-class TextRules:
-    """How tokens become the text a client sees."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +464,7 @@ class RequestValidator:
                 include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
                 skip_special_tokens=_or(s.skip_special_tokens, True),
                 min_tokens=min_tokens or 0,
+                continues_prompt=request.continues_prompt,
             ),
             stream=request.stream or False,
             include_usage=options.include_usage or False,

@@ -27,7 +27,7 @@ from baton.server.api import fields
 from baton.server.api.openai import ChatFormat, CompletionFormat
 from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import (
     REQUEST_ID,
@@ -42,6 +42,7 @@ from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet

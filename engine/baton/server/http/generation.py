@@ -72,7 +72,10 @@ class ChoiceState:
         rules, tokenizer = owner.accepted.text, owner.tokenizer
         skip = rules.skip_special_tokens
         self._owner = owner
-        self._detok = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
+        self._detok = Detokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip),
+            item.prompt[: item.asked_tokens] if rules.continues_prompt else (),
+        )
         self._matcher = (
             StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
         )

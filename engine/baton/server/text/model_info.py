@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 import baton
 from baton.config import EngineConfig, uses_four_bytes
@@ -24,6 +23,12 @@ from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
 from baton.models.config_file import read_generation_config, read_model_config
 from baton.models.spec_reader import read_eos_token_ids, read_max_context
+from baton.server.text.added_tokens import (
+    AddedTokenPlan,
+    plan_added_tokens,
+    read_object,
+    read_tokenizer_files,
+)
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Owner and name of a model on the Hugging Face hub."""
@@ -106,7 +111,8 @@ def load(config: EngineConfig) -> ModelFacts:
     )
     model = read_model_config(path)
     generation = read_generation_config(path)
-    tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
+    tokenizer = read_tokenizer_files(tokenizer_path)
+    added_tokens = plan_added_tokens(tokenizer)
     if config.simulate is not None:  # there is no model: only its tokenizer, template and name
         limit = CONTEXT_LENGTH
         vocab_size = VOCAB_SIZE
@@ -118,8 +124,7 @@ def load(config: EngineConfig) -> ModelFacts:
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"
         )
     four_bytes = uses_four_bytes(config)
-    special_tokens = _special_tokens(tokenizer_path, tokenizer)
-    chat_template = _chat_template(config, tokenizer_path, tokenizer)
+    chat_template = _chat_template(config, tokenizer_path, tokenizer.config)
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
@@ -128,10 +133,10 @@ def load(config: EngineConfig) -> ModelFacts:
         context_length=config.context_length or limit,
         eos_token_ids=read_eos_token_ids(model.text_part(), generation),
         chat_template=chat_template,
-        special_tokens=special_tokens,
+        special_tokens=added_tokens.special_tokens,
         tokenizer_fingerprint=""
         if four_bytes
-        else _fingerprint(tokenizer_path, chat_template, special_tokens),
+        else _fingerprint(tokenizer_path, chat_template, added_tokens),
         vocab_size=vocab_size,
         generation_config=generation.values,
         model_type=str(model.get("model_type", "")),
@@ -139,52 +144,19 @@ def load(config: EngineConfig) -> ModelFacts:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A file's object, empty without the file. Raises ConfigError."""
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
-        raise ConfigError(f"{path} cannot be read: {err}") from err
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} should hold a JSON object")
-    return value
-
-
-def _content(token: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or an AddedToken object."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
-    merged = {**_read_json(path / "special_tokens_map.json"), **tokenizer}
-    names = (
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-        "cls_token",
-        "mask_token",
-    )
-    return {name: text for name in names if (text := _content(merged.get(name))) is not None}
-
-
-def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
+def _fingerprint(path: Path, chat_template: str | None, added_tokens: AddedTokenPlan) -> str:
     """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
 
-    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
-    there is one. Empty without a tokenizer.json: loading the tokenizer says so.
+    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the tokens that
+    other files add, the template if there is one. Empty without a tokenizer.json: loading the tokenizer says so.
     """
     try:
         parts = [(path / "tokenizer.json").read_bytes()]
     except OSError:
         return ""
-    for name, text in sorted(special_tokens.items()):
+    for name, text in sorted(added_tokens.special_tokens.items()):
         parts += [name.encode(), text.encode()]
+    parts += added_tokens.fingerprint_parts
     if chat_template is not None:
         parts.append(chat_template.encode())
     digest = hashlib.sha256()
@@ -193,7 +165,7 @@ def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str
     return digest.hexdigest()
 
 
-def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) -> str | None:
+def _chat_template(config: EngineConfig, path: Path, tokenizer: Mapping[str, Any]) -> str | None:
     """--chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string or a list)."""
     if config.chat_template:
         try:
@@ -203,7 +175,7 @@ def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) 
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
-    value = _read_json(path / "chat_template.json").get(
+    value = read_object(path / "chat_template.json").get(
         "chat_template", tokenizer.get("chat_template")
     )
     if isinstance(value, list):

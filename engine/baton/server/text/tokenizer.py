@@ -15,9 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+from tokenizers import AddedToken as HFAddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from baton.errors import ConfigError, QueueFull
+from baton.server.text.added_tokens import (
+    AddedTokenPlan,
+    plan_added_tokens,
+    read_tokenizer_files,
+)
 
 INLINE_CHARS = 4096
 """About 1 ms of encoding on one core: below it a thread hop costs more than it hides."""
@@ -52,7 +58,7 @@ _BYTE_OF = _byte_level_map()
 
 
 class Tokenizer:
-    """A loaded tokenizer.json. Thread-safe for encode and decode."""
+    """A loaded tokenizer.json with the tokens that the files beside it add. Thread-safe for encode and decode."""
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
@@ -64,6 +70,7 @@ class Tokenizer:
             self._hf = HFTokenizer.from_file(str(file))
         except Exception as err:  # the wheel raises bare Exception for every parse error
             raise ConfigError(f"{file} cannot be read: {err}") from err
+        self._apply_added_tokens(plan_added_tokens(read_tokenizer_files(path)))
         # A checkpoint may come with truncation or padding switched on; a server must see the whole prompt and only it.
         self._hf.no_truncation()
         self._hf.no_padding()
@@ -80,6 +87,12 @@ class Tokenizer:
         """A text has at least as many tokens as this goes into its length. Not where a tokenizer drops text: an
         unknown word, or spaces beside an added token with lstrip or rstrip."""
         self.token_bytes: Callable[[int], bytes] = lru_cache(maxsize=16384)(self._token_bytes)
+
+    def _apply_added_tokens(self, plan: AddedTokenPlan) -> None:
+        self._hf.add_tokens(
+            [HFAddedToken(token.content, **token.named_flags) for token in plan.tokens]
+        )
+        self._hf.encode_special_tokens = plan.split_special_tokens
 
     def _start_pool(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")

@@ -15,6 +15,7 @@
 //! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that
 //! refuses requests. Off the async threads: encoding takes 1 ms for about a thousand tokens.
 
+mod added_tokens;
 mod cache;
 mod encoder;
 mod files;
@@ -99,14 +100,15 @@ impl PromptTokenizer {
         };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
-        let encoder = PromptEncoder::new(&files.tokenizer_json, config, lookups);
+        let encoder =
+            PromptEncoder::new(&files.tokenizer_json, &files.added_tokens, config, lookups);
         let encoder = encoder.map_err(|err| {
             format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
         })?;
         let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
-            let made = ChatTemplate::compile(source, files.special_tokens.clone());
+            let made = ChatTemplate::compile(source, files.added_tokens.special_tokens.clone());
             let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
             made.map_err(warn).ok()
         });
