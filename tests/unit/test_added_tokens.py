@@ -23,7 +23,7 @@ TEXT = "x<|im_end|> a<tool> b <image><video>[PAD] <|eos|>y <a><b><c>"
 def folder(tmp_path: Path) -> Path:
     """A directory with a byte-level tokenizer and a config.json, without weights."""
     checkpoints.write_tokenizer(tmp_path)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
