@@ -125,6 +125,7 @@ def plan_as_json(plan: AddedTokenPlan) -> dict[str, Any]:
         "tokens": [[token.content, token.flags] for token in plan.tokens],
         "special_tokens": plan.special_tokens,
         "split_special_tokens": plan.split_special_tokens,
+        "fingerprint_parts": [part.decode() for part in plan.fingerprint_parts],
     }
 
 

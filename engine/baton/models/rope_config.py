@@ -63,7 +63,7 @@ def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
 
 
 def stretched_context(rope: RopeSpec, max_position: int) -> int:
-    """Longest context of a model with `rope`: matches vLLM 0.11 (`_get_and_verify_max_len`).
+    """Longest context of a model with `rope`, as vLLM derives it (`_get_and_verify_max_len`).
 
     YaRN is switched on by `rope_scaling` alone, as the model cards of Qwen2.5 and Qwen3 say: max_position_embeddings
     then still is the old limit. llama3 states the stretched one.

@@ -575,6 +575,7 @@ mod tests {
         tokens: Vec<(String, String)>,
         special_tokens: BTreeMap<String, String>,
         split_special_tokens: bool,
+        fingerprint_parts: Vec<String>,
     }
 
     /// As the file has them, in its order of members.
@@ -604,6 +605,10 @@ mod tests {
                     assert_eq!(plan.special_tokens, expected.special_tokens, "{name}");
                     let is_split = plan.split_special_tokens;
                     assert_eq!(is_split, expected.split_special_tokens, "{name}");
+                    let parts = plan.fingerprint_parts().into_iter();
+                    let parts: Vec<_> =
+                        parts.map(|part| String::from_utf8(part).unwrap()).collect();
+                    assert_eq!(parts, expected.fingerprint_parts, "{name}");
                 }
                 (Err(error), None) => {
                     let begin = |text: &str| text.split(" = ").next().map(str::to_owned);

@@ -177,8 +177,9 @@ impl Segments {
         }
         let added = hf.get_added_tokens_decoder();
         let is_split = hf.get_encode_special_tokens();
-        let is_found = |token: &&AddedToken| !token.normalized && !(is_split && token.special);
-        let raw: Vec<_> = added.values().filter(is_found).collect();
+        let is_found = |token: &AddedToken| !token.special || !is_split;
+        let raw = added.values().filter(|token| !token.normalized);
+        let raw: Vec<_> = raw.filter(|token| is_found(token)).collect();
         if raw.is_empty() {
             return Ok(None);
         }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use super::added_tokens::AddedTokenPlan;
 use super::*;
 use crate::config::RouterConfig;
 
@@ -143,6 +144,28 @@ fn fingerprints_are_the_engines() {
     let other = root().join("tests/contract/golden/tokens/chatml/chat_template.jinja");
     let other = load("demo", &["--chat-template", &other.display().to_string()]);
     assert_ne!(other.fingerprint, models()["demo"].fingerprint);
+}
+
+#[test]
+fn split_special_tokens_are_text_with_and_without_caches() {
+    let file = root().join("tests/contract/golden/tokens/chatml/tokenizer.json");
+    let json = std::fs::read(file).unwrap();
+    let text = format!("<|im_start|>{}<|im_end|>", "word ".repeat(40)).repeat(3);
+    let ids = |split_special_tokens, flags: &[&str]| {
+        let plan = AddedTokenPlan {
+            split_special_tokens,
+            ..AddedTokenPlan::default()
+        };
+        let argv = ["baton-router"].iter().chain(flags);
+        let argv: Vec<String> = argv.map(|&word| word.to_owned()).collect();
+        let config = RouterConfig::parse(&argv).unwrap().tokens;
+        let lookups = RouterMetrics::new().unwrap().tokenizer_lookups;
+        let encoder = PromptEncoder::new(&json, &plan, &config, lookups).unwrap();
+        encoder.encode(&text, false).unwrap()
+    };
+    let split = ids(true, NO_CACHE);
+    assert_eq!(ids(true, &[]), split);
+    assert!(ids(false, &[]).len() < split.len());
 }
 
 #[test]
