@@ -52,7 +52,7 @@ METRICS = f"""
 baton_kv_pages{{state="free",worker="{D}"}} 20
 baton_kv_pages{{state="cached",worker="{D}"}} 40
 baton_kv_pages{{state="held",worker="{D}"}} 40
-baton_generated_tokens_per_s{{worker="{D}"}} 12.5
+baton_generated_tokens_per_second{{worker="{D}"}} 12.5
 baton_kv_pages{{state="held",worker="{P}"}} 9
 """
 

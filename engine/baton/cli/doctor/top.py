@@ -218,11 +218,17 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
     own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
     pages = total(own, "baton_kv_pages")
     free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-    rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
+    rates = _values(own, "baton_generated_tokens_per_second") or _values(
+        own, "baton_generated_tokens_per_s"
+    )
     return NodeRow(
         url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
         None, 1 - free / pages if pages else None, None, sum(rates) if rates else None,
     )  # fmt: skip
+
+
+def _values(samples: Sequence[MetricSample], name: str) -> list[float]:
+    return [sample.value for sample in samples if sample.name == name]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------

@@ -254,7 +254,9 @@ class Generation:
         if track.last_token_at:
             self.metrics.itl.observe((now - track.last_token_at) / count)
         else:
-            self.metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
+            self.metrics.ttft.labels(self.metrics.model_name, self.endpoint).observe(
+                now - self.arrived
+            )
         track.last_token_at = now
 
     async def next(self, timeout_secs: float | None = None) -> list[TextDelta] | None:

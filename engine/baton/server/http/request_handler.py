@@ -247,7 +247,7 @@ class RequestHandler:
         m.cached_tokens.inc(g.cached_tokens)
         m.completion_tokens.inc(g.completion_tokens)
         if outcome == "ok":
-            m.e2e.labels(endpoint).observe(now - arrived)
+            m.e2e.labels(m.model_name, endpoint).observe(now - arrived)
             m.prompt_length.observe(g.prompt_tokens)
             m.completion_length.observe(g.completion_tokens)
         ttft = None if g.first_token_at is None else g.first_token_at - arrived

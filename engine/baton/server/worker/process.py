@@ -366,7 +366,8 @@ class RankProcess:
             **engine.gauges(),
             **sched.stats.gauges(),
             **sched.sharing.gauges(),
-            "generated_tokens_per_s": rate,
+            "generated_tokens_per_second": rate,
+            "generated_tokens_per_s": rate,  # the former name, for this release
         }
         counters = {
             **engine.counters,
