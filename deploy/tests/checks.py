@@ -498,7 +498,8 @@ def check_router_starts(args: Sequence[str]) -> Problems:
             "--port=0",
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
+    routine = re.compile(r'Z +(INFO|WARN) |"level":"(INFO|WARN)"')
+    errors = [line for line in done.stderr.splitlines() if not routine.search(line)]
     if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
         yield f"router: exit code {done.returncode}: {done.stderr}"
 

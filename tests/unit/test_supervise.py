@@ -94,18 +94,19 @@ def test_child_that_ends_before_it_is_ready_says_so(tmp_path: Path) -> None:
 
 def test_errors_and_progress_are_read_from_the_log_since_the_last_start(tmp_path: Path) -> None:
     text = (
-        "2026-11-22 15:58:28,753 rank0 INFO baton.load: loading weights: 3 of 9 tensors\\n"
-        "2026-11-22 15:58:29,100 ERROR baton.launch no room\\nTraceback: x\\n"
-        "2026-11-22T15:59:12.986Z  INFO router: ready\\n"
+        "2026-11-22T15:58:28.753000Z  INFO rank0: baton.load: loading weights: 3 of 9 tensors\\n"
+        "2026-11-22T15:58:29.100000Z ERROR baton.launch: no room\\nTraceback: x\\n"
+        "2026-11-22T15:59:12.986000Z  INFO rank0: kv_transfer::node: link up\\n"
     )
 
     async def work() -> None:
         node = child(tmp_path, f"import sys; sys.stderr.write('{text}')")
-        node.log_path.write_text("2026-11-22 11:00:00,000 ERROR baton.launch of an earlier life\n")
+        node.log_path.write_text("2026-11-22T11:00:00.000000Z ERROR baton.launch: earlier life\n")
         await node.start()
         assert await node.wait() == 0
         assert (
-            node.last_errors() == "2026-11-22 15:58:29,100 ERROR baton.launch no room\nTraceback: x"
+            node.last_errors()
+            == "2026-11-22T15:58:29.100000Z ERROR baton.launch: no room\nTraceback: x"
         )
         assert node.last_progress() == "loading weights: 3 of 9 tensors"
 

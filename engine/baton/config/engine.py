@@ -539,6 +539,7 @@ class EngineConfig:
     log_level: str = opt(
         "info", "least severe log line shown", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = opt("text", "how log lines look", choices=("text", "json"))
 
     @property
     def step_tokens(self) -> int:

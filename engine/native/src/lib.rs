@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 mod comm_py;
 mod device_py;
 mod kernels_py;
+mod logs_py;
 mod router_py;
 mod trace_py;
 mod transfer_py;
@@ -14,6 +15,7 @@ mod transfer_py;
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     kernels_py::register(m)?;
+    logs_py::register(m)?;
     router_py::register(m)?;
     trace_py::register(m)?;
     transfer_py::register(m)?;

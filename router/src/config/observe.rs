@@ -56,6 +56,11 @@ impl ObservabilityFlags {
         }
     }
 
+    /// True if log lines are JSON.
+    pub fn is_json(&self) -> bool {
+        self.log_format == "json"
+    }
+
     /// A word that is no level would be read as a part of the program to show everything of.
     pub fn validate(&self) -> Vec<String> {
         let filter = self.log_filter();

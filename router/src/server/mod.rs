@@ -111,6 +111,15 @@ fn fail(program: &str, text: &str, code: i32) -> i32 {
     code
 }
 
+/// Text for standard error once the log has begun: a log line where lines are JSON.
+fn report_failure(is_json: bool, text: &str, code: i32) -> i32 {
+    if !is_json {
+        return fail("baton-router", text, code);
+    }
+    tracing::error!("{text}");
+    code
+}
+
 fn init_logs(config: &RouterConfig) -> Result<(), String> {
     let level = config.observe.log_filter();
     let filter = tracing_subscriber::EnvFilter::try_new(&level)
@@ -119,7 +128,7 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
     // An error means the process has a subscriber already (a test, an embedding program): it stays.
-    let _ = if config.observe.log_format == "json" {
+    let _ = if config.observe.is_json() {
         logs.json().flatten_event(true).try_init()
     } else {
         use std::io::IsTerminal;
@@ -129,16 +138,17 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 }
 
 async fn until_signal(config: RouterConfig) -> i32 {
+    let is_json = config.observe.is_json();
     let signals = (
         signal(SignalKind::terminate()),
         signal(SignalKind::interrupt()),
     );
     let (Ok(mut term), Ok(mut int)) = signals else {
-        return fail("baton-router", "cannot listen for signals", 1);
+        return report_failure(is_json, "cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => return fail("baton-router", &text, 2),
+        Err(text) => return report_failure(is_json, &text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}

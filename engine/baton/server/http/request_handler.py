@@ -28,6 +28,7 @@ from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
+from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.tracer import SpanTracer
@@ -241,28 +242,36 @@ class RequestHandler:
         return response, outcome
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
-        now = time.monotonic()
+        e2e = time.monotonic() - arrived
         m = self.metrics
         m.prompt_tokens.inc(g.prompt_tokens)
         m.cached_tokens.inc(g.cached_tokens)
         m.completion_tokens.inc(g.completion_tokens)
         if outcome == "ok":
-            m.e2e.labels(m.model_name, endpoint).observe(now - arrived)
+            m.e2e.labels(m.model_name, endpoint).observe(e2e)
             m.prompt_length.observe(g.prompt_tokens)
             m.completion_length.observe(g.completion_tokens)
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
         after_first = max(g.completion_tokens - len(g.tracks), 0)
         first = g.tracks[0]
-        room = "-" if first.item.rendezvous is None else first.item.rendezvous.room
+        has_tpot = ttft is not None and after_first
         log.info(
-            "request rid=%s endpoint=%s outcome=%s rank=%s room=%s items=%d prompt_tokens=%d cached_tokens=%d "
-            "completion_tokens=%d ttft_ms=%s tpot_ms=%s e2e_ms=%.1f",
-            g.rid, endpoint, outcome, "-" if first.rank is None else first.rank.dp_rank,
-            room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
-            "-" if ttft is None else f"{ttft * 1e3:.1f}",
-            "-" if ttft is None or not after_first else f"{(now - arrived - ttft) / after_first * 1e3:.2f}",
-            (now - arrived) * 1e3,
-        )  # fmt: skip
+            "request",
+            extra=fields(
+                rid=g.rid,
+                endpoint=endpoint,
+                outcome=outcome,
+                rank=None if first.rank is None else first.rank.dp_rank,
+                room=None if first.item.rendezvous is None else first.item.rendezvous.room,
+                items=len(g.tracks),
+                prompt_tokens=g.prompt_tokens,
+                cached_tokens=g.cached_tokens,
+                completion_tokens=g.completion_tokens,
+                ttft_ms=None if ttft is None else round(ttft * 1e3, 1),
+                tpot_ms=round((e2e - ttft) / after_first * 1e3, 2) if has_tpot else None,
+                e2e_ms=round(e2e * 1e3, 1),
+            ),
+        )
 
 
 def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:

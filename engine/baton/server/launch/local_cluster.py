@@ -65,6 +65,9 @@ PROGRESS_SECS = 3.0
 _ROUTER_OWN = ("--host", "--port", "--pd-disaggregation", "--prefill", "--decode", "--worker-urls")
 """Flags of the router that follow from those of `up`."""
 
+SHARED_WITH_ROUTER = ("enable_trace", "otlp_traces_endpoint", "log_format")
+"""Engine flags that the router has too, with the same meaning."""
+
 ROLES = ("prefill", "decode", "worker")
 MODE = {"prefill": "prefill", "decode": "decode", "worker": "null"}
 
@@ -611,7 +614,7 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 
 def _router_flags(plan: ClusterPlan) -> list[str]:
     """User's flags for the router, and for router and nodes together."""
-    shared = {name: plan.engine.get(name) for name in ("enable_trace", "otlp_traces_endpoint")}
+    shared = {name: plan.engine.get(name) for name in SHARED_WITH_ROUTER}
     own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
     return (
         _words({name: value for name, value in (shared | own).items() if value})

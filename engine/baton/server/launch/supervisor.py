@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import time
@@ -19,14 +18,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from baton.server import logs
 from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
 
-READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, FORGIVE_AFTER_SECS = 0.5, 30.0, 60.0
-ROUTINE_LINE = re.compile(r"\S+( \S+){0,2} +(INFO|DEBUG|TRACE) |READY ")
-"""Lines of an engine (date, time, maybe the rank, level) or a router (time, level) that are no complaint."""
-PROGRESS_LINE = re.compile(r"\S+ \S+ (?:\S+ )?INFO \S+ (.*)")
+ROUTINE_LINE = re.compile(r"\S+Z +(INFO|DEBUG|TRACE) |READY ")
+"""Lines of an engine or a router that are no complaint."""
+PROGRESS_LINE = re.compile(r"\S+Z +INFO (?:rank[\d.]+: )?baton\.[\w.]+: (.*)")
 
 
 class ChildFailed(Exception):
@@ -152,7 +151,8 @@ class ChildProcess:
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()
+            lines = log.read().decode(errors="replace").splitlines()
+        return [text for line in lines for text in logs.to_text(line).splitlines()]
 
     async def _copy_output(self, read_end: int, announced: asyncio.Future[dict[str, Any]]) -> None:
         """Standard output → log; the first READY line also → `announced`."""
@@ -168,5 +168,6 @@ class ChildProcess:
                     continue
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    if line.startswith(READY_PREFIX) and not announced.done():
-                        announced.set_result(json.loads(line[len(READY_PREFIX) :]))
+                    ready = logs.read_ready(line.decode(errors="replace"))
+                    if ready is not None and not announced.done():
+                        announced.set_result(ready)
