@@ -3,6 +3,11 @@
 
 use pyo3::prelude::*;
 
+/// Memory of Rust code, that of `baton router` above all: docs/decisions/0015. Python and torch keep
+/// their own allocators.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 mod comm_py;
 mod device_py;
 mod kernels_py;
