@@ -134,7 +134,7 @@ class EngineConfig:
     )
     second_cluster_key: str | None = opt(
         None,
-        "accepted besides cluster-key, which alone signs: for changing the key node by node (docs/operations.md, Keys)",
+        "accepted besides cluster-key, which alone signs: for changing the key node by node (docs/guide/security.md)",
         env=SECRETS["second_cluster_key"],
     )
     insecure_kv: bool = opt(

@@ -1,4 +1,4 @@
-//! The fault table: what clients and workers see when something breaks. docs/operations.md shows it
+//! The fault table: what clients and workers see when something breaks. docs/benchmarks.md shows it
 //! beside the peers; `cargo test -p baton-router faults::table -- --nocapture` prints it.
 //!
 //! One prefill and one decode worker, two attempts: a row counts two attempts where the peers make

@@ -56,9 +56,7 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
         yield fail(sentence, remedy)
     elif others:
         sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
-        yield warn(
-            sentence, "finish the change of keys (docs/operations.md, Change the cluster key)"
-        )
+        yield warn(sentence, "finish the change of keys (docs/guide/security.md)")
     if without:
         yield fail(
             f"{named([e.label for e in without])}: no cluster key, the other engines have one",

@@ -86,7 +86,7 @@ def check_router_keys(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.is_open and router.outer_address is not None:
             sentence = f"{router.url} changes its fleet without a key for anyone who reaches {router.outer_address}"
-            remedy = "set --api-key or --control-plane-api-keys (docs/operations.md, Keys), or --host 127.0.0.1"
+            remedy = "set --api-key or --control-plane-api-keys (docs/guide/security.md), or --host 127.0.0.1"
             yield warn(sentence, remedy)
     guarded = sum(not router.problem and not router.is_open for router in view.routers)
     local = sum(router.is_open for router in view.routers)
