@@ -112,7 +112,8 @@ ls engine/baton/_native*.so >/dev/null 2>&1 || rm -f "$stamps/native extension"
 
 if [ "$(cat "$stamps/native extension" 2>/dev/null)" != "$(native_key)" ]; then
     compile_crates >/dev/null 2>&1 &
-    trap 'kill %1 2>/dev/null || true' EXIT
+    compiler=$!
+    trap 'kill "$compiler" 2>/dev/null || true' EXIT
 fi
 step venv "$PWD $("$python" -VV)" make_venv
 step uv "$(digest engine/requirements-dev.lock)" install_uv
