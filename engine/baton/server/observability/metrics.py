@@ -375,10 +375,7 @@ class EngineMetrics:
             "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
         )
         self.ranks_alive = gauge("ranks_alive", "DP ranks of this engine that live")
-        build = gauge(
-            "build_info", "version and mode, value 1", ("version", "python", "mode", "model")
-        )
-        build.labels(version, platform.python_version(), mode, model).set(1)
+        self._add_build_info(version, mode)
         self.kv_routes_refused = counter(
             "kv_routes_refused",
             "P: requests to the bootstrap server refused, or closed while silent",
@@ -389,6 +386,11 @@ class EngineMetrics:
         self.registry.register(
             metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
         )
+
+    def _add_build_info(self, version: str, mode: str) -> None:
+        labels = ("version", "python", "mode", "model")
+        build = self._add(prometheus.Gauge, "build_info", "version and mode, value 1", labels)
+        build.labels(version, platform.python_version(), mode, self.model_name).set(1)
 
     def _add(
         self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any
