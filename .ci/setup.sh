@@ -85,9 +85,10 @@ build_native() {
     "$venv/bin/maturin" develop --profile "$profile" --locked --uv
 }
 
-# The crates without Python compile while packages are downloaded and unpacked. A failure shows when maturin builds all.
+# In the background: the crates without Python compile while packages are downloaded and unpacked. A failure shows when
+# maturin builds all.
 compile_crates() {
-    cargo build --profile "$profile" --locked --quiet --lib -p baton-kernels -p baton-kv-transfer -p baton-router
+    exec cargo build --profile "$profile" --locked --quiet --lib -p baton-kernels -p baton-kv-transfer -p baton-router
 }
 
 native_key() {
