@@ -1,5 +1,5 @@
 # Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
-.PHONY: help setup run smoke test test-all test-deploy test-kube bench lint lock
+.PHONY: help setup wheel run smoke test test-all test-deploy test-kube bench lint lock
 py := .venv/bin/
 # Tests and nodes are hundreds of processes that import the same modules: their bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -8,6 +8,8 @@ help:      ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 setup:     ## .venv with locked packages and the native extension; a no-op when nothing changed
 	@.ci/setup.sh
+wheel:     ## one wheel in dist/, for any machine of this kind: README.md, Install
+	@.ci/wheel.sh
 run: setup ## the local cluster: router + prefill node + decode node with the demo model
 	@$(py)baton up $(ARGS)
 smoke: setup ## start the cluster, send real requests through it, stop; exit code says whether all was well

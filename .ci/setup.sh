@@ -2,8 +2,12 @@
 # Everything `make` needs, in .venv: Python packages from the hashed lock file, and the native extension.
 #
 # Each step is skipped while what it depends on is unchanged (content hashes in .venv/.stamps), so a second run takes
-# about a second and a changed Rust file only rebuilds the extension. PYTHON=… chooses the interpreter;
-# NATIVE_PROFILE=dev builds the extension in half the time, slower and with its assertions; dist adds link-time optimization.
+# about a second and a changed Rust file only rebuilds the extension. Environment variables:
+#
+# PYTHON          the interpreter
+# NATIVE_PROFILE  release (default); dist: with link-time optimization, as in the wheel; dev: in half the time, slower,
+#                 with assertions
+# TORCH_INDEX     package index with CPU builds of torch; without it torch is that of the lock file, a CUDA build of 5 GB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -63,12 +67,29 @@ install_uv() {
 }
 
 # Where Python may not write bytecode later (PYTHONDONTWRITEBYTECODE), each start would compile all of torch: 5 s of CPU.
-install_packages() { "$venv/bin/uv" pip install -q ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} --require-hashes -r engine/requirements-dev.lock; }
+install_packages() {
+    local uv_install=("$venv/bin/uv" pip install -q ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode})
+    if [ -z "${TORCH_INDEX:-}" ]; then
+        "${uv_install[@]}" --require-hashes -r engine/requirements-dev.lock
+        return
+    fi
+    # No hash is locked for the torch of another index: it is installed by its version.
+    LOCK=engine/requirements-dev.lock bash deploy/docker/install_packages.sh --print >"$venv/packages.txt"
+    sed '1d' "$venv/packages.txt" >"$venv/without-torch.txt"
+    "${uv_install[@]}" --no-deps --index-url "$TORCH_INDEX" "$(head -n 1 "$venv/packages.txt")"
+    "${uv_install[@]}" --no-deps --require-hashes -r "$venv/without-torch.txt"
+}
 
 # The distribution was once called `baton`: both would own the command, so the old one goes before the new one comes.
 build_native() {
     "$venv/bin/uv" pip uninstall -q baton
     "$venv/bin/maturin" develop --profile "$profile" --locked --uv
+}
+
+# In the background: the crates without Python compile while packages are downloaded and unpacked. A failure shows when
+# maturin builds all.
+compile_crates() {
+    exec cargo build --profile "$profile" --locked --quiet --lib -p baton-kernels -p baton-kv-transfer -p baton-router
 }
 
 native_key() {
@@ -91,7 +112,13 @@ mkdir -p "$venv"
 [ -x "$venv/bin/python" ] || rm -rf "$stamps"
 ls engine/baton/_native*.so >/dev/null 2>&1 || rm -f "$stamps/native extension"
 
+if [ "$(cat "$stamps/native extension" 2>/dev/null)" != "$(native_key)" ]; then
+    compile_crates >/dev/null 2>&1 &
+    compiler=$!
+    trap 'kill "$compiler" 2>/dev/null || true' EXIT
+fi
 step venv "$PWD $("$python" -VV)" make_venv
 step uv "$(digest engine/requirements-dev.lock)" install_uv
-step packages "$(digest engine/requirements-dev.lock)" install_packages
+step packages "$(digest engine/requirements-dev.lock) ${TORCH_INDEX:-}" install_packages
 step "native extension" "$(native_key)" build_native
+wait

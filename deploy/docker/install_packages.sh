@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Install the locked Python packages into /opt/baton: part of the engine images.
+# With --print: list what TORCH_INDEX would install, of the lock file LOCK; .ci/setup.sh uses it.
 #
 # With TORCH_INDEX torch comes from that package index, in the locked version, and the CUDA
 # libraries are left out. Its hash is not locked then: the lock file knows the CUDA build of the
 # default index.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-lock=$here/requirements.lock
+lock=${LOCK:-$here/requirements.lock}
 
 # Blocks of the lock file except torch's, Triton's and the CUDA libraries'.
 without_torch() {

@@ -283,6 +283,67 @@ def check_grace(objects: Sequence[Object]) -> Problems:
             yield f"{role}: progressDeadlineSeconds ends before the {budget} s of the startup probe"
 
 
+ROUTER_RESERVE_BYTES = 224 * 2**20
+"""Memory of a router without clients: program, tokenizer of a large vocabulary, rooms, timelines, and the allocator's
+slack."""
+BODY_COST = 1.5
+"""Memory of a body for each of its bytes: one that comes without a length is copied while it grows. Measured: 200
+clients with chunked bodies of 24 MB, a tokenizer and these limits drive a router to 634 MB."""
+BODY_WORK_FACTOR = 4
+"""A body that is worked on (scanned, rendered, tokenized) costs this many times its length beside itself; half of the
+cores work on one each."""
+
+
+def check_router_memory(objects: Sequence[Object]) -> Problems:
+    """What clients may make a router hold fits into its memory: bodies, one of them in work, streams that could be
+    resumed, heads of all connections, and the index of both roles."""
+    router = workloads(objects).get("router")
+    if router is None:
+        return
+    flags = {
+        name: router_limit(objects, arguments(router, objects), name)
+        for name in (
+            "max-payload-size", "max-total-body-bytes", "max-index-bytes", "failover-max-bytes", "max-connections",
+            "max-header-bytes",
+        )
+    }  # fmt: skip
+    container = main_container(router)
+    limit = quantity(container["resources"]["limits"]["memory"])
+    if container["resources"]["limits"]["memory"] != settings(objects)["ROUTER_MEMORY"]:
+        yield "router: its memory limit is not that of config.env"
+    needed = (
+        ROUTER_RESERVE_BYTES
+        + int(BODY_COST * flags["max-total-body-bytes"])
+        + BODY_WORK_FACTOR * flags["max-payload-size"]
+        + flags["failover-max-bytes"]
+        + 2 * flags["max-index-bytes"]
+        + flags["max-connections"] * flags["max-header-bytes"]
+    )
+    if needed > limit:
+        yield f"router: its clients can make it hold {needed} bytes, its memory limit is {limit}"
+
+
+def router_limit(objects: Sequence[Object], args: Sequence[str], name: str) -> int:
+    """Value of a router's flag: an argument, a setting of config.env, or the default."""
+    variable = "BATON_ROUTER_FLAG_" + name.upper().replace("-", "_")
+    given = flag_value(args, f"--{name}") or settings(objects).get(variable)
+    return int(given) if given else router_default(name)
+
+
+def router_default(name: str) -> int:
+    """Default of a router's flag, as docs/flags.md has it from the program."""
+    rows = (ROOT / "docs" / "flags.md").read_text()
+    found = re.search(rf"^\| `--{name}` \| `(\d+)` \|", rows, re.MULTILINE)
+    assert found is not None, f"docs/flags.md has no default of --{name}"
+    return int(found[1])
+
+
+def quantity(text: str) -> int:
+    """Bytes of a Kubernetes quantity with a binary suffix, or none."""
+    units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
+
+
 def check_rollout(objects: Sequence[Object]) -> Problems:
     """A pod that takes GPUs is replaced in place: a surge pod would wait for devices that its predecessor holds."""
     for role, workload in workloads(objects).items():
@@ -498,7 +559,8 @@ def check_router_starts(args: Sequence[str]) -> Problems:
             "--port=0",
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
+    routine = re.compile(r'Z +(INFO|WARN) |"level":"(INFO|WARN)"')
+    errors = [line for line in done.stderr.splitlines() if not routine.search(line)]
     if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
         yield f"router: exit code {done.returncode}: {done.stderr}"
 
@@ -510,6 +572,7 @@ CHECKS: dict[str, Callable[[Sequence[Object]], Problems]] = {
     "network_policy": check_network_policy,
     "probes": check_probes,
     "grace": check_grace,
+    "router_memory": check_router_memory,
     "rollout": check_rollout,
     "hardening": check_hardening,
     "access": check_access,

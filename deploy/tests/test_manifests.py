@@ -7,6 +7,7 @@ from collections.abc import Callable
 import kubernetes_validate
 import pytest
 
+from baton.server.http.http_utils import MAX_BODY_BYTES
 from deploy.tests.checks import CHECKS
 from deploy.tests.custom_resources import is_custom
 from deploy.tests.manifests import (
@@ -18,6 +19,7 @@ from deploy.tests.manifests import (
     pod_spec,
     render,
     selects,
+    settings,
     sidecar_engines,
     workloads,
 )
@@ -100,6 +102,10 @@ def test_inference_pool_has_all_engines_by_their_port_and_roles() -> None:
     ]
 
 
+def test_router_reads_no_longer_bodies_than_engines() -> None:
+    assert settings(render("base"))["BATON_ROUTER_FLAG_MAX_PAYLOAD_SIZE"] == str(MAX_BODY_BYTES)
+
+
 def test_rdma_gives_engines_a_device() -> None:
     limits = {
         role: main_container(w)["resources"]["limits"]
@@ -126,6 +132,13 @@ def _no_pre_stop_and_no_grace(objects: list[Object]) -> None:
     workload = workloads(objects)["prefill"]
     del main_container(workload)["lifecycle"]
     pod_spec(workload)["terminationGracePeriodSeconds"] = 1
+
+
+def _bodies_beyond_the_memory(objects: list[Object]) -> None:
+    config = next(i for i in objects if i["metadata"]["name"].startswith("baton-config"))
+    del config["data"][
+        "BATON_ROUTER_FLAG_MAX_TOTAL_BODY_BYTES"
+    ]  # the default is larger than the pod
 
 
 def _surge_on_gpus(objects: list[Object]) -> None:
@@ -186,6 +199,7 @@ MUTATIONS: dict[Callable[[list[Object]], None], str] = {
     _service_selector: "selectors",
     _readiness_on_livez: "probes",
     _no_pre_stop_and_no_grace: "grace",
+    _bodies_beyond_the_memory: "router_memory",
     _surge_on_gpus: "rollout",
     _port_missing_in_policy: "network_policy",
     _policy_too_wide: "network_policy",

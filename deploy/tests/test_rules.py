@@ -14,7 +14,9 @@ import yaml
 from prometheus_client.utils import floatToGoString
 
 from baton.sched.metrics.collector import SchedStats
+from baton.sched.metrics.histogram import STAGE_BUCKETS, Histogram
 from baton.server.observability import metrics
+from baton.server.worker.messages import StatsMessage
 from deploy.monitoring.generate import (
     COMPONENT,
     METRICS_PAGE,
@@ -50,6 +52,30 @@ ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [prometheus.require("promtool"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def engine_page() -> bytes:
+    """GET /metrics of an engine whose rank reports every metric there is."""
+    made = metrics.EngineMetrics("1", "decode", "demo", compat_names="all")
+    reported: dict[str, dict[str, Any]] = {"gauge": {}, "counter": {}, "histogram": {}}
+    for spec in metrics.RANK:
+        labels = ",".join(f'{label}="x"' for label in spec.labels if label != metrics.MODEL)
+        name = spec.name + ("_total" if spec.kind == "counter" else "")
+        value = 1.0 if spec.kind != "histogram" else Histogram(STAGE_BUCKETS)
+        reported[spec.kind][f"{name}{{{labels}}}" if labels else name] = value
+    made.report(StatsMessage(0, *reported.values()))
+    return made.text()
+
+
+def test_promtool_objects_to_no_engine_metric_but_a_former_name_and_those_of_peers() -> None:
+    command = [prometheus.require("promtool"), "check", "metrics"]
+    done = subprocess.run(command, input=engine_page(), capture_output=True, timeout=300)
+    complaints = done.stdout.decode() + done.stderr.decode()
+    refused = {line.split()[0] for line in complaints.splitlines() if line.strip()}
+    ours = {name for name in refused if name.startswith("baton_")}
+    assert ours == {"baton_generated_tokens_per_s"}, complaints
+    peers = re.compile(r"sglang:|sglang_priority_|vllm:")
+    assert [name for name in refused - ours if not peers.match(name)] == []
 
 
 def test_rules_parse() -> None:

@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, for messages: 1 request, 2 requests, 3 processes."""
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"
+
+
 class EngineError(Exception):
     """Base of all deliberate errors. The message says what happened, with the numbers, and what to do next."""
 
@@ -77,6 +85,12 @@ class DuplicateRoom(EngineError):
 
 class WrongState(EngineError):
     code, status, type = "wrong_state", 409, "invalid_request_error"
+
+
+class FingerprintMismatch(EngineError):
+    """The request's token ids were made for another tokenizer or checkpoint than this engine's."""
+
+    code, status, type = "fingerprint_mismatch", 409, "invalid_request_error"
 
 
 class PayloadTooLarge(EngineError):
@@ -155,6 +169,12 @@ class KvTransferTimeout(EngineError):
 
 class PairIncompatible(EngineError):
     code, status = "pair_incompatible", 502
+
+
+class PromptMismatch(EngineError):
+    """Prefill and decode node tokenized different prompts: about this request, not about the pair."""
+
+    code, status = "prompt_mismatch", 502
 
 
 class BootstrapUnreachable(EngineError):

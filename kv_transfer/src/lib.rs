@@ -29,6 +29,7 @@
 //! | `bootstrap` | the HTTP server and client by which D finds P |
 //! | `node` | the I/O around the state machines: threads, sockets, timers, the engine's calls and events |
 //! | `node::records` | events, metrics and the history of rooms |
+//! | `warnings` | log lines about peers, at most one a minute about each |
 //!
 //! This crate knows no engines, routers, models or tensors. A page is bytes, FINAL's payload is
 //! opaque.
@@ -40,6 +41,7 @@ pub mod protocol;
 pub mod reason_code;
 pub mod state_machine;
 pub mod transport;
+mod warnings;
 
 pub use bootstrap::BootstrapServer;
 pub use node::{NodeError, NodeEvent, TransferNode};

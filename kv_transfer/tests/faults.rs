@@ -753,6 +753,50 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     d.assert_idle();
 }
 
+#[test]
+fn facts_of_a_prefill_node_end_with_its_process() {
+    let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
+    let port = server.port();
+    let d = Rank::start("decode", &json!({}));
+    let open = |room: u64| {
+        // Without a rank: the prefill node's dp size decides.
+        d.node
+            .open(room, 0, "127.0.0.1", port, -1, HASH, DEADLINE_MS)
+            .unwrap();
+        d.node.grant(room, 0, &ids(&span(500, 5))).unwrap();
+    };
+    let start = |extra: &Value| {
+        let rank = Rank::start("prefill", extra);
+        rank.node.register("127.0.0.1", port, TIMEOUT).unwrap();
+        rank
+    };
+    let relay = |p: &Rank, room: u64| {
+        p.prefill(room, &span(0, 5), 5);
+        open(room);
+        assert_eq!(
+            (d.end_code(room), p.end_code(room)),
+            ("COMMITTED".into(), "DONE".into())
+        );
+    };
+    let first = start(&json!({}));
+    relay(&first, 1);
+    first.node.close();
+    drop((first, server));
+    // The same address, another page layout: refused, and not for longer than that process lives.
+    let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
+    let other = start(&json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}));
+    open(3);
+    assert_eq!(d.end_code(3), "LAYOUT_MISMATCH");
+    other.node.close();
+    drop((other, server));
+    // The first layout again, on two ranks: an odd room belongs to the second.
+    let _server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
+    let ranks = [0, 1].map(|rank| start(&json!({"dp_rank": rank, "dp_size": 2})));
+    relay(&ranks[1], 5);
+    relay(&ranks[0], 6);
+    d.assert_idle();
+}
+
 /// One HTTP request as "METHOD path" or "METHOD path|body".
 fn ask(port: u16, request: &str) -> Value {
     let (line, body) = request.split_once('|').unwrap_or((request, ""));

@@ -59,6 +59,17 @@ pub enum RouteError {
     #[error("the body is larger than {limit_bytes} bytes; shorten it or raise --max-payload-size")]
     PayloadTooLarge { limit_bytes: usize },
     #[error(
+        "this model's maximum context length is {limit_tokens} tokens here, but the body is larger than the {limit_bytes} bytes that the longest request needs; shorten it"
+    )]
+    BodyBeyondPrompt {
+        limit_bytes: usize,
+        limit_tokens: u64,
+    },
+    #[error(
+        "the body is larger than {limit_bytes} bytes, and engines read no longer ones; shorten it or split the batch"
+    )]
+    BodyBeyondEngines { limit_bytes: usize },
+    #[error(
         "request bodies hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
     )]
     BodyMemoryFull {
@@ -96,7 +107,7 @@ pub enum RouteError {
         excess_ms: u64,
     },
     #[error(
-        "{prefill} prefill and {decode} decode workers are ready, but no two fit together; GET /workers tells in what they differ"
+        "{prefill} prefill and {decode} decode workers are ready, but no two of them can work together; the operator finds the reason in GET /workers"
     )]
     NoPair { prefill: usize, decode: usize },
     #[error("no worker runs a request {rid}; it has ended, or went to workers that are not ready")]
@@ -196,7 +207,7 @@ impl RouteError {
             InvalidValue { .. } => ("invalid_value", 400),
             MissingField { .. } => ("missing_field", 400),
             MalformedHead { .. } => ("malformed_head", 400),
-            PromptTooLong { .. } => ("context_length_exceeded", 400),
+            PromptTooLong { .. } | BodyBeyondPrompt { .. } => ("context_length_exceeded", 400),
             InvalidApiKey | InvalidControlKey => ("invalid_api_key", 401),
             Forbidden { .. } => ("forbidden", 403),
             NotFound { .. }
@@ -208,7 +219,9 @@ impl RouteError {
             MethodNotAllowed { .. } => ("method_not_allowed", 405),
             BodySilent { .. } | BodySlow { .. } => ("request_timeout", 408),
             DuplicateWorker { .. } => ("duplicate_worker", 409),
-            PayloadTooLarge { .. } | RestTooLarge { .. } => ("payload_too_large", 413),
+            PayloadTooLarge { .. } | BodyBeyondEngines { .. } | RestTooLarge { .. } => {
+                ("payload_too_large", 413)
+            }
             TargetTooLong { .. } => ("target_too_long", 414),
             UnsupportedMediaType { .. } => ("unsupported_media_type", 415),
             PoisonRequest => ("poison_request", 422),

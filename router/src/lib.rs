@@ -28,6 +28,6 @@ pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::RouteError;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
-pub use request::prompt_limit::{PromptLimit, oversized_body};
+pub use request::prompt_limit::{MAX_ENGINE_BODY_BYTES, PromptLimit, oversized_body};
 pub use server::api::route_access;
 pub use server::{RunningServer, run};

@@ -4,6 +4,11 @@
 const API_KEY = "baton.api_key";
 const CONTROL_KEY = "baton.control_key";
 const LONGEST_RETRY_MS = 10_000;
+/** The router sends a snapshot each second: after this long without one the numbers shown are stale. */
+const STALE_MS = 3_000;
+/** A connection without a snapshot for this long is replaced: its other end may be gone. */
+const RECONNECT_MS = 15_000;
+const WATCH_MS = 500;
 
 /** An element with attributes, listeners (`onclick`) and children; text children become text nodes. */
 export function el(name, attributes = {}, ...children) {
@@ -29,6 +34,7 @@ export function setText(element, text) {
 
 export function milliseconds(ms) {
   if (ms === null || ms === undefined) return "–";
+  if (ms === 0) return "0 ms";
   if (ms < 10) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
   if (ms < 120_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
@@ -37,9 +43,21 @@ export function milliseconds(ms) {
 
 export function count(number) {
   if (number === null || number === undefined) return "–";
-  if (number < 1000) return number < 10 && !Number.isInteger(number) ? number.toFixed(1) : `${Math.round(number)}`;
-  if (number < 1e6) return `${(number / 1e3).toFixed(number < 1e4 ? 1 : 0)} k`;
+  if (number < 10 && !Number.isInteger(number)) return number.toFixed(1);
+  if (number < 1e5) return Math.round(number).toLocaleString("en-US");
+  if (number < 1e6) return `${Math.round(number / 1e3)} k`;
   return `${(number / 1e6).toFixed(1)} M`;
+}
+
+/** `1 request`, `2 requests`. */
+export function counted(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+export function percent(share) {
+  if (share === null || share === undefined) return "–";
+  const isSmall = share > 0 && share < 0.1;
+  return `${isSmall ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;
 }
 
 export function bytes(number) {
@@ -215,17 +233,33 @@ export function notice(text) {
 
 /**
  * Calls `show` with each snapshot of the feed while the page is visible, and `say` with the state of the connection.
- * Connects again after a failure, with growing pauses; after a refusal for the key, when the keys change.
+ * Connects again after a failure, with growing pauses; after a refusal for the key, when the keys change. A router that
+ * accepts connections and sends nothing, because it hangs or the network drops packets, is reported too.
  */
 export function followFeed(show, say) {
   let controller = null;
   let timer = 0;
+  let watch = 0;
   let pauseMs = 0;
+  let shownAt = null;
 
   const stop = () => {
     clearTimeout(timer);
+    clearInterval(watch);
     controller?.abort();
     controller = null;
+  };
+
+  const watchSilence = () => {
+    let heardAt = performance.now();
+    watch = setInterval(() => {
+      const silentMs = performance.now() - heardAt;
+      if (silentMs >= RECONNECT_MS) start();
+      else if (silentMs >= STALE_MS) say(shownAt ? `stale since ${clock(shownAt)}` : "the router does not answer", false);
+    }, WATCH_MS);
+    return () => {
+      heardAt = performance.now();
+    };
   };
 
   const start = async () => {
@@ -233,18 +267,24 @@ export function followFeed(show, say) {
     if (document.hidden) return;
     const mine = new AbortController();
     controller = mine;
+    const noteHeard = watchSilence();
     let waitMs = 0;
     try {
       const response = await ask("feed", { isControl: true, signal: mine.signal });
       pauseMs = 0;
       notice("");
-      say("live", true);
       for await (const event of eventsOf(response)) {
-        if (event.event === "snapshot") show(JSON.parse(event.data));
+        if (event.event !== "snapshot") continue;
+        noteHeard();
+        shownAt = Date.now();
+        say("live", true);
+        show(JSON.parse(event.data));
       }
+      clearInterval(watch);
       say("the router closed the feed; connecting again", false);
     } catch (error) {
       if (mine.signal.aborted) return;
+      clearInterval(watch);
       if (error instanceof RouterError && error.isAboutKeys) {
         say("no access", false);
         notice(error.message);

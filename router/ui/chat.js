@@ -1,9 +1,17 @@
 // Chat view: streamed answers, each with a bar of where its time went and why its workers were chosen.
 
-import { RouterError, ask, askForKeys, byId, count, el, eventsOf, milliseconds, notice, onKeys, setText } from "./app.js";
-import { decisionsOf, explanationTable, stageBar, tokensText } from "./timeline.js";
+import {
+  RouterError, ask, askForKeys, byId, count, el, eventsOf, milliseconds, notice, onKeys, setText,
+} from "./app.js";
+import { explanationView } from "./explanation.js";
+import { decisionsOf, stageBar, tokensText } from "./timeline.js";
 
-const POLL_MS = 1000;
+/** The bar of a running answer is drawn this often. */
+const DRAW_MS = 200;
+/** Its timeline is read from the router this often: at first more often, when its stages change. */
+const LOOK_MS = 1000;
+const FIRST_LOOK_MS = 200;
+const FIRST_LOOKS = 5;
 /** The timeline ends when the router has dropped the answer: soon after its last byte. */
 const LAST_LOOKS = 20;
 const LAST_LOOK_MS = 100;
@@ -18,6 +26,11 @@ function optionalNumber(id) {
   return text === "" ? undefined : Number(text);
 }
 
+function stopSequences() {
+  const lines = byId("stop-text").value.split("\n").filter((line) => line !== "");
+  return lines.length ? lines : undefined;
+}
+
 function bodyFor(messages, isStream) {
   const system = byId("system").value.trim();
   return {
@@ -27,7 +40,7 @@ function bodyFor(messages, isStream) {
     top_p: Number(byId("top_p").value),
     max_tokens: Number(byId("max_tokens").value),
     seed: optionalNumber("seed"),
-    stop: byId("stop-text").value || undefined,
+    stop: stopSequences(),
     ignore_eos: byId("ignore_eos").checked || undefined,
     stream: isStream || undefined,
     stream_options: isStream ? { include_usage: true } : undefined,
@@ -90,13 +103,16 @@ class Answer {
     this.usage = null;
     this.request = null;
     this.timelineProblem = "";
+    this.nextLookMs = FIRST_LOOK_MS;
     this.abort = new AbortController();
     const { item, content } = addMessage("assistant", "");
     this.item = item;
     this.content = content;
     this.item.setAttribute("aria-busy", "true");
     this.bar = el("div", { class: "answer-bar" });
-    this.facts = el("p", { class: "help facts-line" });
+    this.factsText = el("span");
+    const link = el("a", { href: `./#request=${encodeURIComponent(this.id)}` }, "timeline");
+    this.facts = el("p", { class: "help facts-line" }, this.factsText, " · ", link);
     this.why = el("div");
     this.outcome = el("p", { class: "outcome", role: "status" });
     item.append(this.outcome, this.bar, this.facts, this.why);
@@ -113,9 +129,13 @@ class Answer {
     const piece = choice?.delta?.content;
     if (choice?.finish_reason) this.finish = choice.finish_reason;
     if (!piece) return;
+    const isFirst = this.firstAt === null;
     this.firstAt ??= performance.now();
     this.text += piece;
     keepInView(() => this.content.append(piece));
+    if (!isFirst) return;
+    this.show();
+    this.nextLookMs = 0; // the router knows the first token too
   }
 
   /** The bar from the router's timeline, or from this page's clock where the timeline is not to be had. */
@@ -130,11 +150,11 @@ class Answer {
       };
       this.bar.replaceChildren(stageBar(local, this.elapsedMs));
     }
+    const ttft = this.firstAt === null ? null : `TTFT ${milliseconds(this.firstAt - this.startedAt)}`;
     const rate = this.usage && this.firstAt !== null && this.endedAt > this.firstAt
-      ? `${count((1000 * this.usage.completion_tokens) / (this.endedAt - this.firstAt))} tok/s` : null;
-    const parts = [milliseconds(this.elapsedMs), tokensText(this.usage), rate, this.timelineProblem];
-    const link = el("a", { href: `./#request=${encodeURIComponent(this.id)}` }, "timeline");
-    this.facts.replaceChildren(parts.filter(Boolean).join(" · "), " · ", link);
+      ? `${count((1000 * this.usage.completion_tokens) / (this.endedAt - this.firstAt))} tokens/s` : null;
+    const parts = [milliseconds(this.elapsedMs), ttft, tokensText(this.usage), rate, this.timelineProblem];
+    setText(this.factsText, parts.filter(Boolean).join(" · "));
   }
 
   /** Reads the timeline from the router; false if there is none for this page. */
@@ -152,13 +172,18 @@ class Answer {
     return true;
   }
 
+  /** Draws the bar until the answer ends, by the timeline of the last look and this page's clock. */
   async follow() {
+    let looks = 0;
     while (this.endedAt === null) {
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      await new Promise((resolve) => setTimeout(resolve, DRAW_MS));
       if (this.endedAt !== null || document.hidden) continue;
-      const isThere = await this.look();
+      if (this.elapsedMs >= this.nextLookMs && !this.timelineProblem) {
+        looks += 1;
+        this.nextLookMs = this.elapsedMs + (looks < FIRST_LOOKS ? FIRST_LOOK_MS : LOOK_MS);
+        await this.look();
+      }
       if (this.endedAt === null) this.show();
-      if (!isThere) return;
     }
   }
 
@@ -177,7 +202,7 @@ class Answer {
   }
 }
 
-const FINISHES = { stop: "", length: "Cut at the most tokens." };
+const FINISHES = { stop: "", length: "Stopped at max tokens." };
 
 async function send(text) {
   conversation.push({ role: "user", content: text });
@@ -240,8 +265,8 @@ async function dryRun() {
       headers: { "content-type": "application/json", "x-baton-explain": "dry-run" },
     });
     const { decisions } = await response.json();
-    const tables = decisions.map((made) => explanationTable(made.explanation, made.worker, made.role));
-    byId("dry-run-body").replaceChildren(...tables);
+    const views = decisions.map((made) => explanationView(made.explanation, made.worker, made.role));
+    byId("dry-run-body").replaceChildren(el("div", { class: "explanations" }, views));
     byId("dry-run").hidden = false;
     byId("dry-run-title").focus();
   } catch (error) {

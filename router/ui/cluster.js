@@ -1,22 +1,17 @@
-// Cluster view: nodes by role, KV transfer by pair, events, recent requests, and the timeline of one request.
+// Cluster view: charts, nodes, KV transfer by pair, events, lists of requests, and the timeline of one request.
 
 import {
-  RouterError, ask, askForKeys, byId, bytes, clock, count, el, followFeed, milliseconds, notice, onKeys, setText,
+  RouterError, ask, askForKeys, byId, bytes, clock, count, counted, el, followFeed, milliseconds, onKeys, setText,
   shortUrl,
 } from "./app.js";
+import { showHistory } from "./charts.js";
+import { rateOf, showNodes, sumOf } from "./nodes.js";
 import { timelineView } from "./timeline.js";
 
-const ROLE_NAMES = { prefill: "Prefill", decode: "Decode", regular: "Workers" };
 const EVENTS_SHOWN = 64;
 const RUNNING_POLL_MS = 1000;
 
 // ---- summary ----
-
-const sumOf = (nodes, read) => nodes.reduce((sum, node) => sum + (read(node) ?? 0), 0);
-const rateOf = (node, name) => {
-  const measured = node.ranks.filter((rank) => rank[name] !== undefined);
-  return measured.length ? sumOf(measured, (rank) => rank[name]) : null;
-};
 
 function fact(name, value, isBad = false) {
   return el("div", { class: isBad ? "bad" : null }, el("dt", {}, name), el("dd", {}, value));
@@ -35,169 +30,18 @@ function showSummary(fleet) {
   // Each request has a leg at one answering worker.
   const answering = fleet.nodes.filter((node) => node.role !== "prefill");
   facts.push(
-    fact("In flight", count(sumOf(answering, (node) => node.load))),
-    fact("Queued here", count(fleet.queued_requests)),
-    fact("Prefill", `${count(sumOf(fleet.nodes, (node) => rateOf(node, "prefill_tokens_per_s")))} tok/s`),
-    fact("Decode", `${count(sumOf(fleet.nodes, (node) => rateOf(node, "decode_tokens_per_s")))} tok/s`),
-    fact("Router", fleet.is_draining ? `${fleet.version}, draining` : fleet.version, fleet.is_draining),
+    fact("Running requests", count(sumOf(answering, (node) => node.load))),
+    fact("Router queue", count(fleet.queued_requests)),
+    fact("Prefill tokens/s", count(sumOf(fleet.nodes, (node) => rateOf(node, "prefill_tokens_per_s")))),
+    // The first tokens that prefill nodes compute are not added: the sum is that of the nodes below.
+    fact("Decode tokens/s", count(sumOf(answering, (node) => rateOf(node, "decode_tokens_per_s")))),
   );
+  if (fleet.is_draining) facts.push(fact("Router", "draining", true));
+  setText(byId("version"), `Baton router ${fleet.version}`);
   const text = facts.map((one) => one.textContent).join();
   if (text === summaryShown) return;
   summaryShown = text;
   byId("summary").replaceChildren(...facts);
-}
-
-// ---- nodes ----
-
-const cards = new Map();
-
-function reportsOf(node) {
-  return node.ranks.map((rank) => rank.report).filter((report) => report !== undefined);
-}
-
-function kvOf(node) {
-  const reports = reportsOf(node).filter((report) => report.kv_pages);
-  return { used: sumOf(reports, (report) => report.kv_pages_used), pages: sumOf(reports, (report) => report.kv_pages) };
-}
-
-function queueText(node) {
-  const reports = reportsOf(node);
-  if (!reports.length) return "–";
-  const tokens = count(sumOf(reports, (report) => report.queued_tokens));
-  if (reports.every((report) => report.queued_requests === null)) return `${tokens} tok`;
-  return `${count(sumOf(reports, (report) => report.queued_requests))} (${tokens} tok)`;
-}
-
-function rateText(node) {
-  const name = node.role === "prefill" ? "prefill_tokens_per_s" : "decode_tokens_per_s";
-  const rate = rateOf(node, name);
-  return rate === null ? "–" : count(rate);
-}
-
-function makeCard(node) {
-  const parts = {
-    state: el("span", { class: "badge" }),
-    reason: el("p", { class: "reason" }),
-    kvText: el("span"),
-    kv: el("meter", { min: "0", max: "1", high: "0.85", optimum: "0", "aria-label": `KV pages of ${shortUrl(node.url)}` }),
-    load: el("dd"), queue: el("dd"), rate: el("dd"),
-    about: el("p", { class: "help" }),
-    drain: el("button", { type: "button", class: "quiet", onclick: () => drainOrUndrain(node.id) }),
-  };
-  const pair = (name, value) => el("div", {}, el("dt", {}, name), value);
-  const title = el("h4", { id: `node-${node.id}` }, shortUrl(node.url));
-  const card = el(
-    "article", { class: "node panel", "aria-labelledby": `node-${node.id}` },
-    el("div", { class: "panel-head" }, title, parts.state),
-    parts.reason,
-    el("p", { class: "kv" }, el("span", {}, "KV"), parts.kvText),
-    parts.kv,
-    el("dl", { class: "numbers" }, pair("In flight", parts.load), pair("Queue", parts.queue), pair("Tokens/s", parts.rate)),
-    el("div", { class: "panel-foot" }, parts.about, parts.drain),
-  );
-  return { card, parts, node };
-}
-
-function updateCard({ card, parts }, node) {
-  card.dataset.state = node.state;
-  card.dataset.role = node.role;
-  const isOpen = node.circuit !== "closed" && node.state === "ready";
-  const state = isOpen ? `circuit ${node.circuit.replace("_", " ")}` : node.state;
-  setText(parts.state, state);
-  parts.state.className = `badge ${isOpen ? "warn" : node.state}`;
-  setText(parts.reason, node.reason ?? "");
-  parts.reason.hidden = !node.reason;
-  const { used, pages } = kvOf(node);
-  parts.kv.value = pages ? used / pages : 0;
-  setText(parts.kvText, pages ? `${Math.round((100 * used) / pages)} % of ${count(pages)} pages` : "not reported");
-  setText(parts.load, count(node.load));
-  setText(parts.queue, queueText(node));
-  setText(parts.rate, rateText(node));
-  const ranks = node.ranks.length > 1 ? `${node.ranks.length} ranks` : null;
-  const age = reportsOf(node).map((report) => report.age_ms);
-  const reported = age.length ? `reported ${milliseconds(Math.max(...age))} ago` : null;
-  setText(parts.about, [node.model, node.version, ranks, reported].filter(Boolean).join(" · "));
-  const verb = node.state === "draining" ? "Undrain" : "Drain";
-  setText(parts.drain, verb);
-  parts.drain.setAttribute("aria-label", `${verb} ${shortUrl(node.url)}`);
-}
-
-function showNodes(fleet) {
-  const box = byId("nodes");
-  for (const [id, known] of cards) {
-    if (fleet.nodes.some((node) => node.id === id)) continue;
-    known.card.remove();
-    cards.delete(id);
-  }
-  for (const role of ["prefill", "decode", "regular"]) {
-    const nodes = fleet.nodes.filter((node) => node.role === role);
-    let group = byId(`role-${role}`);
-    if (!nodes.length) {
-      group?.remove();
-      continue;
-    }
-    if (!group) {
-      const title = el("h3", { id: `role-${role}-title` }, ROLE_NAMES[role]);
-      group = el(
-        "section", { id: `role-${role}`, "aria-labelledby": `role-${role}-title` }, title, el("div", { class: "grid" }),
-      );
-      box.append(group);
-    }
-    for (const node of nodes) {
-      let known = cards.get(node.id);
-      if (!known) {
-        known = makeCard(node);
-        cards.set(node.id, known);
-        group.lastChild.append(known.card);
-      }
-      known.node = node;
-      updateCard(known, node);
-    }
-  }
-  let rest = byId("nodes-rest");
-  if (!fleet.nodes.length || fleet.nodes_left_out) {
-    rest ??= box.appendChild(el("p", { id: "nodes-rest", class: "help" }));
-    setText(rest, fleet.nodes.length ? `${fleet.nodes_left_out} more workers are not shown.` : "No worker is registered.");
-  } else rest?.remove();
-}
-
-// ---- drain ----
-
-async function drainOrUndrain(id) {
-  const { node } = cards.get(id);
-  if (node.state === "draining") await order(id, "undrain");
-  else if (await isConfirmed(node)) await order(id, "drain");
-}
-
-async function isConfirmed(node) {
-  const dialog = byId("confirm");
-  setText(byId("confirm-title"), `Drain ${shortUrl(node.url)}?`);
-  const running = node.load === 1 ? "1 request" : `${count(node.load)} requests`;
-  setText(
-    byId("confirm-text"),
-    `It gets no new requests; ${running} in flight will finish. A worker that knows no drain of its own is then removed `
-    + "from this router.",
-  );
-  dialog.returnValue = "";
-  dialog.showModal();
-  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  return dialog.returnValue === "yes";
-}
-
-async function order(id, verb) {
-  try {
-    await ask(`../workers/${encodeURIComponent(id)}/${verb}`, { isControl: true, method: "POST" });
-    notice("");
-  } catch (error) {
-    complain(error);
-  }
-}
-
-function complain(error) {
-  if (error instanceof RouterError) {
-    notice(error.message);
-    if (error.isAboutKeys) askForKeys(error.message);
-  } else notice("The router cannot be reached.");
 }
 
 // ---- pairs ----
@@ -211,7 +55,7 @@ function pairCell(record) {
   return el(
     "td", {},
     el("b", {}, record.transport ?? "no pull yet"), " ", speed,
-    el("span", { class: "help" }, `${count(record.requests)} requests, ${bytes(record.bytes)}`), failures,
+    el("span", { class: "help" }, `${counted(record.requests, "request")}, ${bytes(record.bytes)}`), failures,
   );
 }
 
@@ -233,15 +77,28 @@ function showPairs(fleet) {
   byId("pairs").replaceChildren(
     el(
       "table", { class: "matrix" },
-      el("caption", {}, "Rows: prefill nodes. Columns: decode nodes. Transport and speed of the recent pulls, as decode nodes report them."),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "P → D"), heads)), el("tbody", {}, rows),
     ),
   );
 }
 
-// ---- events and recent requests ----
+// ---- events ----
 
 let lastEvent = 0;
+
+function requestLink(id) {
+  return el("a", { href: `#request=${encodeURIComponent(id)}` }, id);
+}
+
+function eventRow(event) {
+  const about = [event.detail, event.request ? " of request " : null, event.request ? requestLink(event.request) : null];
+  return el(
+    "li", {},
+    el("time", { datetime: new Date(event.at_unix_ms).toISOString() }, clock(event.at_unix_ms)),
+    el("span", { class: `badge ${event.kind}` }, event.kind),
+    el("span", { class: "what" }, `${event.role} ${shortUrl(event.worker)}`, event.detail ? el("small", {}, about) : null),
+  );
+}
 
 function showEvents(fleet) {
   const list = byId("events");
@@ -253,17 +110,22 @@ function showEvents(fleet) {
   for (const event of fleet.events) {
     if (event.number <= lastEvent) continue;
     lastEvent = event.number;
-    list.prepend(
-      el(
-        "li", {},
-        el("time", { datetime: new Date(event.at_unix_ms).toISOString() }, clock(event.at_unix_ms)),
-        el("span", { class: `badge ${event.kind}` }, event.kind),
-        el("span", { class: "what" }, `${event.role} ${shortUrl(event.worker)}`, event.detail ? el("small", {}, event.detail) : null),
-      ),
-    );
+    list.prepend(eventRow(event));
   }
   while (list.children.length > EVENTS_SHOWN) list.lastChild.remove();
+  // Screen readers speak new events, not the list that was there when the page opened.
+  byId("events-log").setAttribute("aria-busy", "false");
 }
+
+// ---- requests ----
+
+/** Lists of the snapshot: what they hold, and what an empty one means. */
+const FILTERS = {
+  requests: ["", "No request yet."],
+  slow_requests: ["Longest waits for the first token in the last 10 minutes.", "No request in the last 10 minutes."],
+  failed_requests: ["Last requests that ended with an error.", "No request ended with an error."],
+};
+let fleetShown = null;
 
 /** Style of an outcome: neither a dry run nor a client that left is a failure. */
 function outcomeStyle(outcome) {
@@ -272,22 +134,38 @@ function outcomeStyle(outcome) {
   return ["dry_run", "client_gone"].includes(outcome) ? "" : "unhealthy";
 }
 
+function requestRow(request) {
+  const about = [
+    request.worker && shortUrl(request.worker),
+    request.ttft_ms === null ? null : `TTFT ${milliseconds(request.ttft_ms)}`,
+    `${request.outcome ? "total" : "so far"} ${milliseconds(request.ms)}`,
+    request.attempts > 1 ? `${request.attempts} attempts` : null,
+  ];
+  return el(
+    "li", {},
+    el("time", { datetime: new Date(request.received_unix_ms).toISOString() }, clock(request.received_unix_ms)),
+    el("span", { class: `badge ${outcomeStyle(request.outcome)}` }, request.outcome ?? "running"),
+    el("span", { class: "what" }, requestLink(request.id), el("small", {}, about.filter(Boolean).join(" · "))),
+  );
+}
+
 function showRequests(fleet) {
+  fleetShown = fleet;
   const list = byId("requests");
   // A list that moves under the keyboard's focus cannot be used.
   if (list.contains(document.activeElement)) return;
-  const rows = fleet.requests.map((request) =>
-    el(
-      "li", {},
-      el("time", { datetime: new Date(request.received_unix_ms).toISOString() }, clock(request.received_unix_ms)),
-      el("span", { class: `badge ${outcomeStyle(request.outcome)}` }, request.outcome ?? "running"),
-      el(
-        "span", { class: "what" },
-        el("a", { href: `#request=${encodeURIComponent(request.id)}` }, request.id),
-        el("small", {}, [request.worker && shortUrl(request.worker), milliseconds(request.ms), request.attempts > 1 ? `${request.attempts} attempts` : null].filter(Boolean).join(" · ")),
-      ),
-    ));
-  list.replaceChildren(...(rows.length ? rows : [el("li", { class: "help" }, "None yet.")]));
+  const filter = document.querySelector("input[name=filter]:checked").value;
+  const [note, empty] = FILTERS[filter];
+  setText(byId("filter-note"), note);
+  byId("filter-note").hidden = !note;
+  const rows = fleet[filter].map(requestRow);
+  list.replaceChildren(...(rows.length ? rows : [el("li", { class: "help" }, empty)]));
+}
+
+for (const radio of document.querySelectorAll("input[name=filter]")) {
+  radio.addEventListener("change", () => {
+    if (fleetShown) showRequests(fleetShown);
+  });
 }
 
 // ---- one request ----
@@ -348,6 +226,7 @@ showRequest();
 followFeed(
   (fleet) => {
     showSummary(fleet);
+    showHistory(fleet);
     showNodes(fleet);
     showPairs(fleet);
     showEvents(fleet);
@@ -356,5 +235,7 @@ followFeed(
   (text, isLive) => {
     setText(byId("live"), text);
     byId("live").classList.toggle("on", isLive);
+    // Numbers of a moment that is over are shown gray.
+    document.body.classList.toggle("stale", !isLive);
   },
 );

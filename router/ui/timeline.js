@@ -1,9 +1,10 @@
 // Where the time of one request went: a bar of stages, its legend, every leg, and why its workers were chosen.
 
 import { bytes, count, el, milliseconds, shortUrl } from "./app.js";
+import { explanationView, reasonText } from "./explanation.js";
 
 const STAGE_NAMES = {
-  queue: "Queue", prefill: "Prefill", transfer: "KV transfer", decode: "Decode", failed: "Failed attempt",
+  queue: "Queue", prefill: "Prefill", handover: "Handover", decode: "Decode", failed: "Failed attempt",
 };
 
 /** Answering leg of an attempt and its prefill leg, if it has one. */
@@ -43,7 +44,10 @@ export function stagesOf(request, elapsedMs) {
     const queued = Math.min(sent + (computing?.stages?.queue_ms ?? 0), computed);
     add("queue", from, queued, computing?.worker);
     add("prefill", queued, computed, computing?.worker);
-    if (prefill) add("transfer", computed, first ?? until, answer?.worker);
+    // Shown also when D's first event came before P's: then all of it happened during the prefill.
+    const isHandedOver = prefill && first !== null;
+    if (isHandedOver && first <= computed) stages.push({ kind: "handover", from: computed, to: computed, worker: answer.worker });
+    else if (prefill) add("handover", computed, first ?? until, answer?.worker);
     if (first !== null) add("decode", first, until, answer?.worker);
     from = until;
   }
@@ -56,9 +60,37 @@ export function failoversOf(request) {
   return request.failed_attempts.filter((failed) => failed.failover_at_token !== undefined);
 }
 
-function transferOf(request) {
-  const leg = request.legs.findLast((one) => one.role !== "prefill" && one.stages?.pull);
-  return leg?.stages.pull;
+/** How D got the KV pages, in words; empty if no page had to move. */
+function pullText(pull) {
+  return pull.bytes ? `${pull.transport}, ${bytes(pull.bytes)} in ${milliseconds(pull.pull_ms)}` : "";
+}
+
+/**
+ * Parts of the last handover in words: from P's first token to D's first event. D's queue and pull begin before, so
+ * only what is left of them then can be part of it; the pull's whole time is named, with how much of it was hidden.
+ */
+function handoverText(request) {
+  const attempts = attemptsOf(request);
+  const last = attempts.findLast(([, legs]) => legs.prefill && legs.answer?.stages);
+  if (!last) return "";
+  const { prefill, answer } = last[1];
+  const first = answer.first_token_ms;
+  const begin = Math.min(prefill.first_token_ms ?? first, first);
+  const queueEnd = Math.min((answer.sent_ms ?? begin) + (answer.stages.queue_ms ?? 0), first);
+  const queueMs = Math.max(queueEnd - begin, 0);
+  const leftMs = first - begin - queueMs;
+  const { pull } = answer.stages;
+  const pulledMs = Math.min(pull?.pull_ms ?? 0, leftMs);
+  const parts = [];
+  if (queueMs > 0) parts.push(`queue on D ${milliseconds(queueMs)}`);
+  if (pull?.bytes) {
+    const hiddenMs = pull.pull_ms - pulledMs;
+    const hidden = hiddenMs > 0.05 ? `, ${milliseconds(hiddenMs)} of it during the prefill` : "";
+    parts.push(`pull ${milliseconds(pull.pull_ms)} (${pull.transport}, ${bytes(pull.bytes)}${hidden})`);
+  } else if (pull) parts.push("nothing to pull");
+  if (leftMs > pulledMs) parts.push(`then first event ${milliseconds(leftMs - pulledMs)}`);
+  const handovers = attempts.filter(([, legs]) => legs.prefill && legs.answer?.first_token_ms);
+  return `${handovers.length > 1 ? "the last one " : ""}${parts.join(", ")}`;
 }
 
 /** Sums by kind, in the order of the stages, with the workers they happened at. */
@@ -73,9 +105,9 @@ function legendOf(stages) {
   return kinds;
 }
 
-function legendText(kind, { ms, workers }, pull) {
+function legendText(kind, { ms, workers }, handover) {
   const at = kind === "queue" ? "" : ` on ${[...workers].join(", then ")}`;
-  const how = kind === "transfer" && pull && pull.bytes ? ` by ${pull.transport}, ${bytes(pull.bytes)}` : "";
+  const how = kind === "handover" && handover ? `: ${handover}` : "";
   return `${milliseconds(ms)}${workers.size ? at : ""}${how}`;
 }
 
@@ -83,10 +115,10 @@ function legendText(kind, { ms, workers }, pull) {
 export function stageBar(request, elapsedMs) {
   const stages = stagesOf(request, elapsedMs);
   const total = Math.max(stages.at(-1)?.to ?? 0, 1e-3);
-  const pull = transferOf(request);
+  const handover = handoverText(request);
   const legend = legendOf(stages);
   const failovers = failoversOf(request);
-  const spoken = [...legend].map(([kind, sum]) => `${STAGE_NAMES[kind]} ${legendText(kind, sum, pull)}`);
+  const spoken = [...legend].map(([kind, sum]) => `${STAGE_NAMES[kind]} ${legendText(kind, sum, handover)}`);
   const marks = failovers.map((failed) => `failover after ${failed.failover_at_token} tokens`);
   const bar = el("div", { class: "bar", role: "img", "aria-label": [...spoken, ...marks].join("; ") });
   for (const stage of stages) {
@@ -104,7 +136,7 @@ export function stageBar(request, elapsedMs) {
     el(
       "li", { "data-stage": kind },
       el("span", { class: `chip ${kind}`, "aria-hidden": "true" }),
-      el("b", {}, STAGE_NAMES[kind]), " ", legendText(kind, sum, pull),
+      el("b", {}, STAGE_NAMES[kind]), " ", legendText(kind, sum, handover),
     ));
   const facts = failovers.map((failed) =>
     el(
@@ -135,59 +167,25 @@ const cell = (text) => el("td", {}, text);
 function legsTable(request) {
   const at = (ms) => cell(milliseconds(ms));
   const rows = request.legs.map((leg) => {
-    const pull = leg.stages?.pull;
-    const transfer = pull?.bytes ? `${pull.transport}, ${bytes(pull.bytes)} in ${milliseconds(pull.pull_ms)}` : "–";
+    const { pull } = leg.stages ?? {};
     return el(
       "tr", {},
-      cell(`${leg.attempt}`), cell(leg.role), el("td", { class: "name" }, shortUrl(leg.worker)), cell(leg.why ?? "–"),
+      cell(`${leg.attempt}`), cell(leg.role), el("td", { class: "name" }, shortUrl(leg.worker)), cell(reasonText(leg.why)),
       at(leg.chosen_ms), at(leg.sent_ms), at(leg.stages?.queue_ms), at(leg.first_token_ms), at(leg.ended_ms),
-      cell(transfer), cell(leg.outcome ?? "running"),
+      cell((pull && pullText(pull)) || "–"), cell(leg.outcome ?? "running"),
     );
   });
   const heads = ["Attempt", "Role", "Worker", "Reason", "Chosen", "Sent", "Engine queue", "First token", "Ended",
-    "KV transfer", "Outcome"];
+    "KV pull", "Outcome"];
   return el(
-    "div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Legs" },
+    "div", {},
+    el("p", { class: "help table-note" }, "Legs: each sending of the request to a worker. Times count from its arrival at the router."),
     el(
-      "table", {}, el("caption", {}, "Legs: one request to one worker; times since the request arrived"),
-      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, rows),
-    ),
-  );
-}
-
-const isPlain = (value) => ["number", "string", "boolean"].includes(typeof value);
-
-function plainText(value) {
-  if (typeof value === "number" && !Number.isInteger(value)) return value.toPrecision(4);
-  return value === undefined || value === null ? "–" : String(value);
-}
-
-/** What a policy weighed: one row per candidate, with the terms of its cost. `chosen`: the worker it took. */
-export function explanationTable(explanation, chosen, role) {
-  const { policy, candidates, ...basis } = explanation;
-  const hidden = new Set(["worker", "id"]);
-  const names = [...new Set(candidates.flatMap((one) => Object.keys(one).filter((name) => isPlain(one[name]))))];
-  const columns = names.filter((name) => !hidden.has(name));
-  const rows = candidates.map((one) => {
-    const isChosen = one.worker === chosen;
-    return el(
-      "tr", { class: isChosen ? "chosen" : null },
-      el("th", { scope: "row", class: "name" }, shortUrl(one.worker), isChosen ? el("b", {}, " chosen") : null),
-      columns.map((name) => cell(plainText(one[name]))),
-    );
-  });
-  const facts = Object.entries(basis).filter(([, value]) => isPlain(value));
-  const about = facts.map(([name, value]) => `${name} ${plainText(value)}`).join(", ");
-  const title = `${role}: policy ${policy}${about ? ` (${about})` : ""}`;
-  return el(
-    "div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Candidates, ${role}` },
-    el(
-      "table", {}, el("caption", {}, title),
+      "div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table of legs" },
       el(
-        "thead", {},
-        el("tr", {}, ["worker", ...columns].map((name) => el("th", { scope: "col" }, name.replaceAll("_", " ")))),
+        "table", {},
+        el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, rows),
       ),
-      el("tbody", {}, rows),
     ),
   );
 }
@@ -196,8 +194,12 @@ export function explanationTable(explanation, chosen, role) {
 export function decisionsOf(request) {
   const explained = request.legs.filter((leg) => leg.explanation);
   if (!explained.length) return null;
-  const tables = explained.map((leg) => explanationTable(leg.explanation, leg.worker, `attempt ${leg.attempt}, ${leg.role}`));
-  return el("details", { class: "why" }, el("summary", {}, "Why these workers"), tables);
+  const attempts = explained.at(-1).attempt;
+  const views = explained.map((leg) => {
+    const title = attempts > 1 ? `Attempt ${leg.attempt}, ${leg.role}` : leg.role;
+    return explanationView(leg.explanation, leg.worker, title);
+  });
+  return el("details", { class: "why" }, el("summary", {}, "Why these workers?"), el("div", { class: "explanations" }, views));
 }
 
 /** The whole timeline of a request, for the request view. */

@@ -97,7 +97,7 @@ def test_wait_shows_what_is_left_and_ends_when_it_is_safe_to_stop(
         looks = [process.stdout.readline() for _ in range(2)]
         for look in looks:
             assert look.startswith(
-                f"{engine.url}  draining  1 requests, 1 streams, 1 running, oldest "
+                f"{engine.url}  draining  1 request, 1 stream, 1 running, oldest "
             ), look
         (tmp_path / "go_on").touch()
         rest, errors = process.communicate(timeout=60)
@@ -118,9 +118,7 @@ def test_timeout_names_what_remains_and_undo_returns_the_engine(path: str, tmp_p
         thread = hold_stream(engine, tmp_path / "go_on", [])
         done = baton_drain(engine.url, "--wait", "--timeout", "0")
         assert done.returncode == 3
-        assert (
-            f"not drained after 0 s: {engine.url}: 1 requests, 1 streams, 1 running" in done.stdout
-        )
+        assert f"not drained after 0 s: {engine.url}: 1 request, 1 stream, 1 running" in done.stdout
         as_json = baton_drain(engine.url, "--wait", "--timeout", "0", "--json")
         report = json.loads(as_json.stdout.splitlines()[-1])
         assert (as_json.returncode, report["is_drained"]) == (3, False)
@@ -139,6 +137,34 @@ def test_timeout_names_what_remains_and_undo_returns_the_engine(path: str, tmp_p
         thread.join()
 
 
+def probe(engine: FakeEngine, ready_peers: int) -> None:
+    """A router's health probe that carries the number of its other ready workers."""
+    headers = {"x-baton-ready-peers": str(ready_peers)}
+    assert httpx.get(engine.url + "/health", headers=headers).status_code == 200
+
+
+def test_last_ready_node_is_drained_with_force_only(path: str) -> None:
+    with fake_engine("--model-path", path) as engine, fake_engine("--model-path", path) as other:
+        probe(engine, 1)
+        assert baton_drain(engine.url, "--status").returncode == 0
+        probe(other, 1)
+        both = baton_drain(engine.url, other.url)
+        assert both.returncode == 4, "each counts the other"
+        assert f"{engine.url}, {other.url} are the last ready nodes" in both.stderr
+        probe(engine, 0)
+        refused = baton_drain(engine.url, "--wait")
+        assert (refused.returncode, refused.stdout) == (4, "")
+        assert f"{engine.url} is the last ready node" in refused.stderr
+        assert "give --force" in refused.stderr
+        assert state(engine) == "ready"
+        forced = baton_drain(engine.url, "--wait", "--force")
+        assert forced.returncode == 0
+        assert f"safe to stop: {engine.url}" in forced.stdout
+        assert baton_drain(engine.url).returncode == 0, "it drains already: nothing to ask"
+        probe(other, 0)
+        assert baton_drain(other.url).returncode == 4
+
+
 def test_engine_that_got_sigterm_ends_while_it_is_waited_for(path: str, tmp_path: Path) -> None:
     with fake_engine("--model-path", path) as engine:
         thread = hold_stream(engine, tmp_path / "go_on", [])
@@ -146,7 +172,7 @@ def test_engine_that_got_sigterm_ends_while_it_is_waited_for(path: str, tmp_path
         wait_until(lambda: state(engine) == "draining")
         process = start_drain(engine.url, "--wait")
         assert process.stdout is not None
-        assert "1 streams" in process.stdout.readline()
+        assert "1 stream" in process.stdout.readline()
         (tmp_path / "go_on").touch()
         rest, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
@@ -274,6 +300,13 @@ def test_engines_of_a_kubernetes_node_are_drained_from_inside_their_pods(
         }  # fmt: skip
         assert baton_drain("node/a", "--undo", *flags).returncode == 0
         assert [state(engine, **inside) for engine in (prefill, decode)] == ["ready", "ready"]
+
+        probe(decode, 0)
+        refused = baton_drain("pod/decode-0", *flags)
+        assert refused.returncode == 4
+        assert "pod/decode-0 is the last ready node" in refused.stderr
+        assert baton_drain("pod/decode-0", "--force", *flags).returncode == 0
+        assert state(decode, **inside) == "draining"
 
         decode.stop()
         failed = baton_drain("node/a", *flags)

@@ -208,18 +208,17 @@ def test_a_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) 
 
 
 def test_abort_request_by_rid(engine: FakeEngine, http: httpx.Client) -> None:
-    async def run() -> httpx.Response:
+    async def run(named: str) -> httpx.Response:
         async with httpx.AsyncClient(base_url=engine.url, timeout=20) as client:
             body = {"prompt": "a", "rid": "victim", "cache_salt": script(silent=True)}
             task = asyncio.create_task(client.post("/v1/completions", json=body))
-            while (await client.post("/abort_request", json={"rid": "victim"})).json()[
-                "aborted"
-            ] == 0:
+            while (await client.post("/abort_request", json={"rid": named})).json()["aborted"] == 0:
                 await asyncio.sleep(0.01)
             return await task
 
-    r = asyncio.run(run())
-    assert (r.status_code, r.json()["error"]["code"]) == (499, "aborted")
+    for named in ("victim", "cmpl-victim"):
+        r = asyncio.run(run(named))
+        assert (r.status_code, r.json()["error"]["code"]) == (499, "aborted")
     assert http.post("/abort_request", json={"abort_all": True}).json() == {
         "success": True,
         "aborted": 0,
@@ -473,11 +472,25 @@ def test_answers_carry_the_load_of_their_rank(http: httpx.Client, path: str, str
     assert (values["rank"], values["bands"], values["queued_tokens"]) == ("1", "4:300", "300")
     assert (values["running"], values["pages_free"], values["pages"]) == ("1", "9", "12")
     assert (values["prefilled"], values["generated"]) == ("80", "7")
-    assert all(number.lstrip("-").isdigit() for name, number in values.items() if name != "bands")
+    numbers = [number for name, number in values.items() if name not in ("bands", "inc")]
+    assert all(number.lstrip("-").isdigit() for number in numbers)
     stages = "queue_us=1500;transport=shm;pages=3;bytes=12288;pull_us=250"
     assert answer.headers["x-baton-stages"] == stages, (
         "as the rank reported them with the first token"
     )
+
+
+def test_every_answer_for_routers_states_one_incarnation(http: httpx.Client) -> None:
+    incarnation = http.get("/get_server_info").json()["incarnation"]
+    assert len(bytes.fromhex(incarnation)) == 8
+    for path in ("/health", "/readyz", "/livez", "/v1/loads"):
+        assert http.get(path).json()["incarnation"] == incarnation
+    answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert f"inc={incarnation}" in answer.headers["x-baton-load"].split(";")
+    for body in ({"prompt": "a", "max_tokens": -1}, {"prompt": "a", "model": "another"}):
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code in (400, 404)
+        assert refused.headers["x-baton-load"] == f"inc={incarnation}"
 
 
 def test_health(http: httpx.Client) -> None:

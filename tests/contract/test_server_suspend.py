@@ -78,6 +78,9 @@ def test_a_suspended_stream_pauses_with_comments_and_goes_on(
         {"rid": rid, "state": "suspended", "items": choices},
     )
     assert http.post(f"/v1/requests/{rid}/suspend").json() == done.json(), "again: no change"
+    answer_id = f"cmpl-{rid}"
+    again = http.post(f"/v1/requests/{answer_id}/suspend").json()
+    assert again == {**done.json(), "rid": answer_id}, "the same request by the id of its answer"
     assert suspended(engine) == choices
     wait_until(lambda: stream.text.endswith(": waiting\n\n: waiting\n\n"))
     assert "[DONE]" not in stream.text

@@ -211,6 +211,41 @@ def test_router_without_prefill_is_named(pair: tuple[Engine, Engine]) -> None:
         finds(router, "router.ready", "fail", "prefill")
 
 
+def run_drain(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cli", "drain", *words]
+    env = {**os.environ, **KEYS}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=120, check=False
+    )
+
+
+def test_drain_of_the_last_decode_node_needs_force_and_is_then_named(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    often = ("--health-check-interval-secs", "1")
+    with Router.up(*workers(prefill, decode=(decode.url,)), *often) as router:
+        await_ready(router, prefill.url, decode.url)
+
+        def ready_peers() -> bool:
+            report = httpx.get(f"{decode.url}/drain", headers=AUTH).json()
+            return bool(report["ready_peers"] == 0)
+
+        eventually("the engine knows that it is the last one", ready_peers, FINDS_SECS)
+        place = f"{router}/workers/{decode.url.replace('/', '%2F')}"
+        for target in (decode.url, place):
+            refused = run_drain(target)
+            assert refused.returncode == 4, refused.stderr
+            assert f"{target} is the last ready decode node" in refused.stderr
+        assert run_drain(place, "--force").returncode == 0
+        try:
+            finds(router, "router.serves", "fail", "can serve no request", "decode")
+        finally:
+            undone = run_drain(place, "--undo")
+        assert undone.stdout.split("  ")[1] == "ready", undone
+        await_ready(router, decode.url)
+
+
 def test_open_router_is_named(pair: tuple[Engine, Engine]) -> None:
     if source_address(socket.AF_INET, "192.0.2.1") is None:
         pytest.skip(

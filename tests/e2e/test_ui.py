@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.support.axe import axe_source, violations
 from tests.support.browser import Browser, Page, chromium
 from tests.support.cluster import Cluster, eventually, family, get, metric
 from tests.support.router import Router
@@ -146,6 +147,11 @@ def test_a_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undis
                 eventually, "a decode node has the request", busy_decodes
             )
             await page.until(f"{LAST_TEXT}.length > 40")
+            # The bar of a running answer is drawn while its text comes, by the router's timeline.
+            await page.until(
+                "document.querySelector('.message[aria-busy] .legend [data-stage=decode]')"
+                "?.textContent.includes(' on ')"
+            )
             cluster.kill("decode", busy)
             await page.until(ANSWERED, secs=120)
             assert await page.evaluate(LAST_TEXT) == undisturbed
@@ -155,9 +161,12 @@ def test_a_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undis
             assert "Failover after" in legend
             assert await page.evaluate("document.querySelectorAll('.bar .mark').length") == 1
             page.assert_clean(cluster.url)
-            # The cluster view tells of it, and of the node that is back.
+            # The cluster view tells of it, with a link to the request, and of the node that is back.
             await page.go(f"{cluster.url}/ui/")
             await page.until("document.querySelector('#events .badge.failover')")
+            await page.evaluate("document.querySelector('#events a').click()")
+            timeline = await page.until("document.querySelector('.timeline')?.textContent")
+            assert "the answer was resumed after" in timeline
             await asyncio.to_thread(cluster.await_restart, "decode", busy)
             await page.until("document.querySelectorAll('.node[data-state=ready]').length === 3")
             page.assert_clean(cluster.url)
@@ -233,7 +242,7 @@ def test_everything_is_reached_by_keyboard(cluster: Cluster) -> None:
             await page.tab_to("#why")
             await page.press("Enter")
             await page.until("document.activeElement.id === 'dry-run-title'")
-            assert "policy" in await page.evaluate("document.querySelector('#dry-run').textContent")
+            assert "Policy" in await page.evaluate("document.querySelector('#dry-run').textContent")
             await page.tab_to("#dry-run-close")
             await page.press("Enter")
             await page.until("document.activeElement.id === 'why'")
@@ -298,6 +307,13 @@ def test_pages_fit_their_width(cluster: Cluster, tmp_path: Path, width: int, is_
     """The screenshots stay in pytest's folder for a person to look at."""
     cluster.complete("Baton is " * 20, max_tokens=2)
     fits = "document.documentElement.scrollWidth <= innerWidth"
+    # Only tables may be wider than the page, and they scroll in a box of their own.
+    cut = """[...document.querySelectorAll('main *')].filter((element) => {
+        const box = element.getBoundingClientRect();
+        const isShown = box.width > 1 && !element.closest('.scroll, .hidden, svg');
+        return isShown && (box.right > innerWidth + 1 || box.left < -1 || element.scrollWidth > element.clientWidth + 1
+            && getComputedStyle(element).overflowX === 'hidden');
+    }).map((element) => element.outerHTML.slice(0, 120))"""
 
     async def scene() -> None:
         async with Browser.start() as browser:
@@ -305,17 +321,28 @@ def test_pages_fit_their_width(cluster: Cluster, tmp_path: Path, width: int, is_
             await page.until("document.querySelector('#requests a')")
             await page.screenshot(tmp_path / "cluster.png")
             assert await page.evaluate(fits)
+            assert await page.evaluate(cut) == []
             await page.evaluate("document.querySelector('#requests a').click()")
             await page.until("document.querySelector('.timeline')")
             await page.screenshot(tmp_path / "request.png")
             assert await page.evaluate(fits)
+            assert await page.evaluate(cut) == []
             page.assert_clean(cluster.url)
             page = await chat_page(browser, cluster.url, width=width, is_dark=is_dark)
             await ask(page, QUESTION)
             await page.until(ANSWERED)
             await page.evaluate("document.querySelector('.why').open = true")
+            await page.evaluate("document.querySelector('#why').click()")
+            await page.until("document.querySelector('#dry-run .explanation')")
             await page.screenshot(tmp_path / "chat.png")
             assert await page.evaluate(fits)
+            assert await page.evaluate(cut) == []
+            # The decision begins with a sentence; the values come below.
+            said = await page.evaluate(
+                "document.querySelector('#dry-run .explanation p').textContent"
+            )
+            assert "Prefill: " in said
+            assert " is the only candidate." in said
             background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
             lightness = sum(
                 int(part) for part in background.removeprefix("rgb(").removesuffix(")").split(",")
@@ -328,6 +355,206 @@ def test_pages_fit_their_width(cluster: Cluster, tmp_path: Path, width: int, is_
         (tmp_path / f"{name}.png").stat().st_size > 10_000
         for name in ("cluster", "request", "chat")
     )
+
+
+def test_hung_router_shows_stale_numbers_and_recovers(cluster: Cluster) -> None:
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            page = await browser.open(f"{cluster.url}/ui/")
+            await page.until("document.querySelector('.live.on')")
+            live = "document.querySelector('#live').textContent"
+            is_stale = "document.body.classList.contains('stale')"
+            assert not await page.evaluate(is_stale)
+            with suspended(cluster.state["router"]["pid"]):
+                await page.until(f"{live}.startsWith('stale since ')")
+                assert await page.evaluate(is_stale)
+            await page.until(f"{live} === 'live'")
+            assert not await page.evaluate(is_stale)
+            await page.until("document.querySelectorAll('.node[data-state=ready]').length === 3")
+
+    in_browser(scene())
+
+
+def test_drain_of_the_last_node_of_a_role_is_warned_of(cluster: Cluster) -> None:
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            page = await browser.open(f"{cluster.url}/ui/")
+            await page.until("document.querySelectorAll('.node[data-state=ready]').length === 3")
+            for role, warned in (("prefill", True), ("decode", False)):
+                await page.evaluate(
+                    f"document.querySelector('.node[data-role={role}] button').click()"
+                )
+                await page.until("document.querySelector('#confirm').open")
+                warning = await page.evaluate(
+                    "document.querySelector('#confirm-warning:not([hidden])')?.textContent ?? ''"
+                )
+                assert ("the last ready prefill node" in warning) == warned, warning
+                await page.press("Escape")
+                await page.until("!document.querySelector('#confirm').open")
+            assert len(cluster.ready()) == 3
+            page.assert_clean(cluster.url)
+
+    in_browser(scene())
+
+
+def test_charts_filters_and_theme(cluster: Cluster) -> None:
+    cluster.complete("Baton is " * 20, max_tokens=2)
+    status, answer = cluster.post(
+        "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": -1}
+    )
+    assert status == 400, answer
+    rows = "[...document.querySelectorAll('#requests .badge')].map((badge) => badge.textContent)"
+    background = "getComputedStyle(document.body).backgroundColor"
+
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            page = await browser.open(f"{cluster.url}/ui/")
+            drawn = "document.querySelector('[data-chart={}] path[d^=M]')"
+            for chart in ("requests", "errors", "ttft", "tokens", "kv"):
+                await page.until(drawn.format(chart))
+            spoken = await page.evaluate(
+                "document.querySelector('[data-chart=ttft] svg').getAttribute('aria-label')"
+            )
+            assert spoken.startswith("TTFT: p50 now ")
+            await page.evaluate("document.querySelector('[value=failed_requests]').click()")
+            await page.until(f"{rows}.length > 0")
+            assert "ok" not in await page.evaluate(rows)
+            await page.evaluate("document.querySelector('[value=slow_requests]').click()")
+            await page.until(f"{rows}.includes('ok')")
+            # The theme chosen here is kept, on both pages; the system's is light.
+            light = await page.evaluate(background)
+            choose = (
+                "document.querySelector('#theme').value = '{0}';"
+                "document.querySelector('#theme').dispatchEvent(new Event('change'))"
+            )
+            await page.evaluate(choose.format("dark"))
+            dark = await page.evaluate(background)
+            assert dark != light
+            await page.go(f"{cluster.url}/ui/chat.html")
+            assert await page.evaluate(background) == dark
+            await page.until("document.querySelector('#theme').value === 'dark'")
+            await page.evaluate(choose.format("system"))
+            assert await page.evaluate(background) == light
+            assert await page.evaluate("Object.keys(localStorage)") == []
+            page.assert_clean(cluster.url)
+
+    in_browser(scene())
+
+
+NODES = """(() => {
+    const nodeOf = (id, url, state, load, used) => ({
+        id, url, role: 'decode', state, reason: null, circuit: 'closed', load, model: null, version: null,
+        ranks: [{rank: null, load, report: {age_ms: 1, queued_tokens: 100 * load, queued_requests: load,
+            kv_pages: 2048, kv_pages_used: used}}],
+    });
+    return {nodes_left_out: 0, nodes: [
+        nodeOf('1', 'http://h:1', 'ready', 1, 2000), nodeOf('2', 'http://h:2', 'draining', 3, 10),
+        nodeOf('3', 'http://h:10', 'ready', 2, 500)]};
+})()"""
+"""Snapshot of three nodes."""
+
+
+def cards_sorted_by(order: str) -> str:
+    return f"""import('./nodes.js').then((nodes) => {{
+        document.querySelector('#sort').value = '{order}';
+        nodes.showNodes({NODES});
+        return [...document.querySelectorAll('.node')].map((node) => node.innerText);
+    }})"""
+
+
+def test_nodes_are_sorted_and_labeled() -> None:
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            with contextlib.ExitStack() as stack:
+                url = await asyncio.to_thread(stack.enter_context, Router.up())
+                page = await browser.open(f"{url}/ui/")
+                orders = {
+                    "address": [1, 2, 10], "load": [2, 10, 1], "queue": [2, 10, 1], "kv": [1, 10, 2],
+                    "state": [2, 1, 10],
+                }  # fmt: skip
+                for order, ports in orders.items():
+                    # One evaluation: no snapshot of the router itself, which has no node, comes in between.
+                    cards = await page.evaluate(cards_sorted_by(order))
+                    assert [int(card.split("\n")[0].removeprefix("h:")) for card in cards] == ports
+                draining = cards[0]
+                assert "0.5 % of 2,048 pages" in draining
+                assert "3 requests" in draining
+                assert "300 tokens" in draining
+                assert "Undrain" in draining
+                page.assert_clean(url)
+
+    in_browser(scene())
+
+
+LEG = {"attempt": 1, "outcome": "ok", "why": "only", "chosen_ms": 1, "usage": None}
+HANDOVER = {
+    "state": "ended", "failed_attempts": [], "timeline": {"ended_ms": 200},
+    "legs": [
+        LEG | {"role": "prefill", "worker": "http://p", "sent_ms": 2, "first_token_ms": 40, "ended_ms": 41,
+               "stages": {"queue_ms": 3}},
+        LEG | {"role": "decode", "worker": "http://d", "sent_ms": 2, "first_token_ms": 100, "ended_ms": 200,
+               "stages": {"queue_ms": 68, "pull": {"transport": "shm", "pages": 1, "bytes": 66_000, "pull_ms": 2}}},
+    ],
+}  # fmt: skip
+"""Record of a request: P is done at 40 ms, D had room for it at 70 ms, and its first event came at 100 ms."""
+
+
+def test_handover_tells_pull_from_waiting() -> None:
+    early = json.loads(json.dumps(HANDOVER))
+    early["legs"][1]["first_token_ms"] = 40
+    early["legs"][1]["stages"]["queue_ms"] = 5
+    bar = (
+        "import('./timeline.js').then((timeline) => [...timeline.stageBar({}).querySelectorAll('li')]"
+        ".map((item) => item.textContent))"
+    )
+
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            with contextlib.ExitStack() as stack:
+                url = await asyncio.to_thread(stack.enter_context, Router.up())
+                page = await browser.open(f"{url}/ui/")
+                assert await page.evaluate(bar.format(json.dumps(HANDOVER))) == [
+                    "Queue 5.0 ms",
+                    "Prefill 35 ms on p",
+                    "Handover 60 ms on d: queue on D 30 ms, pull 2.0 ms (shm, 66 kB), then first event 28 ms",
+                    "Decode 100 ms on d",
+                ]
+                # A handover that took no time of its own is shown too.
+                assert await page.evaluate(bar.format(json.dumps(early))) == [
+                    "Queue 5.0 ms",
+                    "Prefill 35 ms on p",
+                    "Handover 0 ms on d: pull 2.0 ms (shm, 66 kB, 2.0 ms of it during the prefill)",
+                    "Decode 160 ms on d",
+                ]
+                page.assert_clean(url)
+
+    in_browser(scene())
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_axe_finds_no_violation(cluster: Cluster, width: int, is_dark: bool) -> None:
+    source = axe_source()
+    if source is None:
+        pytest.skip("axe-core cannot be fetched with npm")
+    cluster.complete("Baton is " * 20, max_tokens=2)
+
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            page = await browser.open(f"{cluster.url}/ui/", width=width, is_dark=is_dark)
+            await page.until("document.querySelector('[data-chart=requests]')")
+            await page.evaluate("document.querySelector('#requests a').click()")
+            await page.until("document.querySelector('.timeline')")
+            assert await violations(page, source) == []
+            page = await chat_page(browser, cluster.url, width=width, is_dark=is_dark)
+            await ask(page, QUESTION)
+            await page.until(ANSWERED)
+            await page.evaluate("document.querySelector('.why').open = true")
+            await page.evaluate("document.querySelector('#why').click()")
+            await page.until("document.querySelector('#dry-run .explanation')")
+            assert await violations(page, source) == []
+
+    in_browser(scene())
 
 
 @contextlib.asynccontextmanager

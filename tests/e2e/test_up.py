@@ -43,6 +43,18 @@ def test_a_node_that_does_not_end_is_killed_and_named() -> None:
 
 
 @pytest.mark.slow
+def test_hung_node_is_restarted() -> None:
+    with Cluster.up("--hang-timeout-secs", "4") as cluster:
+        hung = psutil.Process(cluster.node("decode")["pid"])
+        hung.suspend()
+        cluster.await_restart("decode")
+        assert_gone([hung], 5)
+        said = "".join(cluster.output)
+        assert "for 4 s (--hang-timeout-secs) and is killed" in said
+        assert cluster.complete("Baton is", max_tokens=2)
+
+
+@pytest.mark.slow
 def test_killed_up_leaves_nothing_behind() -> None:
     with Cluster.up() as cluster:
         processes = family(cluster.process.pid)

@@ -14,8 +14,8 @@ from baton.config import build
 from baton.errors import ConfigError
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
-from baton.layers.model_spec import read_spec
 from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
 from baton.runtime import build as runtime
 from tests.support import shapes
 from tests.support.checkpoints import make_checkpoint

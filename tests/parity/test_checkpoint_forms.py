@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from baton.layers.model_spec import read_spec
+from baton.models.spec_reader import read_spec
 from tests.support.checkpoints import (
     VARIANTS,
     as_transformers_4,

@@ -218,6 +218,46 @@ def test_bad_files_are_named_with_their_line() -> None:
             recording.replay(lines)
 
 
+VALUES: tuple[object, ...] = (None, -1, 0, 1e9, "", [], {})
+
+
+def variants_of(value: object) -> list[object]:
+    """`value` with each value inside it replaced by each of VALUES, one at a time."""
+    found = list(VALUES)
+    if isinstance(value, dict):
+        found += [{**value, key: other} for key in value for other in variants_of(value[key])]
+    if isinstance(value, list):
+        found += [
+            [*value[:i], other, *value[i + 1 :]]
+            for i in range(len(value))
+            for other in variants_of(value[i])
+        ]
+    return found
+
+
+def test_replaced_values_are_repeated_or_refused_with_their_line() -> None:
+    storm = Storm(5, "null")
+    storm.run()
+    lines = storm.lines[:40]
+    first_of_each: dict[str, int] = {}
+    for i, line in enumerate(lines[1:], 1):
+        first_of_each.setdefault(json.loads(line)[0], i)
+    header = json.loads(lines[0])
+    short = {**header, "flags": {k: header["flags"][k] for k in ("page_size", "schedule_policy")}}
+    cases = [(0, value) for value in variants_of(short)]
+    cases += [
+        (i, value) for i in first_of_each.values() for value in variants_of(json.loads(lines[i]))
+    ]
+    refusals = []
+    for i, value in cases:
+        try:
+            recording.replay([*lines[:i], json.dumps(value), *lines[i + 1 :]])
+        except recording.ReplayError as err:
+            refusals.append(str(err))
+    assert 0 < len(refusals) < len(cases)
+    assert all(text.startswith("line ") for text in refusals)
+
+
 def test_values_survive_the_lines() -> None:
     req = ValidatedRequest(
         1, "r", array("i", [3, -1]), SamplingParams(stop_token_ids=(1, 2)), namespace=b"\x00\xff",

@@ -217,6 +217,19 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     )
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_is_divided_where_the_terminal_is_narrow(columns: int) -> None:
+    made = ran([request(0, 64), request(1, 64)])
+    summary = summarize("srpt-aging", made, 5.0, 0.1)
+    whole = table([summary, summary]).splitlines()
+    narrow = table([summary, summary], columns)
+    assert max(map(len, narrow.splitlines())) <= columns < len(whole[0])
+    parts = [part.splitlines() for part in narrow.split("\n\n")]
+    assert all(line.startswith("srpt-aging") for part in parts for line in part[1:3])
+    cells = [word for part in parts for word in part[0].split()[1:]]
+    assert cells == whole[0].split()[1:], "each column once, in its order"
+
+
 @pytest.mark.slow
 def test_mean_wait_is_that_of_queueing_theory() -> None:
     """One prompt at a time, Poisson arrivals: M/G/1, so W = rate * E[S^2] / (2 (1 - rho)) (Pollaczek, Khinchine)."""
@@ -257,6 +270,18 @@ GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [7
         ("[1]", "this is list"),
         ('{"input_length": 1, "output_length": 1}', "timestamp is None"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
+        (
+            f'{{"timestamp": 1{"0" * 400}, "input_length": 1, "output_length": 1}}',
+            "timestamp is 10",
+        ),
+        ('{"timestamp": true, "input_length": 1, "output_length": 1}', "timestamp is True"),
+        ('{"timestamp": 6, "input_length": 1e9, "output_length": 1}', "input_length is 1000000000"),
+        ('{"timestamp": 6, "input_length": 1, "output_length": 99999999}', "1 to 16777216"),
+        (
+            '{"timestamp": 6, "input_length": 6, "output_length": 1, "priority": 2147483648}',
+            "priority is 2147483648",
+        ),
+        ("[" * 100_000, "not JSON"),
         ('{"timestamp": 4, "input_length": 1, "output_length": 1}', "before the previous line's 5"),
         ('{"timestamp": 6, "input_length": 0, "output_length": 1}', "input_length is 0"),
         ('{"timestamp": 6, "input_length": 1, "output_length": "3"}', "output_length is '3'"),

@@ -74,7 +74,7 @@ def make_checkpoint(
             noise = torch.empty(parameter.shape).normal_(0, 0.15, generator=generator)
             parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
@@ -125,8 +125,8 @@ def _model_class(variant: str) -> Any:
     return getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")
 
 
-def _write_tokenizer(path: Path) -> None:
-    """One token per byte, in byte order of the alphabet, then the special tokens."""
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer with one token per byte, in byte order of the alphabet, then the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -18,7 +18,8 @@ from typing import Any
 
 from baton.config import build
 from baton.server.text import model_info
-from baton.server.text.chat_template import read_messages
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.messages import TemplateCaps, normalize_messages
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/contract/golden/tokens"
@@ -96,6 +97,7 @@ CONVERSATIONS: list[dict[str, Any]] = [
                 "role": "assistant",
                 "tool_calls": [
                     {
+                        "id": "call00001",
                         "type": "function",
                         "function": {
                             "name": "get_weather",
@@ -104,8 +106,8 @@ CONVERSATIONS: list[dict[str, Any]] = [
                     }
                 ],
             },
-            {"role": "tool", "name": "get_weather", "content": '{"sky": "grey"}'},
-            {"role": "tool", "name": "get_weather", "content": "rain"},
+            {"role": "tool", "tool_call_id": "call00001", "content": '{"sky": "grey"}'},
+            {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
         ],
         "tools": [TOOL],
     },
@@ -154,8 +156,8 @@ def body_of(name: str, conversation: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rendered(tokenizer: Any, body: dict[str, Any]) -> str | None:
-    """The prompt's text; None: the template refuses."""
+def rendered(tokenizer: Any, caps: TemplateCaps, body: dict[str, Any]) -> str | None:
+    """The prompt's text; None: the template refuses. Normalization has goldens of its own (message_goldens.py)."""
     import jinja2
 
     continues = body.get("continue_final_message", False)
@@ -165,7 +167,7 @@ def rendered(tokenizer: Any, body: dict[str, Any]) -> str | None:
     try:
         return str(
             tokenizer.apply_chat_template(
-                read_messages(body["messages"]),
+                normalize_messages(body["messages"], caps),
                 tools=body.get("tools"),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
@@ -180,6 +182,7 @@ def rendered(tokenizer: Any, body: dict[str, Any]) -> str | None:
 def model_cases(name: str) -> dict[str, Any]:
     facts = facts_of(name)
     tokenizer = tokenizer_of(facts)
+    caps = ChatTemplate(facts.chat_template, facts.special_tokens).caps
 
     def ids(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -187,7 +190,7 @@ def model_cases(name: str) -> dict[str, Any]:
     chats = []
     for conversation in CONVERSATIONS:
         body = body_of(name, conversation)
-        text = rendered(tokenizer, body)
+        text = rendered(tokenizer, caps, body)
         special = body.get("add_special_tokens", False)
         chats.append(
             {"body": body, "text": text, "ids": None if text is None else ids(text, special)}

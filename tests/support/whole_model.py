@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.layers.model_spec import read_spec
 from baton.models.decoder import Decoder
 from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
 
 
 def load_model(

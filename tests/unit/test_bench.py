@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.cli.bench.load import Round, Timing, Work, prompts
-from baton.cli.bench.serving import Arm, parse, table
+from baton.cli.bench.serving import COLUMNS, Arm, parse, rounds_as_json, table
 from baton.sim.report import percentile
 
 WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
@@ -32,14 +32,45 @@ def test_percentiles_interpolate() -> None:
 
 
 def test_ratio_is_the_median_over_rounds_not_of_medians() -> None:
-    def rounds(*seconds: float) -> list[Round]:
-        return [Round(s, (Timing(s / 2, s, 4),), ()) for s in seconds]
-
     slow_then_fast = Arm("base", "", "", rounds(1.0, 4.0))
     always_double = Arm("other", "", "", rounds(2.0, 8.0))
     last = table([slow_then_fast, always_double]).splitlines()[-1]
     assert "0.50 [0.50, 0.50]" in last  # tokens/s
     assert last.count("2.00 [2.00, 2.00]") == 5
+
+
+def rounds(*seconds: float) -> list[Round]:
+    return [Round(s, (Timing(s / 2, s, 4),), ()) for s in seconds]
+
+
+def two_servers() -> list[Arm]:
+    """Servers whose addresses differ in their last character."""
+    return [
+        Arm(url, url, "demo", rounds(1.0, 4.0))
+        for url in ("http://127.0.0.1:33000", "http://127.0.0.1:33001")
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_fits_the_terminal_and_names_each_server(columns: int) -> None:
+    lines = table(two_servers(), columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    parts = "\n".join(lines).split("\n\n")
+    assert len(parts) > 1
+    for part in parts:
+        names = [line[:30].split("  ")[0] for line in part.splitlines()]
+        assert names[1:] == ["127.0.0.1:33000", "127.0.0.1:33001", "127.0.0.1:33001 / first"]
+    shown = "".join(part.splitlines()[0] for part in parts)
+    assert all(name in shown for name, _ in COLUMNS)
+
+
+def test_results_without_a_trace_can_be_written_as_json() -> None:
+    assert parse(["--json", "out.json"]).json == "out.json"
+    first, second = rounds_as_json(two_servers())
+    assert (first["url"], second["url"]) == ("http://127.0.0.1:33000", "http://127.0.0.1:33001")
+    assert [found["tokens/s"] for found in first["rounds"]] == [4.0, 1.0]
+    assert first["medians"]["E2E p95 ms"] == 2500.0
+    assert second["ratios_to_first"]["tokens/s"] == [1.0, 1.0]
 
 
 def test_senseless_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,67 @@ def test_help_lists_exactly_the_commands_there_are(capsys: pytest.CaptureFixture
 
 def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["fly"]) == 2
-    assert "no command 'fly'; there are up, router" in capsys.readouterr().err
+    assert "no command 'fly'; there are up, chat, router" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["help"], ["-h"]])
+def test_help_can_be_asked_for_as_a_command(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(words) == 0
+    assert capsys.readouterr().out == main.usage()
+
+
+def test_help_of_a_command_can_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["help", "top"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: baton top")
+
+
+def test_commands_of_other_servers_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main(["serve", "Qwen/Qwen3-0.6B"]) == 2
+    assert "baton up --model-path MODEL starts a whole cluster" in capsys.readouterr().err
+
+
+def test_model_without_a_flag_and_a_missing_one_are_named_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "none")
+    flags = ["Qwen/Qwen3-0.6B", "--gpu-memory-utilization", "0.9", "--model", missing]
+    with pytest.raises(SystemExit) as ended:
+        main.main(["engine", *flags])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "give the model as --model-path Qwen/Qwen3-0.6B" in said
+    assert "use --mem-fraction-static" in said
+    assert f"--model-path {missing}: {missing} is not a directory" in said
+
+
+@pytest.mark.parametrize("name", sorted(main.PARSERS))
+def test_short_help_is_a_screen_and_full_help_has_every_flag(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = import_module(f"baton.{main.PARSERS[name]}").make_parser()
+    flags = set(parser._option_string_actions)
+    full = "--help-all" if "--help-all" in flags else "--help"
+    shown: dict[str, str] = {}
+    for flag in ("--help", full):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_known_args([flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    for flag in flags:
+        assert re.search(rf"^  (\S+ )*?.*{flag}\b", shown[full], re.MULTILINE), flag
+    if full == "--help-all":
+        short = shown["--help"]
+        named = re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)
+        assert len(named) == 10
+        assert len(short.splitlines()) <= 40
+        assert f"baton {name} --help-all shows" in short
 
 
 def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +150,10 @@ def test_workers_replace_the_pair() -> None:
         (["--prefill-args", "'"], "--prefill-args: No closing quotation"),
         (["--page-size", "3"], "--page-size 3: use a power of two"),
         (["--pre", "2"], "there is no such flag"),
+        (["--port", "99999"], "--port 99999: give 0 to 65535"),
+        (["--start-timeout-secs", "0"], "--start-timeout-secs 0"),
+        (["--decode-args", "--bogus"], "follows an equals sign: --decode-args='--bogus'"),
+        (["Qwen/Qwen3-0.6B"], "give the model as --model-path Qwen/Qwen3-0.6B"),
     ],
 )
 def test_impossible_clusters_are_refused(

@@ -93,8 +93,8 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
         "--port x: give an integer",
         f"--schedule-policy best: give one of {', '.join(policies)}",
         "--srpt-agin: there is no such flag; is it --srpt-aging?",
-        "'stray' follows no flag; leave it out",
-        "--bogus: there is no such flag; --help lists them",
+        "'stray' follows no flag; give the model as --model-path stray",
+        "--bogus: there is no such flag; --help-all lists them",
     ]
     assert all(line.startswith("baton engine: ") for line in shown)
     rest = "\n".join(shown[5:])
@@ -112,7 +112,7 @@ def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]
         config.parse(["--port"])
     assert (
         capsys.readouterr().err
-        == "baton engine: --port: expected one argument; --help lists the flags\n"
+        == "baton engine: --port: expected one argument; --help-all lists the flags\n"
     )
 
 
@@ -262,12 +262,23 @@ def test_flag_names_of_sglang_and_vllm_are_aliases_or_say_what_to_use(
     assert "CUDA_VISIBLE_DEVICES" in said[2]
 
 
+def test_tls_flags_of_sglang_and_vllm_say_where_tls_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        config.parse(["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"])
+    said = capsys.readouterr().err.splitlines()
+    assert [text.split(": ")[1] for text in said] == ["--ssl-certfile", "--ssl-keyfile"]
+    assert all("engines speak HTTP" in text and "--tls-cert-path" in text for text in said)
+
+
 def test_no_refused_flag_name_exists_and_every_flag_named_instead_does() -> None:
     parser = config.FlagParser("x", "")
     config.add_flags(parser, config.EngineConfig)
     known = set(parser._option_string_actions)
     assert not known & INSTEAD.keys()
     of_others = {"--prefill", "--decode", "--revision", "--local-dir"}
+    of_others |= {"--tls-cert-path", "--tls-key-path"}
     assert (
         set(re.findall(r"--[a-z][a-z-]+", " ".join(INSTEAD.values()))) - known - of_others == set()
     )

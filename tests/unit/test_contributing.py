@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.layers import model_spec
+from baton.models import spec_reader
 from baton.sched.policies import POLICIES
 from baton.sched.types.limits import Limits
 from tests.support import checkpoints
@@ -54,9 +54,9 @@ def test_the_example_of_a_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatc
 def test_the_example_of_a_family_computes_what_transformers_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    family, variant = (eval(f"{{{code}}}", vars(model_spec)) for code in code_of("a model family"))
+    family, variant = (eval(f"{{{code}}}", vars(spec_reader)) for code in code_of("a model family"))
     (name,) = variant
-    for table, added in ((model_spec._FAMILIES, family), (checkpoints.VARIANTS, variant)):
+    for table, added in ((spec_reader.FAMILIES, family), (checkpoints.VARIANTS, variant)):
         for key, value in added.items():
             assert key not in table, f"{key} is supported by now; the page needs another example"
             monkeypatch.setitem(table, key, value)
@@ -82,7 +82,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/baton/sched/policies/__init__.py": ["_ALL"],
         "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
         "tests/support/watched.py": ["_key"],
-        "engine/baton/layers/model_spec.py": ["_FAMILIES"],
+        "engine/baton/models/spec_reader.py": ["FAMILIES"],
         "tests/support/checkpoints.py": ["VARIANTS"],
     }.items():
         text = (ROOT / path).read_text(encoding="utf-8")

@@ -136,7 +136,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
         n for f in fields_of.values() for n in f.metadata["also"]
     }
     known |= {config.flag_name(name) for name in drain.DrainConfig.__dataclass_fields__}
-    up = (ROOT / "engine" / "baton" / "server" / "launch" / "local_cluster.py").read_text(
+    up = (ROOT / "engine" / "baton" / "server" / "launch" / "cluster_plan.py").read_text(
         encoding="utf-8"
     )
     up += "".join(
@@ -159,6 +159,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
     )
     known |= {"--" + name.replace("_", "-") for name in fields} | {
         "--help",
+        "--help-all",
         "--out",
         "--steps",
         "--threads",
@@ -173,6 +174,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--nocapture",
     }  # cargo's, an example's, a test run's
     known |= {"--http2-prior-knowledge"}  # curl's
+    known |= {"--target", "--torch-backend", "--version"}  # docker's, uv's, baton's own
     kubectl = {
         "--as",
         "--field-selector",

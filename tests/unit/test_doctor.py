@@ -17,7 +17,7 @@ from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_
 from baton.cli.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
 from baton.cli.doctor.gpu import GpuFacts
 from baton.server.observability.diagnosis import key_proof
-from baton.server.observability.host_facts import HostFacts
+from baton.server.observability.host_facts import DiskSpace, HostFacts
 
 GIB = 1 << 30
 PRINT = {
@@ -37,6 +37,7 @@ def facts(**changes: Any) -> HostFacts:
         shm_total=GIB, shm_free=GIB, sealed_memfd_error=None, open_files_limit=65536, open_files_hard_limit=65536,
         locked_memory_limit=8 << 20, has_rdma=False, unix_seconds=time.time(), is_clock_synchronized=True,
         versions={"python": "3.11", "baton": "1.0", "extension": "1.0", "torch": "2.6"},
+        disks=[DiskSpace("/tmp", 100 * GIB, 50 * GIB)],
     )  # fmt: skip
     return dataclasses.replace(healthy, **changes)
 
@@ -68,6 +69,18 @@ def test_healthy_machine_passes_every_check() -> None:
         ),
         ({"shm_total": 64 << 20}, "host.shm", "warn", "/dev/shm has 64 MiB"),
         ({"shm_total": None}, "host.shm", "warn", "/dev/shm is not there"),
+        (
+            {"disks": [DiskSpace("/tmp", GIB, GIB), DiskSpace("/logs", 10 * GIB, 100 << 20)]},
+            "host.disk",
+            "warn",
+            "100 MiB of 10.0 GiB are free at /logs",
+        ),
+        (
+            {"disks": [DiskSpace("/logs", GIB, 0)]},
+            "host.disk",
+            "fail",
+            "0 MiB of 1.0 GiB are free at /logs: logs are lost",
+        ),
         (
             {"open_files_limit": 512},
             "host.open_files",
@@ -316,6 +329,12 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "router.ready",
         "fail",
         "no prefill worker is ready",
+    ),
+    "router that serves nothing": (
+        lambda: fleet(readiness={"status": "ready", "serves": False, "reason": "no decode worker"}),
+        "router.serves",
+        "fail",
+        "http://r:8000 can serve no request: no decode worker",
     ),
     "router metrics": (
         lambda: fleet(metrics_problem="status 404"),
@@ -665,7 +684,7 @@ def test_exit_code_and_output_follow_the_worst_result() -> None:
     assert check.exit_code([*results, check.fail("bad", "do that")]) == 2
     text = check.render_text(results, is_colored=False)
     assert text.splitlines()[2:4] == ["warn  d    odd", "           -> do this"]
-    assert text.endswith("1 ok, 1 warnings, 0 failures, 1 skipped")
+    assert text.endswith("1 ok, 1 warning, 0 failures, 1 skipped")
     shown = json.loads(check.render_json(results))
     assert shown["exit_code"] == 1
     assert shown["checks"][2] == {
@@ -677,9 +696,41 @@ def test_exit_code_and_output_follow_the_worst_result() -> None:
     assert "\x1b[33mwarn" in check.render_text(results, is_colored=True)
 
 
+def test_wrong_bootstrap_port_is_advised_with_the_right_one() -> None:
+    given = worker(p(disaggregation_bootstrap_port=33122), bootstrap_port=8998)
+    closed = changed(d(), **look("unreachable", "connection refused"))
+    found = [r for r in judge(fleet(given, closed)) if check.is_problem(r)]
+    remedy = sole(found, CheckStatus.FAIL).remedy
+    assert "the router was given bootstrap port 8998, the node's is 33122" in remedy
+    assert f"--prefill {P} 33122" in remedy
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        ("[ssl: certificate_verify_failed] certificate verify failed: self-signed", "--ca-cert"),
+        ("[ssl: wrong_version_number] wrong version number", "give http://r:1"),
+        ("its answer is no HTTP", "give https://r:1"),
+        ("connection refused", "give the router's address"),
+    ],
+)
+def test_remedy_for_a_router_follows_what_went_wrong(problem: str, remedy: str) -> None:
+    scheme = "http" if "HTTP" in problem else "https"
+    results = routers.check_routers(FleetView([RouterView(f"{scheme}://r:1", problem)], []))
+    assert remedy in sole(results, CheckStatus.FAIL).remedy
+
+
+def test_router_can_be_given_without_a_flag() -> None:
+    config = main.parse(["http://a:1", "http://b:1/", "--router", "http://c:1"])
+    assert config.fleet
+    assert config.routers == ["http://a:1", "http://b:1", "http://c:1"]
+    assert not main.parse(["--router", "http://c:1"]).fleet
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        (["a:8000"], "baton doctor: a:8000: give http://HOST:PORT"),
         (["--router", "127.0.0.1:8000"], "give http://HOST:PORT"),
         (["--ca-cert", "/no-such-file"], "--ca-cert /no-such-file: No such file or directory"),
         (["--router", "http://a,b"], "--router b: give http://HOST:PORT"),

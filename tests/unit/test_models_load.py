@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.layers.model_spec import read_spec
 from baton.layers.shard import Shard
 from baton.models import checkpoint as checkpoint_module
 from baton.models import load
 from baton.models.checkpoint import check, weight_bytes
 from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
 from baton.models.weights import plan_weights
 from tests.support import shapes
 from tests.support.whole_model import load_model
@@ -112,11 +112,47 @@ def test_a_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
 def test_computed_tensors_in_a_checkpoint_are_ignored(tmp_path):
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-        tensors["lm_head.weight"] = torch.ones(32, 16)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     weights = load_model(checkpoint(tmp_path, edit, tie_word_embeddings=True)).weights
     assert weights.lm_head is weights.embed
-    assert not torch.equal(weights.embed, torch.ones(32, 16))
+
+
+@pytest.mark.parametrize("row", [0, 31])
+def test_head_of_other_content_overrules_tie_word_embeddings(tmp_path, caplog, row):
+    kept: dict[str, torch.Tensor] = {}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][row, -1] += 1
+        kept.update(tensors)
+
+    path = checkpoint(tmp_path, edit, tie_word_embeddings=True)
+    weights = load_model(path).weights
+    assert torch.equal(weights.lm_head, kept["lm_head.weight"])
+    assert torch.equal(weights.embed, kept["model.embed_tokens.weight"])
+    assert "lm_head.weight differs" in caplog.text
+    assert read_spec(path).num_parameters == read_spec(path, load_format="dummy").num_parameters + (
+        32 * 16
+    )
+    for rank in range(2):
+        share = load_weights(read_spec(path), path, shard=Shard(rank, 2)).weights
+        assert torch.equal(share.lm_head, kept["lm_head.weight"].split(16)[rank])
+
+
+def test_single_file_counts_before_an_old_index(tmp_path):
+    path = checkpoint(tmp_path)
+    newest = load_file(path / "model.safetensors")
+    old = {name: tensor.half() for name, tensor in newest.items()}
+    save_file(old, path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    edited = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(edited | {"dtype": None}))
+    assert read_spec(path).dtype == "float32"
+    assert torch.equal(load_model(path).weights.embed, newest["model.embed_tokens.weight"])
+    (path / "model.safetensors").unlink()
+    assert read_spec(path, on_cpu=False).dtype == "float16"
 
 
 def test_absent_and_damaged_files_are_named(tmp_path):

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.layers.model_spec import ModelSpec, RopeSpec, hash_model, read_spec
+from baton.layers.model_spec import ModelSpec, RopeSpec
+from baton.models.config_file import read_model_config
+from baton.models.spec_reader import hash_model, read_max_context, read_spec
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
@@ -130,6 +132,83 @@ def test_transformers_5_spelling_means_the_same(tmp_path):
     }
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SPELLINGS = {
+    "rope_scaling replaces rope_parameters": {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    },
+    "empty rope_scaling leaves rope_parameters": {
+        "rope_scaling": {},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    },
+    "theta inside counts before theta beside": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+        "rope_theta": 7.0,
+    },
+    "theta beside": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+    "no theta": {"rope_theta": ...},
+    "rope_type counts before type": {
+        "rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 3.0}
+    },
+    "original length beside counts": {
+        "rope_scaling": YARN,
+        "original_max_position_embeddings": 1024,
+    },
+    "original length absent": {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+    "null key-value heads": {"num_key_value_heads": None},
+    "absent key-value heads": {"num_key_value_heads": ..., "num_attention_heads": 32},
+    "windows of null": {
+        "use_sliding_window": True,
+        "sliding_window": None,
+        "max_window_layers": 0,
+    },
+    "null layer_types": {"use_sliding_window": True, "max_window_layers": 3, "layer_types": None},
+    "dtype counts before torch_dtype": {"dtype": "float32", "torch_dtype": "bfloat16"},
+    "null dtype": {"dtype": None, "torch_dtype": "bfloat16"},
+    "model_type alone": {"architectures": ...},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_two_spellings_of_a_field_mean_what_they_mean_to_transformers(tmp_path, spelling):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes = {"model_type": "qwen2", "head_dim": 64, **SPELLINGS[spelling]}
+    spec = spec_of(tmp_path, QWEN25_05B, **changes)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(theirs)  # completes the rotary embedding's parameters
+    rope = theirs.rope_parameters
+    assert (spec.rope.kind, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    assert spec.rope.factor == rope.get("factor", 1.0)
+    assert spec.rope.original_max_position == rope.get("original_max_position_embeddings", 0)
+    assert spec.num_kv_heads == theirs.num_key_value_heads
+    assert spec.dtype == str(theirs.dtype).removeprefix("torch.")
+    windowed = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert spec.windows == tuple(theirs.sliding_window if w else 0 for w in windowed)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 32768),
+        (YARN, 131072),
+        (YARN | {"original_max_position_embeddings": 4096}, 32768),
+        (YARN | {"factor": 1.5}, 49152),
+        ({"type": "yarn", "factor": 2.0}, 65536),
+        ({"type": "linear", "factor": 2.5}, 81920),
+        ({"type": "linear", "factor": 0.5}, 32768),
+        (LLAMA_32_1B["rope_scaling"], 32768),
+    ],
+)
+def test_stretched_rotary_embedding_stretches_the_context(tmp_path, scaling, context):
+    """Right values: original length × factor, but for llama3; as in vLLM."""
+    assert spec_of(tmp_path, QWEN25_05B, rope_scaling=scaling).max_context == context
+    assert read_max_context(read_model_config(tmp_path)) == context
+
+
 def test_old_rope_type_key_and_yarn_defaults(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     rope = spec_of(tmp_path, QWEN25_05B, rope_scaling=scaling).rope
@@ -179,7 +258,7 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
             ["rope_scaling.sharpness", "3"],
         ),
         (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            {"rope_scaling": ..., "rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
             ["rope_parameters", "all layers"],
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "1.0"]),
@@ -191,6 +270,9 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes", "true or false"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>", "token id"]),
+        ({"model_type": "mistral"}, ["model_type", "mistral", "LlamaForCausalLM", "agree"]),
+        ({"model_type": "phi3"}, ["model_type", "phi3", "LlamaForCausalLM", "agree"]),
+        ({"transformers_weights": "x.safetensors"}, ["transformers_weights", "x.safetensors"]),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path, changes, words):
@@ -291,7 +373,7 @@ def test_model_hash_covers_what_changes_answers(tmp_path):
 def test_spec_and_weight_plan_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None; "
-        "import baton.layers.model_spec, baton.models.weights"
+        "import baton.models.spec_reader, baton.models.weights"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60

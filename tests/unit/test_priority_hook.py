@@ -8,11 +8,12 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from baton import config
 from baton.errors import ConfigError
-from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load
+from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load, read_priority
 from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.types.limits import Limits
@@ -243,3 +244,30 @@ def test_flags_are_checked() -> None:
         config.build({"priority_adjustment_function": "math:sin"})
     with pytest.raises(ConfigError, match="--priority-adjust-interval-ms 0: give 1 to 3600000"):
         config.build({"priority_adjust_interval_ms": 0})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [True, "5", b"5", [], {}, object(), math.nan, math.inf, -math.inf, 2**31, -(2**31) - 1],
+)
+def test_answer_that_is_no_priority_changes_nothing_and_is_counted(answer: object) -> None:
+    hook = PriorityHook(lambda view, _: answer if view.id == "r2" else None, 0.25)  # type: ignore[arg-type, return-value]
+    at = node()
+    for handle in range(3):
+        add(at, hook, handle)
+    hook.run(at.sched, 0.0)
+    assert hook.errors == 1
+    assert finish_order(at) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("answer", [0, -(2**31), 2**31 - 1, 0.5, np.float32(7), np.int64(-3)])
+def test_numbers_within_bounds_of_requests_are_priorities(answer: float) -> None:
+    assert read_priority(answer) == float(answer)
+
+
+def test_hook_that_exits_is_counted_as_failed() -> None:
+    hook = PriorityHook(lambda _, __: sys.exit(3), 0.25)
+    at = node()
+    add(at, hook, 0)
+    hook.run(at.sched, 0.0)
+    assert hook.errors == 1

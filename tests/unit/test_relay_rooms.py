@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
+from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, error_of
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import EmittedTokens
@@ -203,3 +203,21 @@ def test_prompt_too_long_for_p_is_not_retried() -> None:
     for error in (PromptTooLong("prompt has 9000 tokens"), QueueFull("full")):
         driver.refuse(request(1, [1], 3, room=101), error)
     assert [code for _, _, code in node.calls] == ["PROMPT_TOO_LONG", "NO_CAPACITY"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("AUTH", "pair_incompatible"), ("UNREACHABLE", "bootstrap_unreachable")],
+)
+def test_clients_read_no_address_and_no_answer_of_a_peer(reason: str, code: str) -> None:
+    peer = "http://10.9.8.7:8998/route?engine_rank=-1 answered 401: the cluster keys differ"
+    error = error_of(reason, peer, retryable=False)
+    assert error.code == code
+    for secret in ("10.9.8.7", "8998", "401", "/route"):
+        assert secret not in str(error), error
+    assert str(error).startswith(f"{reason}: ")
+
+
+def test_mismatch_of_a_prompt_is_not_one_of_the_pair() -> None:
+    error = error_of("PROMPT_MISMATCH", "P and D tokenized different prompts", retryable=False)
+    assert (error.code, error.status) == ("prompt_mismatch", 502)

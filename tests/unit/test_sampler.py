@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -319,3 +320,55 @@ class TestLogprobs:
                 pytest.approx(top.values.tolist()),
             )
         assert result.tokens[2] == 7
+
+
+TINY = 5e-324
+EXTREMES: dict[str, tuple[float, ...]] = {
+    "repetition_penalty": (1e-300, 1e-38, 1.0, 2.0),
+    "top_p": (0.0, TINY, 1e-30, 0.9, 1.0),
+    "top_k": (0, 5, 2**63 - 1),
+    "min_p": (0.0, TINY, 1.0, 2.0),
+    "temperature": (0.0, sampler.GREEDY_BELOW, 1.0, 1e30),
+}
+
+
+@pytest.mark.parametrize("repetition_penalty", EXTREMES["repetition_penalty"])
+def test_extreme_parameters_draw_a_token_and_leave_other_rows_theirs(
+    repetition_penalty: float,
+) -> None:
+    logits = noise(2, 300)
+    plain = row(temperature=0.0)
+    alone = sample(logits[1:].clone(), [plain]).tokens[0]
+    for values in itertools.product(*(EXTREMES[k] for k in list(EXTREMES)[1:])):
+        params = dict(zip(list(EXTREMES)[1:], values, strict=True))
+        extreme = row(repetition_penalty=repetition_penalty, **params)
+        token, other = sample(logits.clone(), [extreme, plain]).tokens
+        assert 0 <= token < 300, params
+        assert other == alone
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.0}, {"top_p": TINY, "top_k": 5}, {"min_p": 2.0}])
+def test_most_likely_token_passes_every_filter(filters: dict[str, float]) -> None:
+    logits = noise(4, 300)
+    drawn = sample(logits.clone(), [row(seed=i, **filters) for i in range(4)]).tokens
+    assert drawn == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_row_whose_tokens_are_all_banned_gets_none(params: dict[str, float]) -> None:
+    banned = row(stop_token_ids=tuple(range(30)), min_new_tokens=1, **params)
+    free = row(temperature=0.0)
+    logits = noise(2, 30)
+    assert sample(logits.clone(), [banned, free]).tokens == [
+        INVALID_TOKEN,
+        int(logits[1].argmax()),
+    ]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_logits_that_a_temperature_overflows_give_no_token(params: dict[str, float]) -> None:
+    logits = noise(2, 300)
+    logits[0] *= 1e37
+    hot = row(temperature=sampler.GREEDY_BELOW, **params)
+    tokens = sample(logits.clone(), [hot, row(temperature=0.0)]).tokens
+    assert tokens == [INVALID_TOKEN, int(logits[1].argmax())]

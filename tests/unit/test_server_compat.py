@@ -26,7 +26,11 @@ def families(which: str) -> dict[str, Metric]:
             f'kv_pages{{state="{s}"}}': n
             for s, n in (("free", 5), ("cached", 2), ("held", 3), ("in_transfer", 1))
         }
-        gauges |= {"kv_usage_ratio": 0.25, "new_token_ratio": 0.7, "generated_tokens_per_s": 12.5}
+        gauges |= {
+            "kv_usage_ratio": 0.25,
+            "new_token_ratio": 0.7,
+            "generated_tokens_per_second": 12.5,
+        }
         counters = {
             "retractions_total": 4.0,
             'priority_starvation_total{class="a"}': 2.0,
@@ -41,7 +45,7 @@ def families(which: str) -> dict[str, Metric]:
         }
         made.report(StatsMessage(rank, gauges, counters, histograms))
     for endpoint, seconds in (("chat", 0.5), ("completions", 0.25), ("health", 9.0)):
-        made.ttft.labels(endpoint).observe(seconds)
+        made.ttft.labels("tiny", endpoint).observe(seconds)
         made.requests.labels(endpoint, "ok").inc(2)
     made.requests.labels("chat", "timeout").inc()
     made.prompt_tokens.inc(80)
@@ -145,3 +149,15 @@ def test_a_dead_rank_leaves_nothing() -> None:
     made.report(StatsMessage(0, {}, {}))
     assert 'dp_rank="0"' not in made.text().decode()
     assert list(text_string_to_metric_families(made.text().decode()))
+
+
+def test_latencies_have_the_model_label_of_sglang_and_vllm() -> None:
+    found = families("vllm")
+    peer = {s.labels["model_name"] for s in found["vllm:time_to_first_token_seconds"].samples}
+    for name in ("ttft_seconds", "itl_seconds", "priority_waiting_time_seconds"):
+        samples = found[f"baton_{name}"].samples
+        assert {s.labels["model_name"] for s in samples} == peer == {"tiny"}, name
+    latencies = [
+        spec for spec in (*FRONT, *RANK) if spec.kind == "histogram" and "_seconds" in spec.name
+    ]
+    assert [spec.name for spec in latencies if "model_name" not in spec.labels] == []

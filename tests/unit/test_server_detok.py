@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
-from baton.server.text.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer, StopMatcher
+from baton.server.text.detokenizer import (
+    CONTEXT_TOKENS,
+    MAX_CONTEXT_TOKENS,
+    MAX_HELD_TOKENS,
+    REPLACEMENT,
+    Detokenizer,
+    StopMatcher,
+)
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
@@ -41,6 +48,7 @@ def byte_fallback() -> HFTokenizer:
     tokenizer = HFTokenizer(
         models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
     )
+    tokenizer.add_special_tokens(["<s>"])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -61,9 +69,17 @@ def groups(ids: list[int], seed: int) -> list[list[int]]:
     return out
 
 
-def stream(decode: Decode, parts: list[list[int]]) -> tuple[list[str], str]:
+def word_ids(tokenizer: HFTokenizer, word: str) -> list[int]:
+    """The word's token, or those of its bytes."""
+    vocab = tokenizer.get_vocab()
+    return [vocab[word]] if word in vocab else [vocab[f"<0x{b:02X}>"] for b in word.encode()]
+
+
+def stream(
+    decode: Decode, parts: list[list[int]], prompt: Sequence[int] = ()
+) -> tuple[list[str], str]:
     """The pieces, and all text."""
-    detok = Detokenizer(decode)
+    detok = Detokenizer(decode, prompt)
     pieces = [detok.feed(part) for part in parts]
     pieces.append(detok.flush())
     return pieces, "".join(pieces)
@@ -101,20 +117,68 @@ def test_any_tokens_stream_to_what_they_decode_to(
 def test_byte_fallback_tokens_stream_to_what_they_decode_to(
     byte_fallback: HFTokenizer, text: list[str], data: st.DataObject
 ) -> None:
-    vocab = byte_fallback.get_vocab()
-    ids = [
-        i
-        for word in text
-        for i in (
-            [vocab[word]] if word in vocab else [vocab[f"<0x{b:02X}>"] for b in word.encode()]
-        )
-    ]
+    ids = [i for word in text for i in word_ids(byte_fallback, word)]
 
     def decode(part: Sequence[int]) -> str:
         return str(byte_fallback.decode(list(part), skip_special_tokens=True))
 
     _, streamed = stream(decode, groups(ids, data.draw(st.integers(0, 2**32))))
     assert streamed == decode(ids)
+
+
+@given(
+    prompt=st.lists(
+        st.sampled_from(["<s>", "▁the", "▁baton", "▁a", "a", "▁", "世", "é", "<unk>"]),
+        max_size=20,
+    ),
+    answer=st.lists(st.sampled_from(["▁the", "▁a", "a", "▁", "世", "é", "😀", "<s>"]), max_size=8),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_answer_continues_the_text_of_its_prompt(
+    byte_fallback: HFTokenizer, prompt: list[str], answer: list[str], data: st.DataObject
+) -> None:
+    """Right value: one decode of prompt and answer together."""
+
+    def ids_of(words: list[str]) -> list[int]:
+        return [i for word in words for i in word_ids(byte_fallback, word)]
+
+    def decode(part: Sequence[int]) -> str:
+        return str(byte_fallback.decode(list(part), skip_special_tokens=True))
+
+    before = ids_of(prompt)
+    ids = ids_of(answer)
+    _, streamed = stream(decode, groups(ids, data.draw(st.integers(0, 2**32))), before)
+    assert decode(before) + streamed == decode(before + ids)
+
+
+@given(prompt=UNICODE, answer=UNICODE, seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_prompt_changes_nothing_for_byte_level_tokenizers(
+    byte_level: Tokenizer, prompt: str, answer: str, seed: int
+) -> None:
+    ids = byte_level.encode(answer, add_special_tokens=False)
+    _, streamed = stream(byte_level.decode, groups(ids, seed), byte_level.encode(prompt))
+    assert streamed == answer
+
+
+def test_half_a_character_at_the_end_of_a_prompt_is_no_context(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a😀b", add_special_tokens=False)
+    detok = Detokenizer(byte_level.decode, ids[:3])
+    assert detok.feed(ids[3:]) + detok.flush() == byte_level.decode(ids[3:])
+
+
+def test_context_of_a_long_prompt_is_short(byte_level: Tokenizer) -> None:
+    seen: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        seen.append(len(ids))
+        return byte_level.decode(ids)
+
+    Detokenizer(decode, byte_level.encode("hello world " * 300))
+    assert seen == [CONTEXT_TOKENS]
+    Detokenizer(decode, [0] * 10_000)
+    assert max(seen) == MAX_CONTEXT_TOKENS
 
 
 def test_text_before_half_a_character_is_not_held_back(byte_level: Tokenizer) -> None:

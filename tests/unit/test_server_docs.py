@@ -8,13 +8,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
-from baton.cli import drain
+from baton.cli import chat, drain
 from baton.cli.doctor import main as doctor
 from baton.cli.doctor import top
 from baton.config import unsupported_flags
+from baton.models import __main__ as families
 from baton.sched.metrics import histogram
 from baton.sched.metrics.collector import SchedStats
-from baton.server.launch import local_cluster
+from baton.server.launch import cluster_plan
 from baton.server.observability import metric_aliases, metrics
 from baton.server.worker.messages import StatsMessage, encoder, to_front_decoder
 
@@ -27,6 +28,10 @@ def test_flags_table_is_current() -> None:
     )
 
 
+def test_table_of_model_families_is_current() -> None:
+    assert families.markdown() in (DOCS / "support.md").read_text(), "run: python -m baton.models"
+
+
 def test_table_of_refused_flags_is_current() -> None:
     assert unsupported_flags.markdown() in (DOCS / "flags.md").read_text(), (
         "run: python -m baton.config.unsupported_flags"
@@ -35,9 +40,14 @@ def test_table_of_refused_flags_is_current() -> None:
 
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(local_cluster.UpConfig) in page, (
-        "run: python -m baton.server.launch.local_cluster"
+    assert config.markdown(cluster_plan.UpConfig) in page, (
+        "run: python -m baton.server.launch.cluster_plan"
     )
+
+
+def test_chat_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(chat.ChatConfig) in page, "run: python -m baton.cli.chat"
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:

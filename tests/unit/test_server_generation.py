@@ -18,16 +18,18 @@ from baton.errors import EngineError, KvTransferFailed, RequestTimeout
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams
-from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.openai import ChatFormat, CompletionFormat, token_key
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.http.generation import Generation
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.text.detokenizer import TextRules
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 METRICS = EngineMetrics()
 EOS = 1
+PAD = 2
 
 
 @dataclass
@@ -224,6 +226,46 @@ def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
                 )
             )
     return out
+
+
+@given(
+    text=st.text(st.sampled_from("ax é日😀\u0301\n"), min_size=1, max_size=12),
+    takes=st.lists(st.booleans(), min_size=1, max_size=3),
+    special_every=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_offset_of_a_token_is_the_place_of_its_character(
+    tokenizer: Tokenizer, text: str, takes: list[bool], special_every: int
+) -> None:
+    """The judge is the text: a token's offset is the number of whole characters before its first byte."""
+    raw = text.encode()
+    ids: list[int] = []
+    starts: list[int] = []
+    at = 0
+    for count, token in enumerate(tokenizer.encode(text, add_special_tokens=False)):
+        if count % special_every == 0 and _is_boundary(raw, at):
+            ids.append(PAD)  # between characters, and not in the text
+            starts.append(at)
+        ids.append(token)
+        starts.append(at)
+        at += len(tokenizer.token_bytes(token))
+    script = Script([[i] for i in ids], FinishReason.LENGTH, True)
+    events, _ = play(tokenizer, CompletionFormat, [script], TextRules(), 0, takes, stream=True)
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == text
+    offsets = [at for c in choices if c["logprobs"] for at in c["logprobs"]["text_offset"]]
+    assert offsets == [len(raw[:start].decode(errors="ignore")) for start in starts]
+
+
+def _is_boundary(raw: bytes, at: int) -> bool:
+    return at == len(raw) or raw[at] & 0xC0 != 0x80
+
+
+def test_alternatives_that_are_parts_of_characters_have_keys_of_their_own() -> None:
+    raw = "😀".encode()
+    assert token_key(raw[:2]) == r"bytes:\xf0\x9f"
+    assert len({token_key(bytes([byte])) for byte in range(256)}) == 256
+    assert token_key(raw) == "😀"
 
 
 @given(

@@ -48,13 +48,22 @@ def test_end_of_sequence_ids_of_all_files_count(path: Path) -> None:
     )
     facts = load(path)
     assert facts.eos_token_ids == (1, 2)
-    assert facts.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.generation_config["top_k"] == 20
 
 
 def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:
     edit(path / "config.json", text_config={"max_position_embeddings": 77, "eos_token_id": 5})
     facts = load(path)
     assert (facts.context_length, facts.eos_token_ids) == (77, (5,))
+
+
+def test_yarn_lengthens_the_context_that_flags_may_ask_for(path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit(path / "config.json", rope_scaling=scaling)
+    assert load(path).context_length == 2048
+    assert load(path, context_length=2048).context_length == 2048
+    with pytest.raises(ConfigError, match="the model's limit is 2048 tokens"):
+        load(path, context_length=2049)
 
 
 def test_special_tokens_may_be_objects(path: Path) -> None:

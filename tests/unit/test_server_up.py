@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster, greeting
+from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster
+from baton.server.launch.screen import greeting
 from baton.server.launch.supervisor import ChildFailed
 
 URL = "http://127.0.0.1:8000"

@@ -19,16 +19,17 @@ from baton.config import build
 from baton.errors import (
     BadRequest,
     EngineError,
+    FingerprintMismatch,
     InvalidJson,
     PayloadTooLarge,
     PromptTooLong,
     UnsupportedParameter,
 )
-from baton.server.api import schema, validation
+from baton.server.api import schema
 from baton.server.api.placement import seed_of_room
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
-from baton.server.text.chat_template import read_messages
+from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
@@ -67,6 +68,14 @@ def generate(v: RequestValidator, **body: Any) -> AcceptedRequest:
     if "input_ids" not in body:
         body.setdefault("text", "hello")
     return asyncio.run(v.generate(body))
+
+
+def test_answers_continue_their_prompts_but_for_chats(make: Make) -> None:
+    validator = make()
+    assert completion(validator).text.continues_prompt
+    assert generate(validator).text.continues_prompt
+    assert not chat(validator).text.continues_prompt
+    assert chat(validator, continue_final_message=True).text.continues_prompt
 
 
 # ---- work that is bounded before it begins -----------------------------------------------------------------------
@@ -113,11 +122,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    def recorded(messages: Any) -> list[dict[str, Any]]:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return read_messages(messages)
+    normalize = ChatTemplate.normalize
 
-    monkeypatch.setattr(validation, "read_messages", recorded)
+    def recorded(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return normalize(template, messages)
+
+    monkeypatch.setattr(ChatTemplate, "normalize", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)
@@ -568,6 +579,34 @@ def test_bad_ids_beside_a_text_are_named(make: Make, ids: Any) -> None:
         with pytest.raises(BadRequest) as err:
             form(make(), input_ids=ids)
         assert err.value.param == "input_ids"
+
+
+def test_ids_for_another_tokenizer_are_refused(make: Make, path: Path) -> None:
+    v = make()
+    own = model_info.load(build({"model_path": str(path)})).tokenizer_fingerprint
+    for form in (chat, completion):
+        assert form(v, input_ids=[5, 6], tokenizer_fingerprint=own).items
+        with pytest.raises(FingerprintMismatch, match="00.*" + own) as err:
+            form(v, input_ids=[5, 6], tokenizer_fingerprint="00")
+        assert (err.value.status, err.value.param) == (409, "input_ids")
+    for prompt in ({"text": "a", "input_ids": [5]}, {"input_ids": [5]}):
+        body = {**prompt, "tokenizer_fingerprint": "00"}
+        with pytest.raises(FingerprintMismatch):
+            asyncio.run(v.generate(body))
+    assert chat(v, tokenizer_fingerprint="00").items, "without ids it says nothing"
+
+
+def test_tokens_of_an_engine_with_another_fingerprint_are_not_resumed(make: Make) -> None:
+    v = make()
+    v.fingerprint = {"model": "a", "tokenizer": "b"}
+    begun = {"ids": [5], "seed": 1, "created": 2}
+    for known in ({}, {"model": "a"}, {"model": "a", "kv_layout": "c"}):
+        accepted = completion(v, stream=True, baton_resume={**begun, "fingerprint": known})
+        assert accepted.resume is not None
+    other = {**begun, "fingerprint": {"model": "a", "tokenizer": "c"}}
+    with pytest.raises(FingerprintMismatch, match="tokenizer") as err:
+        completion(v, stream=True, baton_resume=other)
+    assert err.value.param == "baton_resume"
 
 
 def test_ids_must_be_as_many_as_the_texts(make: Make) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from baton import _native
 from baton.errors import BadRequest, EngineError, PayloadTooLarge
 from baton.server.http import http_utils
 
@@ -56,6 +57,10 @@ def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(
 
 def test_body_is_what_arrived() -> None:
     assert read(Pieces(b'{"a"', b": [1,", b" 2]}")) == {"a": [1, 2]}
+
+
+def test_routers_know_the_longest_body_that_engines_read() -> None:
+    assert http_utils.MAX_BODY_BYTES == _native.MAX_ENGINE_BODY_BYTES
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from baton.layers.model_spec import ModelSpec, read_spec
+from baton.layers.model_spec import ModelSpec
 from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models import load
 from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
 from baton.models.weights import Part, plan_weights
 from tests.unit.test_models_load import checkpoint
 

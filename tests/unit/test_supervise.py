@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,8 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.server.launch import supervisor
 from baton.server.launch.process_group import describe_exit
-from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
+from baton.server.launch.supervisor import (
+    HANG_PROBES,
+    ChildFailed,
+    ChildProcess,
+    RestartBackoff,
+    until_unresponsive,
+)
 
 READY_THEN_SLEEP = (
     "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
@@ -94,18 +102,19 @@ def test_child_that_ends_before_it_is_ready_says_so(tmp_path: Path) -> None:
 
 def test_errors_and_progress_are_read_from_the_log_since_the_last_start(tmp_path: Path) -> None:
     text = (
-        "2026-11-22 15:58:28,753 rank0 INFO baton.load: loading weights: 3 of 9 tensors\\n"
-        "2026-11-22 15:58:29,100 ERROR baton.launch no room\\nTraceback: x\\n"
-        "2026-11-22T15:59:12.986Z  INFO router: ready\\n"
+        "2026-11-22T15:58:28.753000Z  INFO rank0: baton.load: loading weights: 3 of 9 tensors\\n"
+        "2026-11-22T15:58:29.100000Z ERROR baton.launch: no room\\nTraceback: x\\n"
+        "2026-11-22T15:59:12.986000Z  INFO rank0: kv_transfer::node: link up\\n"
     )
 
     async def work() -> None:
         node = child(tmp_path, f"import sys; sys.stderr.write('{text}')")
-        node.log_path.write_text("2026-11-22 11:00:00,000 ERROR baton.launch of an earlier life\n")
+        node.log_path.write_text("2026-11-22T11:00:00.000000Z ERROR baton.launch: earlier life\n")
         await node.start()
         assert await node.wait() == 0
         assert (
-            node.last_errors() == "2026-11-22 15:58:29,100 ERROR baton.launch no room\nTraceback: x"
+            node.last_errors()
+            == "2026-11-22T15:58:29.100000Z ERROR baton.launch: no room\nTraceback: x"
         )
         assert node.last_progress() == "loading weights: 3 of 9 tensors"
 
@@ -158,6 +167,60 @@ def test_restarted_child_announces_itself_again(tmp_path: Path) -> None:
             node.kill()
             assert await node.wait() == -signal.SIGKILL
         assert len(pids) == 2
+
+    run(work())
+
+
+class SilentServer:
+    """Accepts connections; answers each with its next status, and from the first None on not at all."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        self._statuses = list(statuses)
+        self.asked = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked += 1
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            status = self._statuses.pop(0) if self._statuses else None
+            if status is not None:
+                writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: 0\r\n\r\n".encode())
+                await writer.drain()
+                return
+            await reader.read()  # until the client gives up
+
+
+def test_process_that_answers_nothing_is_unresponsive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any status is an answer: a node that loads or drains says 503. A few silent probes are not enough."""
+    monkeypatch.setattr(supervisor, "HANG_PROBE_PAUSE_SECS", 0.0)
+
+    async def work() -> None:
+        silent = SilentServer(200, 503, None, 200)
+        server = await asyncio.start_server(silent.handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        await until_unresponsive(lambda: f"http://127.0.0.1:{port}/health", 0.4)
+        assert silent.asked == 4 + HANG_PROBES
+        server.close()
+
+    run(work())
+
+
+def test_refused_connection_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the end of the process, which its exit code tells."""
+    asked = 0
+
+    def url() -> str:
+        nonlocal asked
+        asked += 1
+        if asked > 3 * HANG_PROBES:
+            raise StopAsyncIteration
+        return "http://127.0.0.1:1/health"
+
+    monkeypatch.setattr(supervisor, "HANG_PROBE_PAUSE_SECS", 0.0)
+
+    async def work() -> None:
+        with pytest.raises(StopAsyncIteration):
+            await until_unresponsive(url, 0.4)
 
     run(work())
 

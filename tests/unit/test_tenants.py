@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -240,3 +242,35 @@ def test_tenants_without_a_limit_pass_and_the_table_is_bounded() -> None:
     for i in range(10):
         assert many.admit(f"t{i}", 10, 0.0) == 0
     assert list(many._buckets) == ["t7", "t8", "t9"]
+
+
+FULL = {
+    "default": {"weight": 2, "max_queued": 5},
+    "tenants": {
+        "a": {
+            "weight": 1.5, "max_running": 3, "max_queued": 4, "max_kv_tokens": 100, "tokens_per_minute": 7,
+            "priority_class": "gold", "min_priority": -1, "max_priority": 3,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [None, -1, 0, 1e9, "", [], {}, True, "0.7", math.nan])
+def test_replaced_value_of_the_file_is_a_limit_or_a_mistake_in_a_sentence(value: object) -> None:
+    def variants_of(part: Any) -> list[Any]:
+        return [
+            value,
+            *(
+                {**part, key: other}
+                for key in (part if isinstance(part, dict) else ())
+                for other in variants_of(part[key])
+            ),
+        ]
+
+    for document in variants_of(FULL):
+        rules, mistakes = parse_rules(document, ("gold",))
+        assert all(isinstance(mistake, str) for mistake in mistakes)
+        for rule in rules.all:
+            numbers = [rule.weight, rule.max_running, rule.max_queued, rule.max_kv_tokens]
+            assert all(type(n) in (int, float) and 0 <= n < 2**60 for n in numbers if n is not None)
+            assert rule.weight > 0

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest
-from baton.server.text.chat_template import ChatTemplate, read_messages
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.messages import normalize_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import token_goldens
 
@@ -42,7 +43,7 @@ def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
         continues = body.get("continue_final_message", False)
         try:
             text = template.render(
-                read_messages(body["messages"]),
+                normalize_messages(body["messages"], template.caps),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
                 kwargs=kwargs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ METRICS = f"""
 baton_kv_pages{{state="free",worker="{D}"}} 20
 baton_kv_pages{{state="cached",worker="{D}"}} 40
 baton_kv_pages{{state="held",worker="{D}"}} 40
-baton_generated_tokens_per_s{{worker="{D}"}} 12.5
+baton_generated_tokens_per_second{{worker="{D}"}} 12.5
 baton_kv_pages{{state="held",worker="{P}"}} 9
 """
 
@@ -90,16 +91,17 @@ def test_router_without_feed_is_read_from_its_other_routes() -> None:
 def test_table_shows_all_and_fits_the_terminal() -> None:
     text = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=1000)
     assert "1 of 2 nodes ready, 3 requests queued" in text
-    assert "http://d:30000: status 503" in text
+    assert "  d:30000: status 503" in text
     assert "2.5GB/s" in text
     row = next(line for line in text.splitlines() if line.startswith("prefill"))
-    assert row.split() == ["prefill", P, "ready", "4", "3k", "25%", "1.5k", "0"]
+    assert row.split() == ["prefill", "p:30000", "ready", "4", "3k", "25%", "1.5k", "0"]
     assert text.index("slow ") < text.index("quick ")
     narrow = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=40)
     assert max(map(len, narrow.splitlines())) == 40
-    assert "\x1b[1mNODE" in top.render(
-        "http://r", top.read_feed(EVENT), is_colored=True, columns=100
-    )
+    colored = top.render("http://r", top.read_feed(EVENT), is_colored=True, columns=100)
+    assert "\x1b[1mNODE" in colored
+    assert "\x1b[31mdecode d:30000" in colored, "unhealthy is red"
+    assert "\nprefill p:30000" in colored, "ready has no color"
     assert "serves no /ui/feed" in top.render(
         "http://r", TopSnapshot("poll", 0), is_colored=False, columns=100
     )
@@ -160,7 +162,7 @@ def test_router_without_feed_is_polled() -> None:
         out = io.StringIO()
         with router({**answers, "/ui/feed": refusal}) as url:
             assert top.watch(TopConfig(router=url, once=True), HttpClient(), out) == 0
-        assert D in out.getvalue()
+        assert "decode d:30000" in out.getvalue()
         assert "40%" in out.getvalue()
 
 
@@ -210,6 +212,33 @@ def test_ctrl_c_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(top, "watch", interrupted)
     assert top.main([]) == 0
+
+
+def test_router_can_be_given_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.parse(["http://a:1"]).router == "http://a:1"
+    with pytest.raises(SystemExit):
+        top.parse(["http://a:1", "--router", "http://b:1"])
+    assert "http://a:1 and --router http://b:1: give one router" in capsys.readouterr().err
+
+
+def test_tls_alert_is_answered_with_the_right_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """A TLS server answers plain HTTP with the bytes of an alert, as RFC 8446 has them."""
+
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(bytes.fromhex("15030300020232"))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        config = TopConfig(router=f"http://{address}")
+        assert top.watch(config, HttpClient(), io.StringIO()) == 2
+        thread.join(30)
+    said = capsys.readouterr().err
+    assert f"its answer is no HTTP; if it wants TLS, give https://{address}" in said
 
 
 def test_wrong_router_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

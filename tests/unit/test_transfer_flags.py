@@ -15,7 +15,7 @@ from baton import _native, config
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.communicators import nccl
-from baton.server.launch import local_cluster
+from baton.server.launch import cluster_plan
 from baton.server.launch.engine import url_of
 from baton.server.worker import transfer_setup
 from baton.server.worker.transfer_setup import (
@@ -41,7 +41,7 @@ def test_every_value_of_the_flag_names_transports() -> None:
     assert set(TRANSPORTS) | set(ON_DEVICE) == choices(
         EngineConfig, "disaggregation_transfer_backend"
     )
-    assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(local_cluster.UpConfig, "transport")
+    assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(cluster_plan.UpConfig, "transport")
 
 
 def test_auto_on_a_gpu_logs_the_transports(

@@ -2,19 +2,23 @@
 
 1. Targets become places: the URL of an engine, the URL of a router's worker (ROUTER/workers/ID), or the engines of
    Kubernetes pods, found with `kubectl get pods`;
-2. every place gets the order to drain or, with --undo, to return to service; --status only asks;
-3. --wait asks each second what is left, until nothing is or --timeout has passed.
+2. before a drain every place is asked how many other ready nodes could take its requests: a drain that leaves none
+   needs --force, or a yes on a terminal;
+3. every place gets the order to drain or, with --undo, to return to service; --status only asks;
+4. --wait asks each second what is left, until nothing is or --timeout has passed.
 
 Engines of pods are asked by `kubectl exec`, from inside: they listen on the pod's address only, network policies let
 only routers reach them, and the key is in the container's environment. That takes the rights `get pods`, `list pods`
 and `create pods/exec`. With --router the router passes the order on, and reading pods is enough.
 
-Exit codes: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left.
+Exit codes: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left,
+4 refused: no ready node would be left for the requests of a target.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import sys
 import time
@@ -27,8 +31,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from baton.cli.doctor.client import NO_HTTP
 from baton.cli.kubectl import Kubectl, KubectlError
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.errors import counted
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -39,7 +45,13 @@ EXEC_SECS = 60.0
 MOST_AT_ONCE = 16
 """Places asked at the same time."""
 KEY_ENV = "BATON_API_KEY"
-FAILED, LEFT = 1, 3
+FAILED = 1
+LEFT = 3
+REFUSED = 4
+EXIT_CODES = (
+    "exit code: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left "
+    "after --timeout, 4 a target is the last ready node of its role and --force is missing"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,9 @@ class DrainConfig:
     )
     timeout_secs: float = opt(600.0, "longest wait [s]", also=("--timeout",))
     undo: bool = opt(False, "return the targets to service")
+    force: bool = opt(
+        False, "drain the last ready node of a role too: its requests wait for another one and fail"
+    )
     status: bool = opt(False, "show what is left, change nothing")
     json: bool = opt(False, "print one JSON object per look instead of text")
     key: str | None = opt(None, "key of engines, or of the router's control plane", env=KEY_ENV)
@@ -86,6 +101,9 @@ class DrainReport:
     is_drained: bool = False
     left: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
+    role: str | None = None
+    ready_peers: int | None = None
+    """Other ready nodes that could take its requests, as a router last reported; None: unknown."""
     drained_by: str | None = None
     """`router`: drained by the asked router alone; other routers still send to it."""
     note: str | None = None
@@ -100,7 +118,12 @@ def _left_text(left: dict[str, Any]) -> str:
     if not any(value for name, value in left.items() if name != "oldest_secs"):
         return "nothing left"
     names = ("requests", "streams", "waiting", "running", "transfers", "leases", "rooms")
-    counts = [f"{left[name]} {name}" for name in names if left.get(name)]
+    states = ("waiting", "running")
+    counts = [
+        f"{left[name]} {name}" if name in states else counted(left[name], name.removesuffix("s"))
+        for name in names
+        if left.get(name)
+    ]
     oldest = [] if left.get("oldest_secs") is None else [f"oldest {left['oldest_secs']:.0f} s"]
     return ", ".join([*counts, *oldest])
 
@@ -131,7 +154,17 @@ class UrlPlace:
         left, drained_by = answer.get("left") or {}, answer.get("drained_by")
         alone = f"drained at this router only: {reason or 'other routers still send to it'}"
         note = alone if drained_by == "router" else None
-        return DrainReport(self.name, state, is_drained, left, is_final, drained_by, note)
+        return DrainReport(
+            self.name,
+            state,
+            is_drained,
+            left,
+            is_final,
+            role=answer.get("role"),
+            ready_peers=answer.get("ready_peers"),
+            drained_by=drained_by,
+            note=note,
+        )
 
     def _send(self, method: str, path: str) -> dict[str, Any]:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
@@ -151,6 +184,9 @@ class UrlPlace:
             ValueError,
         ) as err:  # cut or silent connections, and answers that are no JSON
             raise DrainFailed(f"{url} gave no answer that can be read: {err}") from err
+        except http.client.HTTPException as err:
+            remedy = f"if it wants TLS, give https://{self.url.partition('://')[2]}"
+            raise DrainFailed(f"{url}: {NO_HTTP}; {remedy}") from err
         if not isinstance(report, dict):
             raise DrainFailed(f"{url} answered {report!r}; is it an engine or a router of Baton?")
         return report
@@ -178,9 +214,12 @@ class PodPlace:
     container: str
     url: str
     kubectl: Kubectl
+    knows_force: bool = False
+    """True if `baton drain` in the container has --force: its reports name the role."""
 
     def ask(self, verb: str) -> DrainReport:
-        flag = {"drain": [], "undrain": ["--undo"], "status": ["--status"]}[verb]
+        force = ["--force"] if self.knows_force else []  # this command has decided that
+        flag = {"drain": force, "undrain": ["--undo"], "status": ["--status"]}[verb]
         command = [
             "exec",
             self.pod,
@@ -196,13 +235,16 @@ class PodPlace:
         out = self.kubectl.run(*command, exits=(0, FAILED))
         try:
             target = json.loads(out.splitlines()[-1])["targets"][0]
-            report = DrainReport(**{**target, "target": self.name})
+            known = {f.name for f in dataclasses.fields(DrainReport)}
+            values = {name: value for name, value in target.items() if name in known}
+            report = DrainReport(**{**values, "target": self.name})
         except (ValueError, KeyError, IndexError, TypeError) as err:
             raise DrainFailed(
                 f"{self.name}: baton drain in its container printed {out[-200:]!r}"
             ) from err
         if report.error is not None:
             raise (Gone if report.state == "gone" else DrainFailed)(report.error)
+        self.knows_force = report.role is not None
         return report
 
 
@@ -260,22 +302,29 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iter
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
-    """Flags and targets; prints mistakes and exits with 2."""
+def make_parser() -> FlagParser:
     parser = FlagParser(
         PROG, "Take engines out of service without breaking a stream, or return them (--undo)."
     )
     parser.usage = f"{PROG} TARGET… [flags]"
+    parser.epilog = EXIT_CODES
     forms = "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node"
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=forms)
     add_flags(parser, DrainConfig)
-    config, others, bad = parser.read_config(DrainConfig, argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
+    """Flags and targets; prints mistakes and exits with 2."""
+    config, others, bad = make_parser().read_config(DrainConfig, argv)
     targets = others["targets"]
     if not targets:
         bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")
     for target in targets:
         if not target.startswith(("http://", "https://", "pod/", "node/")):
             bad.append(f"{target}: give http://HOST:PORT, ROUTER/workers/ID, pod/NAME or node/NAME")
+    if config.force and (config.undo or config.status):
+        bad.append("--force goes with neither --undo nor --status; leave one out")
     if config.undo and (config.status or config.wait):
         bad.append("--undo goes with neither --wait nor --status; leave one out")
     if config.timeout_secs < 0:
@@ -283,6 +332,50 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     if bad:
         refuse(PROG, bad)
     return config, targets
+
+
+def find_last_nodes(reports: Iterable[DrainReport]) -> list[str]:
+    """Sentences about targets whose drain leaves no ready node for their requests."""
+    by_role: dict[str, list[DrainReport]] = {}
+    for report in reports:
+        is_in_service = report.error is None and report.state == "ready"
+        if is_in_service and report.role is not None and report.ready_peers is not None:
+            by_role.setdefault(report.role, []).append(report)
+    found = []
+    for role, targets in by_role.items():
+        # Each counts the others, targets among them.
+        left = min(report.ready_peers or 0 for report in targets) + 1 - len(targets)
+        if left > 0:
+            continue
+        names = ", ".join(report.target for report in targets)
+        kind = "" if role == "regular" else f"{role} "
+        is_one = len(targets) == 1
+        which = f"is the last ready {kind}node" if is_one else f"are the last ready {kind}nodes"
+        found.append(f"{names} {which}: without another one requests wait and then fail with 503")
+    return found
+
+
+def may_drain(config: DrainConfig, places: Sequence[Place]) -> bool:
+    """Ask how many nodes would be left; True if enough are, with --force, or after a yes on a terminal.
+
+    Pods are asked with --force, too: their place learns whether the command inside knows that flag.
+    """
+    if config.undo or config.status:
+        return True
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        reports = list(pool.map(lambda place: _ask("status", place, None), places))
+    warnings = [] if config.force else find_last_nodes(reports)
+    for warning in warnings:
+        print(f"{PROG}: {warning}", file=sys.stderr)
+    if not warnings:
+        return True
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print("Drain all the same? [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    print(
+        f"{PROG}: nothing was drained; start another node first, or give --force", file=sys.stderr
+    )
+    return False
 
 
 def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
@@ -370,7 +463,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:
-        return run_drain(config, places)
+        return run_drain(config, places) if may_drain(config, places) else REFUSED
     except KeyboardInterrupt:
         print(
             f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service",

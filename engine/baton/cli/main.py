@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from baton import DISTRIBUTION
 
@@ -27,7 +28,24 @@ def _engine(argv: Sequence[str]) -> int:
     from baton.config import parse
     from baton.server.launch.engine import run_engine
 
-    return run_engine(parse(argv))
+    return run_engine(parse(argv, find_others=_missing_models))
+
+
+def _missing_models(values: dict[str, Any]) -> list[str]:
+    """Directories of --model-path and --tokenizer-path that are not there."""
+    from baton.errors import ConfigError
+    from baton.server.text import model_info
+
+    found = []
+    for name, flag in (("model_path", "--model-path"), ("tokenizer_path", "--tokenizer-path")):
+        given = values.get(name)
+        if given in (None, "demo"):
+            continue
+        try:
+            model_info.model_directory(flag, given)
+        except ConfigError as err:
+            found.append(err.message)
+    return found
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -35,8 +53,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "start a whole cluster on this machine: router, prefill and decode nodes",
         _main_of("server.launch.local_cluster"),
     ),
+    "chat": ("talk to a model in the terminal", _main_of("cli.chat")),
     "router": ("run the router", _native("baton router")),
-    "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
     "engine": ("run one engine: a prefill node, a decode node, or both in one", _engine),
     "drain": (
         "take engines out of service without breaking a stream, or return them",
@@ -55,12 +73,36 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "replay a trace through the scheduler in virtual time and compare queue orders",
         _main_of("sim.main"),
     ),
+    "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
+    "completion": (
+        "print a script that completes commands and flags in bash, zsh or fish",
+        _main_of("cli.completion"),
+    ),
 }
 """Help and function of each subcommand."""
 
+PARSERS = {
+    "up": "server.launch.cluster_plan",
+    "chat": "cli.chat",
+    "engine": "config.parsing",
+    "drain": "cli.drain",
+    "doctor": "cli.doctor.main",
+    "top": "cli.doctor.top",
+    "bench": "cli.bench.serving",
+    "simulate": "sim.main",
+    "completion": "cli.completion",
+}
+"""Modules whose `make_parser` knows the flags of a subcommand. Those of the others are the router's."""
+
+ELSEWHERE = dict.fromkeys(
+    ("serve", "launch", "launch_server", "run", "start"),
+    "baton up --model-path MODEL starts a whole cluster here, baton engine --model-path MODEL one engine",
+)
+"""Words that start a server elsewhere, and what to do here."""
+
 
 def usage() -> str:
-    rows = "\n".join(f"  {name:<8} {text}" for name, (text, _) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items())
     return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
 
 
@@ -79,16 +121,18 @@ def router() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
+    if name == "help" and argv[1:] and argv[1] in COMMANDS:  # baton help up
+        argv = [argv[1], "--help"]
+        name = argv[0]
+    if name in ("-h", "--help", "help"):
         print(usage(), end="")
         return 0 if argv else 2
-    if name in ("-V", "--version"):
+    if name in ("-V", "--version", "version"):
         print(f"baton {own_version()}")
         return 0
     if name not in COMMANDS:
-        print(
-            f"baton: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr
-        )
+        advice = ELSEWHERE.get(name, f"there are {', '.join(COMMANDS)}")
+        print(f"baton: there is no command {name!r}; {advice}", file=sys.stderr)
         return 2
     _, run = COMMANDS[name]
     return run(argv[1:])

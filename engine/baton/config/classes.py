@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+LEAST_PRIORITY = -(2**31)
+MOST_PRIORITY = 2**31 - 1
+"""Bounds of a priority, wherever it is stated: requests, tenants, traces, the adjustment function."""
 MAX_CLASSES = 16
 MAX_WEIGHT = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")

@@ -59,7 +59,20 @@ class EngineConfig:
         ("the loop", "disable_overlap_schedule"),
         ("time limits, metrics and logs", "request_timeout_secs"),
     )
-    """Headings of --help and docs/flags.md: title, and the first field that it stands above."""
+    """Headings of --help-all and docs/flags.md: title, and the first field that it stands above."""
+    ESSENTIALS: ClassVar[tuple[str, ...]] = (
+        "model_path",
+        "context_length",
+        "host",
+        "port",
+        "api_key",
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "cluster_key",
+        "device",
+        "tp_size",
+    )
+    """Fields whose flags --help shows."""
 
     model_path: str = opt(
         "demo",
@@ -539,6 +552,7 @@ class EngineConfig:
     log_level: str = opt(
         "info", "least severe log line shown", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = opt("text", "how log lines look", choices=("text", "json"))
 
     @property
     def step_tokens(self) -> int:

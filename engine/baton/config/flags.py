@@ -1,14 +1,19 @@
-"""Flags made of a dataclass: `opt` describes a field, `FlagParser` reads it and reports all mistakes at once."""
+"""Flags made of a dataclass: `opt` describes a field, `FlagParser` reads it and reports all mistakes at once.
+
+A program with many flags names the few that a first start needs (`essentials`): --help shows these, --help-all all.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
+import itertools
 import math
 import os
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,20 +172,73 @@ def add_flags(
         )
 
 
+class _FlagHelpFormatter(argparse.HelpFormatter):
+    """argparse's, but no flag is divided at its hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class FlagParser(argparse.ArgumentParser):
     """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
 
     def __init__(
-        self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None
+        self,
+        prog: str,
+        description: str,
+        elsewhere: Mapping[str, str] | None = None,
+        *,
+        essentials: Sequence[str] = (),
+        word_remedy: str = "leave it out",
     ) -> None:
-        """`elsewhere`: flags that are not for this program, with what to do instead."""
+        """
+        Args:
+            elsewhere: flags that are not for this program, with what to do instead.
+            essentials: fields whose flags --help shows; --help-all shows all. Empty: --help shows all.
+            word_remedy: advice for a word that follows no flag; {word} stands for it.
+        """
         super().__init__(
-            prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False
+            prog=prog,
+            usage=f"{prog} [flags]",
+            description=description,
+            allow_abbrev=False,
+            add_help=not essentials,
+            formatter_class=_FlagHelpFormatter,
         )
         self._elsewhere = {**INSTEAD, **(elsewhere or {})}
+        self._essentials = [flag_name(name) for name in essentials]
+        self._word_remedy = word_remedy
+        self._argv: Sequence[str] = ()
+        if essentials:
+            self.add_argument(
+                "-h",
+                "--help",
+                action=_ShortHelp,
+                nargs=0,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help="show the flags used most",
+            )
+            self.add_argument("--help-all", action="help", help="show all flags")
+
+    def format_short_help(self) -> str:
+        """Help with the essential flags alone, in their order."""
+        short = argparse.ArgumentParser(
+            prog=self.prog,
+            usage=self.usage,
+            description=self.description,
+            add_help=False,
+            formatter_class=_FlagHelpFormatter,
+        )
+        group = short.add_argument_group("flags used most")
+        for flag in self._essentials:
+            group._add_action(self._option_string_actions[flag])
+        others = len(self._actions) - len(self._essentials) - 2  # --help and --help-all
+        return f"{short.format_help()}\n{self.prog} --help-all shows {others} more flags.\n"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The values given, by field name, and what is wrong with the others."""
+        self._argv = argv
         space, rest = self.parse_known_args(argv)
         values = vars(space)
         bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
@@ -195,7 +253,8 @@ class FlagParser(argparse.ArgumentParser):
         values, bad = self.read(argv)
         bad += add_environment(cls, values)
         own = {name: values.pop(name) for name in typing.get_type_hints(cls) if name in values}
-        return cls(**own), values, bad
+        config = cls(**own)
+        return config, values, [*bad, *out_of_range(config)]
 
     def _unknown(self, rest: Sequence[str]) -> list[str]:
         bad, after_flag = [], False
@@ -208,16 +267,42 @@ class FlagParser(argparse.ArgumentParser):
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
                 bad.append(
                     f"{name}: there is no such flag; "
-                    + (f"is it {near[0]}?" if near else "--help lists them")
+                    + (f"is it {near[0]}?" if near else f"{self._full_help} lists them")
                 )
             elif not after_flag:  # else it is the unknown flag's value
-                bad.append(f"{word!r} follows no flag; leave it out")
+                bad.append(f"{word!r} follows no flag; {self._word_remedy.format(word=word)}")
             after_flag = is_flag and "=" not in word
         return bad
 
+    @property
+    def _full_help(self) -> str:
+        """Flag that lists every flag."""
+        return "--help-all" if self._essentials else "--help"
+
     def error(self, message: str) -> NoReturn:
         """A flag without its value: argparse cannot go on."""
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; --help lists the flags\n")
+        text = message.removeprefix("argument ")
+        names = text.partition(":")[0].split("/")
+        remedy = self._value_remedy(names) or f"{self._full_help} lists the flags"
+        self.exit(2, f"{self.prog}: {text}; {remedy}\n")
+
+    def _value_remedy(self, names: Sequence[str]) -> str | None:
+        """Advice for a flag whose value looks like a flag, as that of --decode-args does."""
+        for flag, value in itertools.pairwise(self._argv):
+            is_other_flag = value.partition("=")[0] in self._option_string_actions
+            takes_flags = flag.endswith("-args")
+            if flag in names and value.startswith("-") and (takes_flags or not is_other_flag):
+                return f"a value that begins with - follows an equals sign: {flag}={value!r}"
+        return None
+
+
+class _ShortHelp(argparse.Action):
+    """--help of a parser with essentials."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, FlagParser)
+        print(parser.format_short_help(), end="")
+        parser.exit()
 
 
 def refuse(prog: str, bad: Sequence[str]) -> NoReturn:

@@ -74,7 +74,7 @@ def mistakes(text: str, dp_size: int) -> list[str]:
         return []
     try:
         values = json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         return [
             f"{FLAG} {text[:100]}: is no JSON ({err}); give an object like "
             + '{"enable_kv_cache_events": true}'

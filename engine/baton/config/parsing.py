@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from baton.config import simulated
@@ -29,15 +29,32 @@ def build(values: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
-    """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
-    parser = FlagParser(prog, "One Baton engine: prefill node, decode node, or both in one.")
+def make_parser(prog: str = "baton engine") -> FlagParser:
+    parser = FlagParser(
+        prog,
+        "One Baton engine: prefill node, decode node, or both in one.",
+        essentials=EngineConfig.ESSENTIALS,
+        word_remedy="give the model as --model-path {word}",
+    )
     add_flags(parser, EngineConfig)
-    values, bad = parser.read(argv)
+    return parser
+
+
+def parse(
+    argv: Sequence[str],
+    prog: str = "baton engine",
+    find_others: Callable[[dict[str, Any]], Iterable[str]] = lambda values: (),
+) -> EngineConfig:
+    """Turn flags into a config; prints every mistake and exits with 2 when there is one.
+
+    Args:
+        find_others: mistakes that only the caller can see, such as those of files; asked when there are others.
+    """
+    values, bad = make_parser(prog).read(argv)
     try:
         config = build(values)
     except ConfigError as err:
         bad.append(err.message)
     if bad:
-        refuse(prog, bad)
+        refuse(prog, [*bad, *find_others(values)])
     return config

@@ -35,6 +35,8 @@ TOKEN_BYTES = 4
 """Bytes of text per token, where a simulated engine has no tokenizer."""
 CONTEXT_LENGTH = 1 << 24
 """No model limits it; the pool does."""
+VOCAB_SIZE = 1 << 31
+"""Simulated tokens are four bytes of text without the top bit; ids of a tokenizer are below it, too."""
 NO_MEANING = (
     "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend", "disable_cuda_graph",
     "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static", "host_kv_gib",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
 from baton.errors import ConfigError
 
 DEFAULT_TENANT = "default"
@@ -70,8 +71,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queued": (0, INT32_MAX),
     "max_kv_tokens": (1, 2**53),
     "tokens_per_minute": (1, 2**53),
-    "min_priority": (-INT32_MAX - 1, INT32_MAX),
-    "max_priority": (-INT32_MAX - 1, INT32_MAX),
+    "min_priority": (LEAST_PRIORITY, MOST_PRIORITY),
+    "max_priority": (LEAST_PRIORITY, MOST_PRIORITY),
 }
 
 
@@ -155,7 +156,7 @@ def load(value: str, class_names: Collection[str]) -> TenantRules:
     where = "--tenant-config" if text is value else f"--tenant-config {value}"
     try:
         document = json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigError(f"{where}: is not JSON: {err}") from err
     rules, bad = parse_rules(document, class_names)
     if bad:

@@ -18,6 +18,10 @@ _SPECULATIVE = "there is no speculative decoding in this version; leave it out"
 _EXPERTS = "there are no mixture-of-experts models in this version; leave it out"
 _DOWNLOAD = "nothing is downloaded at start; run hf download MODEL first, with its own --revision and --local-dir"
 _LOGS = "an engine logs one line per request; use --log-level warning for none"
+_TLS = (
+    "engines speak HTTP; for clients give baton router --tls-cert-path and --tls-key-path, "
+    "and between router and engines put a mesh or a tunnel"
+)
 _ALWAYS = "it is always on; leave it out"
 
 INSTEAD: dict[str, str] = {
@@ -47,6 +51,18 @@ INSTEAD: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("--enable-metrics", "--enable-prefix-caching", "--enable-chunked-prefill"), _ALWAYS
+    ),
+    **dict.fromkeys(
+        (
+            "--ssl-certfile",
+            "--ssl-keyfile",
+            "--ssl-keyfile-password",
+            "--ssl-ca-certs",
+            "--ssl-cert-reqs",
+            "--ssl-ciphers",
+            "--enable-ssl-refresh",
+        ),
+        _TLS,
     ),
     "--no-enable-prefix-caching": "use --disable-radix-cache",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",

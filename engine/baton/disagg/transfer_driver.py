@@ -42,7 +42,7 @@ ROOM_ERRORS = ("refused", "call", "payload")
 _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
     "DEADLINE": errors.KvTransferTimeout,
     "LAYOUT_MISMATCH": errors.PairIncompatible,
-    "PROMPT_MISMATCH": errors.PairIncompatible,
+    "PROMPT_MISMATCH": errors.PromptMismatch,
     "UNREACHABLE": errors.BootstrapUnreachable,
     "AUTH": errors.PairIncompatible,
     "DUP_ROOM": errors.DuplicateRoom,
@@ -120,9 +120,18 @@ def _rendezvous(req: ValidatedRequest) -> Rendezvous:
     return req.rendezvous
 
 
+_CLIENT_MESSAGES = {
+    "AUTH": "the cluster keys of the prefill and the decode node differ; give all engines the same --cluster-key "
+    "(the decode node's log names both nodes)",
+    "UNREACHABLE": "the decode node does not reach the prefill node; the decode node's log says why",
+}
+"""Messages for clients in the place of those that name addresses of the fleet and what a peer answered."""
+
+
 def error_of(reason: str, message: str, retryable: bool) -> errors.EngineError:
     """The HTTP-side error of a transfer reason code."""
     hint = "; retry" if retryable else ""
+    message = _CLIENT_MESSAGES.get(reason, message)
     return _ERROR_OF_REASON.get(reason, errors.KvTransferFailed)(f"{reason}: {message}{hint}")
 
 

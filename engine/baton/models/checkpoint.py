@@ -6,14 +6,15 @@ is a ConfigError that names the file and what to do.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.layers.model_spec import DTYPE_BYTES, ModelSpec, read_spec, safetensors_header
+from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
 from baton.layers.shard import WHOLE, Shard, share_of
+from baton.models.spec_reader import read_spec
+from baton.models.weight_files import read_tensor_entries, required_weight_files
 from baton.models.weights import Part, is_ignorable, plan_weights
 
 CPU_POOL_MIB = 128
@@ -44,16 +45,16 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
     }
     found: dict[str, Path] = {}
     problems: list[str] = []
-    for file in weight_files(root):
-        for name, shape in _tensors(file).items():
+    for file in required_weight_files(root):
+        for name, entry in read_tensor_entries(file).items():
             if name not in places:
                 if not is_ignorable(spec, name, shard):
                     problems.append(f"{file.name}: unexpected tensor {name}")
                 continue
             found[name] = file
-            if shape != list(places[name].whole):
+            if entry.shape != places[name].whole:
                 problems.append(
-                    f"{file.name}: {name} is {shape}, config.json implies {list(places[name].whole)}"
+                    f"{file.name}: {name} is {list(entry.shape)}, config.json implies {list(places[name].whole)}"
                 )
     problems += [f"missing tensor {name}" for name in sorted(places.keys() - found)]
     if problems:
@@ -62,72 +63,6 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
         )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
     return found
-
-
-def _tensors(file: Path) -> dict[str, list[int]]:
-    """Names and shapes in a safetensors file. Raises ConfigError when its header or its length is wrong."""
-    try:
-        header = safetensors_header(file)
-        entries = {
-            name: entry for name, entry in json.loads(header).items() if name != "__metadata__"
-        }
-        end = (
-            8
-            + len(header)
-            + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        )
-        shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
-        raise ConfigError(
-            f"{file}: no readable header ({err!r}); the file is damaged, download it again"
-        ) from err
-    if (size := file.stat().st_size) != end:
-        raise ConfigError(
-            f"{file}: has {size} bytes, its header says {end}; the file is damaged, download it again"
-        )
-    return shapes
-
-
-def weight_files(root: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of the index, else model.safetensors, else the only ones there."""
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError) as err:
-            raise ConfigError(
-                f"{index}: no readable weight_map ({err!r}); download the file again"
-            ) from err
-        if absent := [n for n in names if not (root / n).is_file()]:
-            count = f"{len(absent)} of {len(names)}"
-            raise ConfigError(
-                f"{index}: {count} files are absent, first {absent[0]}; finish the download"
-            )
-        return [root / n for n in names]
-    if (root / "model.safetensors").is_file():
-        return [root / "model.safetensors"]
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        other = next(
-            (
-                f.name
-                for pattern in ("*.bin", "*.gguf", "*.pth")
-                for f in sorted(root.glob(pattern))
-            ),
-            None,
-        )
-        raise ConfigError(
-            f"{root}: no *.safetensors file"
-            + (
-                f", only {other}; convert it with transformers' save_pretrained"
-                if other
-                else "; download the weights"
-            )
-            + " (--load-format dummy runs without weights, for tests: it answers noise)"
-        )
-    return files
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:

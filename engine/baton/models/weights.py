@@ -73,8 +73,8 @@ def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
 
 
 def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
-    """Tensors some checkpoints carry although they are computed (old rotary tables, the tied head), and those that
-    other ranks hold."""
+    """Tensors some checkpoints carry although they are computed (old rotary tables, a head that equals the embedding),
+    and those that other ranks hold."""
     if shard.rank and source.endswith(("o_proj.bias", "down_proj.bias")):
         return True
     return source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight")

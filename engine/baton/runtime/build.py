@@ -19,15 +19,16 @@ from baton.layers.attention import make_backend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
-from baton.layers.model_spec import read_spec
 from baton.layers.shard import WHOLE, share_of
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
 from baton.models.load import OnProgress, load_weights
+from baton.models.spec_reader import read_spec
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.graphs.capture import CudaRecorder, rows_to_record
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, no_room, profile_memory
+from baton.runtime.model_limits import ModelLimits
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
 
@@ -49,6 +50,8 @@ class LoadedModel:
     kv: KvTensors
     layout: dict[str, object]
     info: dict[str, object]
+    max_context: int
+    """Longest prompt + answer that the model was made for [tokens]."""
     host_pages: int = 0
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
@@ -58,7 +61,10 @@ class LoadedModel:
     ) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
         sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
-        return make_engine(self.config, sizes, self.runner, driver, trace, device_thread())
+        limits = ModelLimits(self.vocab_size, self.max_context)
+        return make_engine(
+            self.config, sizes, self.runner, driver, trace, device_thread(), model_limits=limits
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -188,7 +194,7 @@ def load(
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
-    return LoadedModel(config, runner, kv, layout, info, host_pages, group)
+    return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, group)
 
 
 def _record(

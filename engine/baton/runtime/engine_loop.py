@@ -41,6 +41,7 @@ from baton.sched.types.request import ValidatedRequest
 
 if TYPE_CHECKING:
     from baton.disagg.transfer_driver import TransferDriver
+    from baton.runtime.model_limits import ModelLimits
 
 log = logging.getLogger("baton.engine")
 
@@ -136,6 +137,8 @@ class EngineLoop:
     driver: TransferDriver | None
     _: KW_ONLY
     overlap: bool
+    limits: ModelLimits | None = None
+    """Checked for every request; None where no model computes (--simulate)."""
     hook: PriorityHook | None = None
     device: JobThread = field(default_factory=DeviceThread)
     clock: Callable[[], float] = time.monotonic
@@ -172,6 +175,8 @@ class EngineLoop:
                     f"this rank takes no new requests: {self.not_accepting_reason}",
                     retry_after_secs=5,
                 )
+            if self.limits is not None:
+                self.limits.check(req)
             self.sched.add(req)
         except EngineError as err:
             if driver is not None:
@@ -334,6 +339,7 @@ def make_engine(
     driver: TransferDriver | None,
     trace: Callable[[str], None] | None,
     device: DeviceThread | None = None,
+    model_limits: ModelLimits | None = None,
 ) -> EngineLoop:
     """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
     limits = setup.limits(config, *sizes)
@@ -352,5 +358,6 @@ def make_engine(
         sizes.page_bytes,
     )
     return EngineLoop(
-        scheduler, runner, driver, overlap=overlap, hook=hook, device=device, page_bytes=page_bytes
-    )
+        scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
+        page_bytes=page_bytes,
+    )  # fmt: skip

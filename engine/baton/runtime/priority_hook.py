@@ -4,7 +4,8 @@
 2. A request is due when it was submitted, and again every --priority-adjust-interval-ms while it waits. `run` calls
    the function for those that are due, at most MAX_CALLS per turn, the longest due first, and hands the scheduler what
    came back: a number replaces the priority in the queue order (never in preemption), None gives it its own again.
-3. What is not a finite number, or raises, changes nothing and is counted.
+3. An answer that is no number within the bounds of a request's priority, or a call that raises, changes nothing and is
+   counted.
 4. A hook that takes more than 1 ms per turn in the mean of 10 s is switched off, with one warning; what it said before
    stays in force.
 
@@ -16,10 +17,10 @@ from __future__ import annotations
 import heapq
 import importlib
 import logging
-import math
 import time
 from collections.abc import Callable
 
+from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
 from baton.errors import ConfigError
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.scheduler import Scheduler
@@ -52,6 +53,23 @@ def load(spec: str) -> Adjust:
     if not callable(found):
         raise ConfigError(f"{flag}: {name} is a {type(found).__name__}, which cannot be called")
     return found  # type: ignore[no-any-return]
+
+
+def read_priority(answer: object) -> float | None:
+    """The answer of an adjustment function as a priority; None: the request's own.
+
+    Raises TypeError for what is no number, ValueError beyond the bounds of a request's `priority`.
+    """
+    if answer is None:
+        return None
+    if isinstance(answer, (bool, str, bytes)) or not hasattr(answer, "__float__"):
+        raise TypeError(f"{answer!r:.100} is no priority; return a number or None")
+    priority = float(answer)
+    if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
+        raise ValueError(
+            f"{priority} is no priority; return a number from {LEAST_PRIORITY} to {MOST_PRIORITY}, or None"
+        )
+    return priority
 
 
 class PriorityHook:
@@ -99,12 +117,8 @@ class PriorityHook:
         self, handle: int, view: RequestView, load_view: LoadView, changed: dict[int, float | None]
     ) -> None:
         try:
-            value = self._adjust(view, load_view)
-            if value is not None:
-                value = float(value)
-                if not math.isfinite(value):
-                    raise ValueError(f"{value} is no priority")
-        except Exception as err:  # noqa: BLE001 - foreign code may raise anything; counted, and the first one logged
+            value = read_priority(self._adjust(view, load_view))
+        except (Exception, SystemExit) as err:  # noqa: BLE001 - foreign code may raise anything; counted, first one logged
             self.errors += 1
             if self.errors == 1:
                 log.warning(

@@ -30,6 +30,8 @@ from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 
 VERSION = 1
+MAX_SIZE = 2**27
+"""Above the number of pages and the bytes of a page that a header may state."""
 INPUTS = (
     "add", "abort", "suspend", "resume", "expire", "fail", "transfer_announced", "transfer_committed",
     "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",
@@ -205,7 +207,7 @@ def replay(
             if name != "=" and name not in INPUTS:
                 raise ReplayError(f"line {number}: {name!r} is no input of a scheduler")
             expected = args[0] if name == "=" else None
-        except (ValueError, TypeError) as err:
+        except (ValueError, TypeError, IndexError, RecursionError) as err:
             raise ReplayError(f"line {number}: not a line of a scheduler trace ({err})") from err
         if pending is not None:
             at, now, plan = pending
@@ -217,7 +219,13 @@ def replay(
             continue
         done.inputs += 1
         done.requests += name == "add"
-        result = _call(sched, name, args, flight)
+        try:
+            result = _call(sched, name, args, flight)
+        except Exception as err:
+            raise ReplayError(
+                f"line {number}: {name} cannot be repeated ({type(err).__name__}: {err}); the file is damaged or was "
+                "recorded by another version"
+            ) from err
         sched.drain_events()
         if name == "plan":
             pending = (number, args[0], result)
@@ -237,11 +245,21 @@ def _scheduler(line: str) -> Scheduler:
         raise ReplayError("line 1: not the header of a scheduler trace") from err
     if version != VERSION:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
+    if not isinstance(flags, dict) or not isinstance(sizes, dict):
+        raise ReplayError("line 1: not the header of a scheduler trace")
     if unknown := sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)}):
         raise ReplayError(
             f"line 1: flags {unknown} are unknown here; use the version that recorded this file"
         )
-    return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
+    try:
+        if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes.values()):
+            raise ValueError(f"sizes are {sizes}")
+        return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
+    except Exception as err:
+        raise ReplayError(
+            f"line 1: no scheduler can be made of the recorded flags ({type(err).__name__}: {err}); the file is "
+            "damaged or was recorded by another version"
+        ) from err
 
 
 def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:

@@ -9,5 +9,6 @@
 | `tensor_parallel/` | a group of processes that computes one model |
 | `kv_events/` | announcements of cached blocks |
 | `observability/` | metrics, spans, load reports, diagnosis, logs |
+| `logs` | log lines: text or JSON |
 | `launch/` | `baton engine`, `baton up`, supervision of processes |
 """

@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,7 @@ NOT_SIMULATED = frozenset({
     "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams",
     "nccl_max_ctas", "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
     "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy", "random_seed", "log_level",
+    "log_format",
     "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace",
     "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
@@ -59,9 +61,7 @@ DEFAULTS: dict[str, Any] = {**NODE, "max_queued_requests": 1_000_000}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    trace: str = opt(
-        "", "trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton"
-    )
+    trace: str = opt("", f"trace file (.jsonl or .jsonl.gz), or {traces.SHIPPED_HELP}")
     role: str = opt(
         "prefill",
         "prefill: prompts only, leased until D has pulled; null: both phases",
@@ -171,9 +171,19 @@ def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
         )
 
 
-def parse(argv: Sequence[str]) -> SimulatedRun:
-    """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
-    parser = FlagParser(PROG, "Replay a trace through the engine's own scheduler in virtual time.")
+ESSENTIALS = (
+    "trace", "limit", "schedule_policy", "role", "model", "load", "speedup", "length_scale", "json", "plot",
+)  # fmt: skip
+"""Fields whose flags --help shows."""
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        PROG,
+        "Replay a trace through the engine's own scheduler in virtual time.",
+        essentials=ESSENTIALS,
+        word_remedy="give the trace as --trace {word}",
+    )
     add_flags(parser.add_argument_group("the simulation"), SimConfig)
     add_flags(
         parser.add_argument_group("the step-time model (defaults: --model reference)"), StepModel
@@ -183,7 +193,12 @@ def parse(argv: Sequence[str]) -> SimulatedRun:
         f"{engine_config.flag_name(name)} {value}" for name, value in DEFAULTS.items()
     )
     parser.epilog = f"Engine flags whose default differs here: {changed}."
-    values, bad = parser.read(argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> SimulatedRun:
+    """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
+    values, bad = make_parser().read(argv)
     sim = SimConfig(**_of(SimConfig, values))
     model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
     policies = (
@@ -407,7 +422,8 @@ def main(argv: Sequence[str]) -> int:
                 file=sys.stderr,
             )
         summaries, curves, interrupted = simulate(run, what)
-        print(table(summaries))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(table(summaries, columns))
         if run.sim.json is not None:
             values = dataclasses.asdict(run.engine)
             document = {

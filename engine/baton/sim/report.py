@@ -145,17 +145,47 @@ HEADER = (
 )  # fmt: skip
 
 
-def table(summaries: Sequence[RunSummary]) -> str:
+COLUMN_GROUPS = (2, 6, 4, 5, 4)
+"""Columns of HEADER after the first that stay together: counts, TTFT, TPOT, wait, device."""
+
+
+def fit_table(
+    rows: Sequence[Sequence[str]], columns: int | None = None, groups: Sequence[int] = ()
+) -> list[str]:
+    """Lines of a table, the first column aligned to the left; parts below each other where it is wider than `columns`.
+
+    Args:
+        rows: the header first.
+        columns: width of the terminal; None: any.
+        groups: numbers of columns after the first that stay in one part; empty: each may be in another.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    parts: list[list[int]] = [[]]
+    used = widths[0]
+    first = 1
+    for size in groups or [1] * (len(widths) - 1):
+        group = range(first, first + size)
+        first += size
+        needed = sum(widths[i] + 2 for i in group)
+        if columns is not None and parts[-1] and used + needed > columns:
+            parts.append([])
+            used = widths[0]
+        parts[-1] += group
+        used += needed
+    lines: list[str] = []
+    for part in parts:
+        lines += [""] if lines else []
+        for row in rows:
+            cells = (row[i].rjust(widths[i]) for i in part)
+            lines.append("  ".join((row[0].ljust(widths[0]), *cells)).rstrip())
+    return lines
+
+
+def table(summaries: Sequence[RunSummary], columns: int | None = None) -> str:
     """Format a row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
     first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
     rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
+    lines = fit_table(rows, columns, COLUMN_GROUPS)
     lines += [line for s in summaries if (line := _endings(s))]
     lines += [_group_line(s, group) for s in summaries for group in s.groups]
     return "\n".join(lines)

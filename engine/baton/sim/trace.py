@@ -17,7 +17,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import math
 import zlib
 from array import array
 from collections import Counter, OrderedDict
@@ -26,15 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
+from baton.config.simulated import BLOCK_TOKENS, CONTEXT_LENGTH, scaled
 from baton.config.tenants import NAME_RULE, TENANT_NAME
 from baton.errors import ConfigError
 
 FIRST_ANSWER_TOKEN = 1 << 30
 """Blocks are numbered from 0, answers from here: they never meet."""
+MAX_TIMESTAMP_MS = 1e13
+"""Three centuries: stamps since 1970 fit, and sums with them keep their milliseconds."""
 _START, _UNLIKE_ANY = -1, -2
 """Stand for "the block before" of a first block, and of blocks that nothing is equal to."""
 SHIPPED = Path(__file__).parent / "traces"
+SHIPPED_NAMES = {path.name.split(".")[0]: path for path in sorted(SHIPPED.glob("*.jsonl.gz"))}
+"""Traces that come with Baton, by their short names."""
+SHIPPED_HELP = f"one that comes with Baton: {', '.join(SHIPPED_NAMES)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,12 @@ def locate(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    shipped = {p.name.split(".")[0]: p for p in sorted(SHIPPED.glob("*.jsonl.gz"))}
-    if name not in shipped:
+    if name not in SHIPPED_NAMES:
+        known = " or ".join(SHIPPED_NAMES)
         raise ConfigError(
-            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {' or '.join(shipped)}"
+            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {known}"
         )
-    return shipped[name]
+    return SHIPPED_NAMES[name]
 
 
 def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
@@ -97,19 +102,25 @@ def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
 def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> TraceRequest:
     try:
         row = json.loads(line)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise _BadLine(f"not JSON: {err}") from err
     if not isinstance(row, dict):
         raise _BadLine(f"a request is a JSON object, this is {type(row).__name__}")
     at = row.get("timestamp")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
-        raise _BadLine(f"timestamp is {at!r}; give milliseconds from the start, 0 or more")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= MAX_TIMESTAMP_MS:
+        raise _BadLine(
+            f"timestamp is {at!r:.40}; give milliseconds from the start, 0 to {MAX_TIMESTAMP_MS:g}"
+        )
     if at < previous_ms:
         raise _BadLine(f"timestamp {at} is before the previous line's {previous_ms}; sort the file")
     prompt, answer = _length(row, "input_length"), _length(row, "output_length")
     priority = row.get("priority")
-    if priority is not None and type(priority) is not int:
-        raise _BadLine(f"priority is {priority!r}; give an integer or leave it out")
+    if priority is not None and (
+        type(priority) is not int or not LEAST_PRIORITY <= priority <= MOST_PRIORITY
+    ):
+        raise _BadLine(
+            f"priority is {priority!r:.40}; give an integer from {LEAST_PRIORITY} to {MOST_PRIORITY}, or leave it out"
+        )
     blocks = _blocks(row.get("hash_ids"), prompt, ids)
     return TraceRequest(
         float(at),
@@ -131,8 +142,10 @@ def _name(row: dict[str, Any], field: str) -> str | None:
 
 def _length(row: dict[str, Any], name: str) -> int:
     value = row.get(name)
-    if type(value) is not int or not 1 <= value < FIRST_ANSWER_TOKEN:
-        raise _BadLine(f"{name} is {value!r}; give a whole number of tokens, 1 or more")
+    if type(value) is not int or not 1 <= value <= CONTEXT_LENGTH:
+        raise _BadLine(
+            f"{name} is {value!r:.40}; give a whole number of tokens, 1 to {CONTEXT_LENGTH}"
+        )
     return value
 
 

@@ -3,9 +3,15 @@
 
 use pyo3::prelude::*;
 
+/// Memory of Rust code, that of `baton router` above all: docs/decisions/0015. Python and torch keep
+/// their own allocators.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 mod comm_py;
 mod device_py;
 mod kernels_py;
+mod logs_py;
 mod router_py;
 mod trace_py;
 mod transfer_py;
@@ -14,6 +20,7 @@ mod transfer_py;
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     kernels_py::register(m)?;
+    logs_py::register(m)?;
     router_py::register(m)?;
     trace_py::register(m)?;
     transfer_py::register(m)?;

@@ -1,7 +1,7 @@
 //! Python face of the router: `baton router …` passes argv through, so no flag is written twice,
 //! and engines refuse the same prompts.
 
-use baton_router::PromptLimit;
+use baton_router::{MAX_ENGINE_BODY_BYTES, PromptLimit};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -30,6 +30,7 @@ fn oversized_body(
 }
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("MAX_ENGINE_BODY_BYTES", MAX_ENGINE_BODY_BYTES)?;
     m.add_function(wrap_pyfunction!(router_main, m)?)?;
     m.add_function(wrap_pyfunction!(oversized_body, m)?)
 }

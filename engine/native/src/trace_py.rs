@@ -10,7 +10,7 @@ use baton_router::trace::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::transfer_py::log_to_stderr;
+use crate::logs_py::start_default_logs;
 
 #[derive(FromPyObject)]
 enum PyAttribute {
@@ -86,7 +86,7 @@ impl SpanExporter {
     /// `attributes` of the resource, beside service.name and service.version.
     #[new]
     fn new(endpoint: &str, service: String, attributes: Vec<(String, String)>) -> PyResult<Self> {
-        log_to_stderr();
+        start_default_logs();
         let service = TraceService {
             name: service,
             attributes,

@@ -1,7 +1,7 @@
 //! Python bindings of the `kv_transfer` crate: converts arguments, releases the GIL, calls the
 //! crate.
 
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
@@ -16,6 +16,7 @@ use pyo3::types::{PyBytes, PyTuple};
 
 use crate::comm_py::PyBackend;
 use crate::device_py::PyDevicePages;
+use crate::logs_py::start_default_logs;
 
 create_exception!(
     _native,
@@ -159,21 +160,6 @@ fn node_error(err: NodeError) -> PyErr {
     }
 }
 
-/// The log of the native threads goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters
-/// it (default: info).
-pub(crate) fn log_to_stderr() {
-    static START: Once = Once::new();
-    START.call_once(|| {
-        let filter = tracing_subscriber::EnvFilter::try_from_env("BATON_TRANSFER_LOG")
-            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-        let log = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(std::io::stderr)
-            .with_ansi(false);
-        let _ = log.try_init(); // the router's own log is set up already
-    });
-}
-
 /// The event as the tuple the contract names.
 fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, PyTuple>> {
     match event {
@@ -244,7 +230,7 @@ impl PyTransferNode {
         config_json: &str,
         backend: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        log_to_stderr();
+        start_default_logs();
         let pool = pool.get().pool.clone();
         let backend = backend
             .map(|object| PyBackend::new(object).map(|b| Arc::new(b) as Arc<dyn CommBackend>))
@@ -441,6 +427,7 @@ impl PyBootstrapServer {
         cluster_key: Option<String>,
         second_cluster_key: Option<String>,
     ) -> PyResult<Self> {
+        start_default_logs();
         let keys = cluster_key.map(|own| ClusterKeys::new(own, second_cluster_key));
         let server = py
             .detach(|| BootstrapServer::start(host, port, keys))
@@ -462,6 +449,12 @@ impl PyBootstrapServer {
     #[getter]
     fn refused(&self) -> u64 {
         self.server.lock().refused()
+    }
+
+    /// Those of them that were not signed with the cluster's key.
+    #[getter]
+    fn refused_unsigned(&self) -> u64 {
+        self.server.lock().refused_unsigned()
     }
 
     /// True while its thread serves.

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -23,7 +23,9 @@ use tokio::sync::oneshot;
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
 use super::registry::{RankPosition, RankRegistration, RouteTable, TableError};
 use crate::protocol::ClusterKeys;
+use crate::reason_code::ReasonCode;
 use crate::transport::tasks::{PeerTasks, accept_all};
+use crate::warnings::PeerWarnings;
 
 const MAX_BODY_BYTES: usize = 16 << 10;
 /// A request takes milliseconds. A new connection takes the place of the oldest, of its address or
@@ -57,6 +59,8 @@ impl BootstrapServer {
             cluster_keys,
             started: Instant::now(),
             refused: AtomicU64::default(),
+            unsigned: AtomicU64::default(),
+            unsigned_warnings: Mutex::default(),
         });
         let served = state.clone();
         let thread = std::thread::Builder::new().name("kv-bootstrap".into()).spawn(move || {
@@ -83,6 +87,11 @@ impl BootstrapServer {
     /// registered ranks), and connections closed to make space for others.
     pub fn refused(&self) -> u64 {
         self.state.refused.load(Ordering::Relaxed)
+    }
+
+    /// Those of the refused requests that were not signed with the cluster's key.
+    pub fn refused_unsigned(&self) -> u64 {
+        self.state.unsigned.load(Ordering::Relaxed)
     }
 
     /// True while its thread serves; part of the node's health.
@@ -116,6 +125,9 @@ struct State {
     cluster_keys: Option<ClusterKeys>,
     started: Instant,
     refused: AtomicU64,
+    unsigned: AtomicU64,
+    /// By the address that they came from.
+    unsigned_warnings: Mutex<PeerWarnings<Option<IpAddr>>>,
 }
 
 async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
@@ -133,9 +145,10 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
 }
 
 async fn connection(stream: TcpStream, state: Arc<State>) {
+    let from = stream.peer_addr().map(|addr| addr.ip().to_canonical()).ok();
     let service = service_fn(move |request| {
         let state = state.clone();
-        async move { Ok::<_, Infallible>(state.answer(request).await) }
+        async move { Ok::<_, Infallible>(state.answer(request, from).await) }
     });
     let mut http = hyper::server::conn::http1::Builder::new();
     http.timer(TokioTimer::new())
@@ -193,9 +206,13 @@ impl State {
         self.started.elapsed().as_millis() as u64
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+    async fn answer(
+        &self,
+        request: Request<Incoming>,
+        from: Option<IpAddr>,
+    ) -> Response<Full<Bytes>> {
         let signature = request.headers().get(AUTH_HEADER).cloned();
-        let (key, response) = self.respond(request).await;
+        let (key, response) = self.respond(request, from).await;
         if response.status().is_client_error() && response.status() != StatusCode::NOT_FOUND {
             self.refused.fetch_add(1, Ordering::Relaxed);
         }
@@ -207,7 +224,11 @@ impl State {
     }
 
     /// Response, and the key that signs it: the one of the request, or this server's own.
-    async fn respond(&self, request: Request<Incoming>) -> (Option<&str>, Response<Full<Bytes>>) {
+    async fn respond(
+        &self,
+        request: Request<Incoming>,
+        from: Option<IpAddr>,
+    ) -> (Option<&str>, Response<Full<Bytes>>) {
         let (head, body) = request.into_parts();
         let own = self.cluster_keys.as_ref().map(ClusterKeys::own);
         let path = head.uri.path();
@@ -234,7 +255,25 @@ impl State {
         };
         match self.authenticate(&head, &body) {
             Ok(key) => (key, self.serve(&head, &body)),
-            Err(why) => (own, refuse(StatusCode::UNAUTHORIZED, why)),
+            Err(why) => {
+                self.on_unsigned(from, &why);
+                (own, refuse(StatusCode::UNAUTHORIZED, why))
+            }
+        }
+    }
+
+    fn on_unsigned(&self, from: Option<IpAddr>, why: &str) {
+        self.unsigned.fetch_add(1, Ordering::Relaxed);
+        let due = self.unsigned_warnings.lock().record(from, self.now_ms());
+        if let Some(times) = due {
+            let code = ReasonCode::Auth.as_str();
+            tracing::warn!(
+                from = from.map(tracing::field::display),
+                code,
+                why,
+                times,
+                "a request to the bootstrap server was refused"
+            );
         }
     }
 

@@ -90,6 +90,7 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
             Some(StatusCode::UNAUTHORIZED)
         );
     }
+    assert_eq!((server.refused(), server.refused_unsigned()), (4, 4));
     client(&server, Some("secret"))
         .register(&registration(2, "good"))
         .await

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -108,7 +108,10 @@ pub(super) enum LoopMessage {
     /// A peer has connected and said HELLO.
     Accepted(TcpStream, Box<OpenedConnection>),
     /// A peer's HELLO was refused.
-    HelloRefused(ReasonCode),
+    HelloRefused {
+        from: Option<IpAddr>,
+        err: ConnectionError,
+    },
     /// A connection without a finished HELLO was closed to make space for another one.
     HelloEvicted,
     /// An attempt to reach a prefill rank has ended.

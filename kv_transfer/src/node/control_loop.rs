@@ -7,7 +7,7 @@
 
 use std::io;
 use std::mem;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -38,6 +38,7 @@ use crate::state_machine::prefill::PrefillEvent;
 use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::{CopyJob, CopyReport};
 use crate::transport::shm;
+use crate::warnings::PeerWarnings;
 
 /// Control connections; a fleet has fewer ranks.
 const MAX_CONNS: usize = 4096;
@@ -63,6 +64,7 @@ pub(super) struct ControlLoop {
     ctx: LoopContext,
     prefill: PrefillSide,
     decode: DecodeSide,
+    refused_hellos: PeerWarnings<(Option<IpAddr>, ReasonCode)>,
     inboxes: LoopInboxes,
     port: u16,
     registered: Option<(BootstrapClient, RankRegistration)>,
@@ -83,6 +85,7 @@ impl ControlLoop {
             ctx: LoopContext::new(node, backend),
             prefill: PrefillSide::new(&limits),
             decode: DecodeSide::default(),
+            refused_hellos: PeerWarnings::default(),
             inboxes,
             port,
             registered: None,
@@ -197,7 +200,7 @@ impl ControlLoop {
         let ctx = &mut self.ctx;
         match message {
             LoopMessage::Accepted(stream, opened) => self.accepted(stream, *opened),
-            LoopMessage::HelloRefused(code) => ctx.count_refused_hello(code),
+            LoopMessage::HelloRefused { from, err } => self.on_refused_hello(from, &err),
             LoopMessage::HelloEvicted => ctx.shared.stats.lock().hellos_evicted += 1,
             LoopMessage::Connected(address, result) => {
                 self.decode.on_connect_result(ctx, address, *result);
@@ -389,6 +392,14 @@ impl ControlLoop {
         self.ctx.end_comms_of(peer, &err.why);
         if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
             self.ctx.copy_threads.submit(CopyJob::Close(remote));
+        }
+    }
+
+    fn on_refused_hello(&mut self, from: Option<IpAddr>, err: &ConnectionError) {
+        self.ctx.count_refused_hello(err.code);
+        let due = self.refused_hellos.record((from, err.code), self.ctx.now());
+        if let Some(times) = due {
+            tracing::warn!(from = from.map(tracing::field::display), code = %err.code, why = %err.why, times, "a peer's HELLO was refused");
         }
     }
 

@@ -1,4 +1,5 @@
-//! Fronts measured: our router, a peer's (the wheels that tests/peers/setup.sh installs), or nginx.
+//! Fronts measured: our router as it is installed, our native program, a peer's router (the wheels
+//! that tests/peers/setup.sh installs), or nginx.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -6,18 +7,28 @@ use std::process::{Child, Command, Stdio};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
+    /// `baton router` of the checkout's environment: the extension module of the wheel.
     Baton,
+    /// The program `baton-router` that cargo built for this bench.
+    NativeProgram,
     SglangRouter,
     Smg,
     Nginx,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 4] = [Kind::Baton, Kind::SglangRouter, Kind::Smg, Kind::Nginx];
+    pub const ALL: [Kind; 5] = [
+        Kind::Baton,
+        Kind::NativeProgram,
+        Kind::SglangRouter,
+        Kind::Smg,
+        Kind::Nginx,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
             Kind::Baton => "baton",
+            Kind::NativeProgram => "baton-router",
             Kind::SglangRouter => "sglang-router",
             Kind::Smg => "smg",
             Kind::Nginx => "nginx",
@@ -26,7 +37,7 @@ impl Kind {
 
     pub fn policies(self) -> &'static [&'static str] {
         match self {
-            Kind::Baton => &["round_robin", "cache_aware", "cost"],
+            Kind::Baton | Kind::NativeProgram => &["round_robin", "cache_aware", "cost"],
             Kind::SglangRouter | Kind::Smg => &["round_robin", "cache_aware"],
             Kind::Nginx => &["round_robin"],
         }
@@ -35,7 +46,16 @@ impl Kind {
     /// Why it cannot be measured here, as a sentence.
     pub fn missing(self) -> Option<String> {
         match self {
-            Kind::Baton => None,
+            Kind::NativeProgram => None,
+            Kind::Baton => {
+                let command = baton_command();
+                (!command.exists()).then(|| {
+                    format!(
+                        "{} does not exist; run NATIVE_PROFILE=dist make setup, or set BATON to the command of an installed wheel",
+                        command.display()
+                    )
+                })
+            }
             Kind::Nginx => {
                 let found = Command::new("nginx")
                     .arg("-v")
@@ -85,7 +105,12 @@ impl Front {
         let port = free_port();
         let mut folder = None;
         let mut command = match kind {
-            Kind::Baton => Command::new(env!("CARGO_BIN_EXE_baton-router")),
+            Kind::Baton => {
+                let mut command = Command::new(baton_command());
+                command.arg("router");
+                command
+            }
+            Kind::NativeProgram => Command::new(env!("CARGO_BIN_EXE_baton-router")),
             Kind::Nginx => {
                 let made = Folder::with_config(port, workers);
                 let mut command = Command::new("nginx");
@@ -176,6 +201,15 @@ impl Front {
 
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().ok().flatten().is_some()
+    }
+}
+
+/// The installed command `baton`: that of the checkout, or the one in the environment variable
+/// BATON.
+fn baton_command() -> PathBuf {
+    match std::env::var_os("BATON") {
+        Some(command) => command.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../.venv/bin/baton"),
     }
 }
 

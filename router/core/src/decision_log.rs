@@ -103,6 +103,9 @@ pub struct DecisionInput {
     /// Fingerprints of the candidates of both sides, where not all can be paired.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprints: Option<[Vec<WorkerFingerprint>; 2]>,
+    /// Pairs that fit by these and were excluded all the same.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub excluded_pairs: Vec<[WorkerId; 2]>,
 }
 
 /// The candidates of one role.
@@ -235,6 +238,7 @@ impl DecisionInput {
             }),
             sides: sides.collect(),
             fingerprints: None,
+            excluded_pairs: Vec::new(),
         }
     }
 }

@@ -33,19 +33,23 @@ pub use explain::Explanation;
 pub use pairing::bootstrap_room::{LiveRooms, draw_room};
 pub use pairing::fingerprint::{FINGERPRINT_FIELDS, WorkerFingerprint};
 pub use pairing::local_prefill::{LocalPrefillReason, LocalPrefillRule, LocalView};
+pub use pairing::verdicts::{PairVerdicts, WorkerPair};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
     Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,
     decide_pair,
 };
-pub use policy_set::replay::DecisionReplay;
-pub use policy_set::{PolicySet, SplitMix64};
+pub use policy_set::replay::{DecisionCounts, DecisionReplay, PolicyEvaluation, ReplayReport};
+pub use policy_set::{PairConstraints, PolicySet, SplitMix64};
 pub use prompt::{
     HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
     token_blocks,
 };
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::HealthCounter;
+pub use resilience::incarnation::{
+    DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign,
+};
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
 pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};

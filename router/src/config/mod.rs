@@ -30,7 +30,7 @@ use router_core::{
     PolicyKind, PolicyParams, RetryBudget, RetryConfig, Role,
 };
 
-pub use docs::flags_markdown;
+pub use docs::{flags_markdown, flags_to_complete};
 
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{KvEventEndpoint, KvEventFlags, KvEventsMode};
@@ -50,6 +50,7 @@ const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
     version,
     about = "HTTP router in front of prefill and decode nodes",
     max_term_width = 120,
+    disable_help_flag = true, // docs.rs has others
     args_override_self = true, // the last one counts, as with the peers' launchers
     after_help = "Every flag can be set as BATON_ROUTER_FLAG_<NAME>, e.g. BATON_ROUTER_FLAG_QUEUE_SIZE=200."
 )]
@@ -334,9 +335,9 @@ fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
 }
 
 impl RouterConfig {
-    /// The clap command, each flag with its environment variable.
+    /// The clap command, each flag with its environment variable, and the flags for help.
     pub fn command_with_env() -> clap::Command {
-        RouterConfig::command().mut_args(|arg| {
+        let command = RouterConfig::command().mut_args(|arg| {
             let Some(long) = arg.get_long() else {
                 return arg;
             };
@@ -347,12 +348,17 @@ impl RouterConfig {
             };
             // Leaked once per process and flag: clap wants names that live as long as the command.
             arg.env(&*name.leak()).hide_env(true)
-        })
+        });
+        docs::with_help_flags(command)
     }
 
     /// Read `argv` (program name first) and the environment.
     pub fn parse(argv: &[String]) -> Result<RouterConfig, ParseStop> {
         let argv = spelled_out(argv);
+        if argv.iter().any(|arg| arg == "--help-all") {
+            let text = docs::full_help(RouterConfig::command_with_env());
+            return Err(ParseStop::Help(text));
+        }
         let mut errors = unsupported_flags::validate(argv.get(1..).unwrap_or_default());
         if !errors.is_empty() {
             return Err(ParseStop::Bad(errors.join("\n")));

@@ -44,6 +44,9 @@ pub struct ObservabilityFlags {
     /// Print docs/flags.md and exit
     #[arg(long, hide = true)]
     pub print_flags: bool,
+    /// Print the flags that shells complete, and exit
+    #[arg(long, hide = true)]
+    pub print_completion: bool,
 }
 
 impl ObservabilityFlags {
@@ -54,6 +57,11 @@ impl ObservabilityFlags {
             "critical" => "error".to_owned(),
             level => level.to_owned(),
         }
+    }
+
+    /// True if log lines are JSON.
+    pub fn is_json(&self) -> bool {
+        self.log_format == "json"
     }
 
     /// A word that is no level would be read as a part of the program to show everything of.

@@ -283,6 +283,52 @@ fn unknown_name_is_answered_with_the_known_ones() {
     }
 }
 
+fn help(flag: &str) -> String {
+    match parse(&[flag]) {
+        Err(ParseStop::Help(text)) => text,
+        other => panic!("{flag} gave {other:?}"),
+    }
+}
+
+#[test]
+fn short_help_has_the_essential_flags_and_full_help_all() {
+    let command = RouterConfig::command_with_env();
+    let visible: Vec<&str> = command
+        .get_arguments()
+        .filter(|arg| !arg.is_hide_set())
+        .filter_map(|arg| arg.get_long())
+        .collect();
+    let explains = |text: &str, name: &str| {
+        let flag = format!("--{name}");
+        let mut lines = text.lines().map(str::trim_start);
+        lines.any(|line| line.starts_with('-') && line.split([' ', ',', '[']).any(|w| w == flag))
+    };
+    let short = help("--help");
+    assert_eq!(short, help("-h"));
+    let full = help("--help-all");
+    let helps = ["help", "help-all"];
+    for name in &visible {
+        let is_short = docs::ESSENTIALS.contains(name) || helps.contains(name);
+        assert_eq!(explains(&short, name), is_short, "--{name}");
+        assert!(explains(&full, name), "--{name}");
+    }
+    let others = visible.len() - docs::ESSENTIALS.len() - helps.len();
+    let last = format!("--help-all shows {others} more flags.");
+    assert_eq!(short.trim_end().lines().last(), Some(last.as_str()));
+    assert!(full.contains("BATON_ROUTER_FLAG_QUEUE_SIZE"));
+}
+
+#[test]
+fn flags_to_complete_are_those_of_help() {
+    let text = flags_to_complete();
+    let named: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.split('\t').next())
+        .collect();
+    assert!(named.contains(&"--policy") && named.contains(&"--help-all"));
+    assert!(text.contains("--log-format\ttext,json\t"), "{text}");
+}
+
 #[test]
 fn defaults_are_the_fields() {
     let config = parse(&[]).unwrap();

@@ -8,6 +8,7 @@ enable-igw model-id-from model-alias model kv-event-model: one router serves one
 mini-lb: use --pd-disaggregation with --policy round_robin
 log-dir: logs go to standard error; redirect it, or let journald or the container runtime keep it
 log-json: use --log-format json
+ssl-certfile ssl-keyfile ssl-keyfile-password ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh: use --tls-cert-path and --tls-key-path, whose files are read again when they change
 prometheus-duration-buckets: histograms share one fixed exponential family, see docs/metrics.md; drop the flag
 upstream-http2: workers are reached over HTTP/1.1, one connection per request in flight, so that no answer waits behind another; drop the flag
 upstream-pool-idle-timeout-secs: a kept connection that the worker has closed is noticed, and another taken; drop the flag

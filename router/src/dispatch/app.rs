@@ -9,10 +9,11 @@ use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::config::RouterConfig;
 use crate::observability::access_log::EntrySinks;
-use crate::observability::feed_hub::FeedHub;
+use crate::observability::fleet_feed::history::FleetHistory;
+use crate::observability::fleet_feed::hub::FeedHub;
+use crate::observability::fleet_feed::pair_traffic::PairTraffic;
 use crate::observability::metrics::RouterMetrics;
-use crate::observability::pair_traffic::PairTraffic;
-use crate::observability::request_timeline::RequestHistory;
+use crate::observability::request_timeline::history::RequestHistory;
 use crate::request::admission::AdmissionController;
 use crate::request::body_memory::MemoryBudget;
 use crate::request::body_threads::BodyThreads;
@@ -51,6 +52,8 @@ pub struct AppState {
     pub releases: Arc<Semaphore>,
     /// KV traffic by pair, for the web page.
     pub pair_traffic: PairTraffic,
+    /// Load over the last ten minutes, for the web page.
+    pub history: Mutex<FleetHistory>,
     /// Web pages that show the fleet.
     pub feed: Arc<FeedHub>,
     /// Turns true when what still runs is cut.
@@ -76,6 +79,7 @@ impl AppState {
             failover_memory: MemoryBudget::new(config.retry.failover_max_bytes, None),
             releases: Arc::new(Semaphore::new(MAX_RELEASES)),
             pair_traffic: PairTraffic::default(),
+            history: Mutex::default(),
             feed: Arc::new(feed),
             cut,
             sinks: EntrySinks {

@@ -43,7 +43,8 @@ pub struct KnownPrompt {
     pub blocks: Option<Arc<PromptBlocks>>,
     /// If they were counted.
     pub tokens: Option<u32>,
-    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    /// `,"input_ids":[…],"tokenizer_fingerprint":"…"` for workers that take it, with
+    /// --forward-input-ids.
     pub input_ids: Option<Bytes>,
 }
 
@@ -146,7 +147,7 @@ impl RequestContext {
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
             && !scan.has(ManagedField::Resume)
-            && candidate.worker.has_feature(failover::FEATURE)
+            && candidate.description.has_feature(failover::FEATURE)
     }
 
     /// True if it may wait: an accepted stream always, another while there is a place in the queue.

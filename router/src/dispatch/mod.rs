@@ -65,9 +65,11 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
         return refuse(request.record, err);
     }
     app.retry_budget.lock().on_request(now_ms());
-    app.fleet
-        .wait_for_first_probes(app.fleet.serving_roles())
-        .await;
+    let roles = app.fleet.serving_roles();
+    let has_waited = app.fleet.wait_for_first_probes(roles).await;
+    if has_waited {
+        request.record.timeline.waited_for_worker();
+    }
     match send_with_retries(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.

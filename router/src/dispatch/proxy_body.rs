@@ -36,7 +36,7 @@ use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
-use crate::response::failover::{BrokenStream, ResumeBuffer};
+use crate::response::failover::{BrokenStream, NotResumable, ResumeBuffer};
 use crate::response::keepalive::KeepAlive;
 use crate::response::sse::{EventSplitter, StreamEnd, StreamTail, error_epilogue};
 use crate::transport::upstream::{ResponseBody, with_source};
@@ -208,6 +208,11 @@ impl ProxyBody {
     fn follow(&mut self, opened: UpstreamResponse, prefill: Option<PrefillAttempt>) {
         self.last_piece = Instant::now();
         self.silence = None;
+        if opened.answer.is_of_other_process
+            && let Some(buffer) = &mut self.resume_buffer
+        {
+            buffer.disable(NotResumable::UnknownWorker);
+        }
         self.rest = opened.answer.rest;
         self.events = opened.answer.events;
         self.guard = Some(opened.guard);
@@ -396,7 +401,7 @@ impl ProxyBody {
         request.resume_point = (buffer.tokens() > 0).then(|| ResumePoint {
             fingerprint: candidate.fingerprint,
             tokens: buffer.tokens(),
-            resume: buffer.to_json_field(),
+            resume: buffer.to_json_field(&candidate.description.fingerprint),
         });
         // Who was silent once would be waited for as long again.
         let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
@@ -432,14 +437,18 @@ impl ProxyBody {
         buffer.cut();
         let (role, tokens) = (guard.candidate.worker.role(), buffer.tokens());
         request.record.timeline.failed(role, reason, Some(tokens));
-        tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
-        let detail = format!(
-            "{reason} after {tokens} tokens of request {}",
-            request.record.rid
+        tracing::warn!(
+            rid = request.record.rid,
+            %role,
+            lost_worker = %guard.candidate.name,
+            reason,
+            tokens,
+            "the worker of a stream was lost; another is asked to resume it"
         );
+        let detail = format!("{reason} after {tokens} tokens");
         let url = guard.candidate.worker.url().to_string();
         let events = &self.app.fleet.events;
-        events.add("failover", role, &url, Some(detail));
+        events.add_failover(role, &url, detail, &request.record.rid);
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
         let metrics = app.metrics.clone();
@@ -478,7 +487,17 @@ impl ProxyBody {
                 resuming.outcome = "resumed";
                 let pause = &self.app.metrics.failover_pause;
                 let pause = pause.with_label_values(&[resuming.role.into_str()]);
-                pause.observe(resuming.since.elapsed().as_secs_f64());
+                let paused = resuming.since.elapsed();
+                pause.observe(paused.as_secs_f64());
+                if let RequestState::Resumable(request) = &self.state {
+                    tracing::info!(
+                        rid = request.record.rid,
+                        role = %resuming.role,
+                        worker = %opened.guard.candidate.name,
+                        paused_ms = paused.as_millis() as u64,
+                        "a stream was resumed"
+                    );
+                }
                 if !opened.has_token_ids {
                     self.resume_buffer = None;
                     self.state.drop_resume_state();

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, is_loss};
+use crate::dispatch::attempt::{AttemptError, FINGERPRINT_MISMATCH, is_break, is_loss};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
@@ -39,11 +39,13 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
                 if let Some(err) = model_not_found(app, request, &err) {
                     return Err(err.into());
                 }
-                if may_come(app, request, &err)
-                    && WorkerWait::for_change(&mut wait, app, request).await
-                {
-                    request.record.attempts -= 1; // nothing was sent
-                    continue;
+                if may_come(app, request, &err) {
+                    let may_look_again = WorkerWait::for_change(&mut wait, app, request).await;
+                    request.record.timeline.waited_for_worker();
+                    if may_look_again {
+                        request.record.attempts -= 1; // nothing was sent
+                        continue;
+                    }
                 }
                 return Err(err.into());
             }
@@ -81,12 +83,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             }
             return Err(failure.into());
         }
-        tracing::debug!(
-            rid = request.record.rid,
-            attempt = request.record.attempts,
-            reason = failure.reason,
-            "trying again"
-        );
+        report_retry(request, &failure);
         app.metrics
             .retries
             .with_label_values(&[failure.reason])
@@ -102,6 +99,31 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
+}
+
+/// An attempt failed and another follows.
+fn report_retry(request: &RequestContext, failure: &AttemptError) {
+    let record = &request.record;
+    let (rid, attempt, reason) = (&record.rid, record.attempts, failure.reason);
+    let is_lost = matches!(reason, "connect" | "hung") || is_break(reason);
+    if !is_lost {
+        tracing::debug!(rid, attempt, reason, "trying again");
+        return;
+    }
+    let sent_to = match failure.role {
+        Role::Prefill => &record.prefill,
+        Role::Decode | Role::Regular => &record.worker,
+    };
+    let lost_worker = sent_to.as_ref().map(|(name, _)| name);
+    let role = failure.role.into_str();
+    tracing::warn!(
+        rid,
+        attempt,
+        role,
+        lost_worker,
+        reason,
+        "the worker of a request was lost; trying again"
+    );
 }
 
 /// Attempt once, in its turn if the request is paced.
@@ -120,10 +142,33 @@ async fn attempt_in_turn(
     }
     request.record.attempts += 1;
     request.attempted_at = Instant::now();
-    match app.fleet.is_pd() {
+    let result = match app.fleet.is_pd() {
         // Boxed: requests to regular workers need less than half of its size.
         true => Box::pin(disaggregated::attempt(app, request, reusable_prefill)).await,
         false => single(app, request).await,
+    };
+    result.map_err(|failure| without_refused_ids(app, request, failure))
+}
+
+/// A worker refused the token ids that this router added to the body, since its tokenizer is
+/// another one than it described: it is to be described again, and the request is sent again with
+/// the text alone.
+fn without_refused_ids(
+    app: &AppState,
+    request: &mut RequestContext,
+    failure: AttemptFailure,
+) -> AttemptFailure {
+    match failure {
+        AttemptFailure::Failed(mut refusal)
+            if refusal.reason == FINGERPRINT_MISMATCH
+                && request.prompt.input_ids.take().is_some() =>
+        {
+            app.fleet.contradicted(refusal.role, refusal.worker);
+            refusal.class = RetryClass::Leaving;
+            refusal.is_stale = true;
+            refusal.into()
+        }
+        other => other,
     }
 }
 
@@ -205,7 +250,7 @@ async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptRes
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
-    let is_vllm = candidate.worker.is_vllm();
+    let is_vllm = candidate.description.is_vllm();
     let body = match candidate.rank.filter(|_| !is_vllm) {
         None => request.body_for(&[], ids, ""),
         Some(rank) => {

@@ -34,13 +34,13 @@ pub fn ids_for<'a>(
     candidate: &Candidate,
 ) -> Option<&'a Bytes> {
     let ids = request.prompt.input_ids.as_ref()?;
-    let worker = &candidate.worker;
-    if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
+    let fingerprint = &app.tokens.as_ref()?.fingerprint;
+    if !candidate.description.takes_ids_of(fingerprint) {
         return None;
     }
     app.metrics
         .ids_forwarded
-        .with_label_values(&[worker.role().into_str()])
+        .with_label_values(&[candidate.worker.role().into_str()])
         .inc();
     Some(ids)
 }

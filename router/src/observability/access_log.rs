@@ -1,16 +1,19 @@
 //! Record of one request: becomes one log line and its metrics when the answer's body ends, however
 //! it ends.
 
+use std::borrow::Cow;
+use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::{HeaderMap, StatusCode};
+use http::{HeaderName, Request, StatusCode};
 use router_core::{Role, SelectionReason};
 use tokio::time::Instant;
 
 use crate::clock::ms_since;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::otlp::{SpanExporter, TraceContext};
-use crate::observability::request_timeline::{RequestHistory, RequestStage, RequestTimeline};
+use crate::observability::request_timeline::history::RequestHistory;
+use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 
 /// Where records go when they end.
 #[derive(Clone)]
@@ -21,6 +24,20 @@ pub struct EntrySinks {
     pub tracer: Option<Arc<SpanExporter>>,
 }
 
+/// Tenant of a request whose body names none (docs/protocol.md).
+const TENANT_HEADER: HeaderName = HeaderName::from_static("x-tenant-id");
+/// Longest name of a model or tenant that is logged; they come from the client [characters].
+const MAX_NAME: usize = 128;
+
+/// Address from which a request came: a client's, or that of the last proxy in front.
+#[derive(Debug, Clone, Copy)]
+pub struct ClientAddress(pub IpAddr);
+
+/// Label of the key that a request was accepted with: the id of a control-plane key, or `api_key`.
+/// No secret.
+#[derive(Debug, Clone)]
+pub struct KeyLabel(pub Cow<'static, str>);
+
 /// Dropped with the response body. [`AccessLogEntry::end`] was not called: the client left.
 pub struct AccessLogEntry {
     sinks: EntrySinks,
@@ -28,6 +45,10 @@ pub struct AccessLogEntry {
     pub rid: String,
     pub route: &'static str,
     method: &'static str,
+    client: Option<IpAddr>,
+    key: Option<KeyLabel>,
+    model: Option<String>,
+    tenant: Option<String>,
     pub started: Instant,
     pub attempts: u32,
     pub prefill: Option<(String, SelectionReason)>,
@@ -40,20 +61,29 @@ pub struct AccessLogEntry {
 }
 
 impl AccessLogEntry {
-    pub fn new(
+    pub fn new<B>(
         sinks: &EntrySinks,
         route: &'static str,
         method: &'static str,
-        headers: &HeaderMap,
+        request: &Request<B>,
         rid: String,
     ) -> Self {
+        let headers = request.headers();
         let trace = sinks.tracer.as_ref().map(|_| TraceContext::of(headers));
+        let extensions = request.extensions();
+        let client = extensions.get().map(|ClientAddress(address)| *address);
+        let tenant = headers.get(TENANT_HEADER);
+        let tenant = tenant.and_then(|value| value.to_str().ok());
         Self {
             sinks: sinks.clone(),
             timeline: sinks.requests.begin(route, &rid, trace),
             rid,
             route,
             method,
+            client,
+            key: extensions.get().cloned(),
+            model: None,
+            tenant: tenant.map(beginning),
             started: Instant::now(),
             attempts: 0,
             prefill: None,
@@ -63,6 +93,13 @@ impl AccessLogEntry {
             outcome: None,
             ttft_ms: None,
         }
+    }
+
+    /// Model and tenant as the body names them. A tenant in the body counts before the header's, as
+    /// at the engine.
+    pub fn named(&mut self, model: Option<&str>, tenant: Option<&str>) {
+        self.model = model.map(beginning);
+        self.tenant = tenant.map(beginning).or(self.tenant.take());
     }
 
     /// The first byte goes to the client.
@@ -120,6 +157,7 @@ impl Drop for AccessLogEntry {
             queue_ms,
             parse_ms,
             tokenize_ms,
+            worker_wait_ms,
             decide_ms,
             connect_ms,
             first_token_ms,
@@ -136,6 +174,10 @@ impl Drop for AccessLogEntry {
             rid = self.rid,
             trace_id = self.timeline.trace_id(),
             route = self.route,
+            client = self.client.map(tracing::field::display),
+            key = self.key.as_ref().map(|KeyLabel(label)| &**label),
+            tenant = self.tenant,
+            model = self.model,
             prefill = %show(&self.prefill),
             worker = %show(&self.worker),
             room = self.room,
@@ -143,7 +185,7 @@ impl Drop for AccessLogEntry {
             failovers = self.timeline.failovers(),
             status,
             outcome,
-            read_ms, queue_ms, parse_ms, tokenize_ms, decide_ms, connect_ms, first_token_ms,
+            read_ms, queue_ms, parse_ms, tokenize_ms, worker_wait_ms, decide_ms, connect_ms, first_token_ms,
             prompt_tokens = usage.map(|usage| usage.prompt_tokens),
             cached_tokens = usage.and_then(|usage| usage.cached_tokens),
             completion_tokens = usage.and_then(|usage| usage.completion_tokens),
@@ -152,6 +194,10 @@ impl Drop for AccessLogEntry {
             "request"
         );
     }
+}
+
+fn beginning(name: &str) -> String {
+    name.chars().take(MAX_NAME).collect()
 }
 
 /// Metric label of a status.

@@ -3,6 +3,7 @@
 //! Counters and histograms are written where things happen; gauges about workers are read from the
 //! fleet when /metrics is scraped, so they cannot drift.
 
+use prometheus::core::Collector;
 use prometheus::proto::MetricType;
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
@@ -73,13 +74,14 @@ metric_family!(HistogramVec, Histogram, HISTOGRAM, |spec| {
 });
 
 /// Histograms of the request stages, in the order of [`STAGE_NAMES`].
-struct StageHistograms([Histogram; 7]);
+struct StageHistograms([Histogram; 8]);
 
-const STAGE_NAMES: [&str; 7] = [
+const STAGE_NAMES: [&str; 8] = [
     "read",
     "queue",
     "parse",
     "tokenize",
+    "worker_wait",
     "decide",
     "connect",
     "first_token",
@@ -134,7 +136,7 @@ router_metrics! {
     pub overhead: HistogramVec = "baton_router_overhead_seconds" ["route"]
         "The router's own time: from the complete request body to its dispatch";
     stages: StageHistograms = "baton_router_stage_seconds" ["stage"]
-        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), decide, connect (build and send), first_token (the worker's)";
+        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), worker_wait (for a first worker, of requests that waited), decide, connect (build and send), first_token (the worker's)";
     pub queue: Histogram = "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     pub queued: Gauge = "baton_router_queued_requests" []
@@ -188,7 +190,7 @@ router_metrics! {
     pub failover_pause: HistogramVec = "baton_router_failover_pause_seconds" ["role"]
         "From the break of such a stream to the first event of the next worker";
     pub unresumable: IntCounterVec = "baton_router_unresumable_streams_total" ["reason"]
-        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
+        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes), malformed (the worker's comments) or unknown_worker (another process answered than the one chosen)";
     pub decode_retries: IntCounterVec = "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     pub releases: IntCounterVec = "baton_router_prefill_releases_total" ["result"]
@@ -321,6 +323,17 @@ impl RouterMetrics {
         }
     }
 
+    /// Times to the first byte, over all routes since the start.
+    pub fn ttft_counts(&self) -> BucketCounts {
+        let mut counts = BucketCounts::default();
+        for family in self.ttft.collect() {
+            for metric in family.get_metric() {
+                counts.add(metric.get_histogram());
+            }
+        }
+        counts
+    }
+
     /// Text exposition format. `update` sets the gauges that are read when they are asked for.
     pub fn render(&self, update: impl FnOnce(&Self)) -> prometheus::Result<Vec<u8>> {
         let _one = self.scrape.lock();
@@ -328,6 +341,48 @@ impl RouterMetrics {
         let mut out = Vec::with_capacity(16 * 1024);
         TextEncoder::new().encode(&self.exposed.gather(), &mut out)?;
         Ok(out)
+    }
+}
+
+/// Counts of a histogram.
+#[derive(Debug, Clone, Default)]
+pub struct BucketCounts {
+    /// Upper bound and cumulative count of each bucket. The last bucket, without a bound, is left
+    /// out.
+    buckets: Vec<(f64, u64)>,
+    count: u64,
+}
+
+impl BucketCounts {
+    fn add(&mut self, histogram: &prometheus::proto::Histogram) {
+        let buckets = histogram.get_bucket();
+        self.buckets.resize(buckets.len(), (0.0, 0));
+        for (sum, bucket) in self.buckets.iter_mut().zip(buckets) {
+            sum.0 = bucket.upper_bound();
+            sum.1 += bucket.cumulative_count();
+        }
+        self.count += histogram.get_sample_count();
+    }
+
+    /// Value that `share` of the observations after `before` did not exceed, interpolated within
+    /// its bucket as Prometheus' `histogram_quantile` does; `None` without observations.
+    pub fn quantile_since(&self, before: &Self, share: f64) -> Option<f64> {
+        let count = self.count.saturating_sub(before.count);
+        if count == 0 {
+            return None;
+        }
+        let rank = share * count as f64;
+        let mut lower = (0.0, 0);
+        for (place, (bound, cumulative)) in self.buckets.iter().enumerate() {
+            let known = before.buckets.get(place).map_or(0, |(_, count)| *count);
+            let upper = (*bound, cumulative.saturating_sub(known));
+            if upper.1 as f64 >= rank {
+                let within = (rank - lower.1 as f64) / (upper.1 - lower.1).max(1) as f64;
+                return Some(lower.0 + (upper.0 - lower.0) * within);
+            }
+            lower = upper;
+        }
+        Some(lower.0)
     }
 }
 

@@ -8,16 +8,12 @@ pub(crate) mod decision_log;
 pub(crate) mod engine_stages;
 /// Reasons for a choice of worker.
 pub(crate) mod explain;
-/// Web pages that show the fleet, and what they are sent.
-pub(crate) mod feed_hub;
-/// Events of the fleet.
-pub(crate) mod fleet_events;
+/// State of the fleet for the web page.
+pub(crate) mod fleet_feed;
 /// Prometheus metrics.
 pub(crate) mod metrics;
 /// OpenTelemetry spans.
 pub mod otlp;
-/// KV traffic between workers.
-pub(crate) mod pair_traffic;
 /// Replay of a decision log.
 pub(crate) mod replay;
 /// Timeline of each request.

@@ -20,8 +20,14 @@ const JSON_BYTES_PER_CHAR: u64 = 12;
 /// Most JSON beside the prompt, and the part of that for each token of the context, since an answer
 /// that is resumed comes with its ids: 4 MiB of tools or options take an engine up to 50 ms to
 /// read, and all its streams wait [bytes].
-const REST_BYTES: u64 = 4 << 20;
+pub const REST_BYTES: u64 = 4 << 20;
 const REST_BYTES_PER_TOKEN: u64 = 8;
+
+/// Most bytes of JSON for one token id: ten digits, a comma and a space.
+const JSON_BYTES_PER_ID: u64 = 12;
+
+/// Longest body that our engines read, whatever is in it: several prompts, or one (docs/protocol.md).
+pub const MAX_ENGINE_BODY_BYTES: u64 = 32 << 20;
 
 /// Longest prompt of one answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +60,21 @@ impl PromptLimit {
             tokens: self.tokens.min(other.tokens),
             chars: self.chars.min(other.chars),
         }
+    }
+
+    /// Longest body in which a request of `api` with such a prompt may come: all its characters
+    /// escaped, its token ids beside it, and the largest rest. Requests of the other APIs may hold
+    /// several prompts, so that only an engine's own limit bounds them.
+    pub fn body_bytes(self, api: ApiKind) -> u64 {
+        if api != ApiKind::Chat {
+            return MAX_ENGINE_BODY_BYTES;
+        }
+        let messages = self.chars.saturating_mul(JSON_BYTES_PER_CHAR);
+        let ids = self.tokens.get().saturating_mul(JSON_BYTES_PER_ID);
+        let all = messages
+            .saturating_add(ids)
+            .saturating_add(self.rest_bytes());
+        all.min(MAX_ENGINE_BODY_BYTES)
     }
 
     fn rest_bytes(self) -> u64 {
@@ -322,6 +343,25 @@ mod tests {
             (Some(1), Some(0)),
         ] {
             assert_eq!(PromptLimit::of(tokens, chars), None);
+        }
+    }
+
+    #[test]
+    fn longest_body_holds_the_longest_request() {
+        let most = LIMIT.body_bytes(ApiKind::Chat) as usize;
+        let messages = format!(
+            r#"[{{"role":"user","content":"{}"}}]"#,
+            "\\ud83d\\ude00".repeat(36)
+        );
+        let ids = "[4294967295, 4294967295, 4294967295, 4294967295]";
+        let overhead = r#"{"messages":,"tools":"","input_ids":}"#.len();
+        let tools = "x".repeat(LIMIT.rest_bytes() as usize - overhead);
+        let body = format!(r#"{{"messages":{messages},"tools":"{tools}","input_ids":{ids}}}"#);
+        assert_eq!(find(ApiKind::Chat, &body), None);
+        assert!(body.len() <= most, "{} of {most}", body.len());
+        let long = PromptLimit::of(Some(1 << 20), Some(1 << 30)).unwrap();
+        for (limit, api) in [(long, ApiKind::Chat), (LIMIT, ApiKind::Completions)] {
+            assert_eq!(limit.body_bytes(api), MAX_ENGINE_BODY_BYTES);
         }
     }
 

@@ -16,7 +16,7 @@
 //! --failover-max-bytes; what does not fit passes, and cannot be resumed. Cost of an event, the
 //! usual case: about 0.2 µs, no allocation.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -49,6 +49,9 @@ pub enum NotResumable {
     Memory,
     /// Not the comments that were asked for.
     Malformed,
+    /// Another process gives the answer than the one that was chosen, so that it is not known which
+    /// workers could resume it.
+    UnknownWorker,
 }
 
 #[derive(Deserialize)]
@@ -223,7 +226,8 @@ impl ResumeBuffer {
         Ok(())
     }
 
-    fn disable(&mut self, lost: NotResumable) {
+    /// No other worker is asked to resume this stream.
+    pub fn disable(&mut self, lost: NotResumable) {
         self.lost.get_or_insert(lost);
         self.ids = Vec::new();
         self.share.free();
@@ -250,14 +254,21 @@ impl ResumeBuffer {
         self.lost.is_none() && (self.passed > 0 || !self.has_ids)
     }
 
-    /// The member of the body that asks for the rest; empty: for all of it.
-    pub fn to_json_field(&self) -> String {
+    /// The member of the body that asks for the rest; empty: for all of it. `fingerprint` is that of
+    /// the worker that gave the tokens.
+    pub fn to_json_field(&self, fingerprint: &BTreeMap<String, String>) -> String {
         let (Some(seed), Some(created), true) = (self.seed, self.created, self.passed > 0) else {
             return String::new();
         };
         let ids: Vec<String> = self.ids[..self.passed].iter().map(u32::to_string).collect();
         let ids = ids.join(",");
-        format!("\"baton_resume\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}}}")
+        let fingerprint = match fingerprint.is_empty() {
+            true => String::new(),
+            false => format!(",\"fingerprint\":{}", serde_json::json!(fingerprint)),
+        };
+        format!(
+            "\"baton_resume\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}{fingerprint}}}"
+        )
     }
 
     /// Forget what the client has not seen: the next worker says it again.
@@ -338,7 +349,7 @@ mod tests {
                 prop_assert!(buffer.can_resume());
             }
             prop_assert_eq!(shown, SHOWN);
-            prop_assert_eq!(buffer.to_json_field(), "\"baton_resume\":{\"ids\":[5,6,8],\"seed\":7,\"created\":9}");
+            prop_assert_eq!(buffer.to_json_field(&BTreeMap::new()), "\"baton_resume\":{\"ids\":[5,6,8],\"seed\":7,\"created\":9}");
         }
 
         #[test]
@@ -360,15 +371,20 @@ mod tests {
         pass(&mut buffer, &STREAM[..cut]).unwrap();
         buffer.cut();
         assert_eq!(
-            buffer.to_json_field(),
+            buffer.to_json_field(&BTreeMap::new()),
             "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}"
+        );
+        let fingerprint = BTreeMap::from([("model".to_owned(), "f00".to_owned())]);
+        assert_eq!(
+            buffer.to_json_field(&fingerprint),
+            "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9,\"fingerprint\":{\"model\":\"f00\"}}"
         );
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
         assert_eq!(pass(&mut buffer, next).unwrap(), "data: {\"b\":2}\n\n");
         assert!(
             buffer
-                .to_json_field()
+                .to_json_field(&BTreeMap::new())
                 .contains("[5,6,8,9],\"seed\":7,\"created\":9")
         );
     }
@@ -379,10 +395,14 @@ mod tests {
         let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
         assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
         assert!(buffer.can_resume());
-        assert_eq!(buffer.to_json_field(), "");
+        assert_eq!(buffer.to_json_field(&BTreeMap::new()), "");
         buffer.cut();
         pass(&mut buffer, STREAM).unwrap();
-        assert!(buffer.to_json_field().contains("[5,6,8],\"seed\":7"));
+        assert!(
+            buffer
+                .to_json_field(&BTreeMap::new())
+                .contains("[5,6,8],\"seed\":7")
+        );
     }
 
     #[test]

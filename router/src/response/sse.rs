@@ -206,6 +206,12 @@ pub fn code_of(body: &[u8]) -> Option<String> {
     serde_json::from_slice::<Envelope>(body).ok()?.error.code
 }
 
+/// `message` of `{"error":{"message":…}}`, if the body is that and the message is text.
+pub fn message_of(body: &[u8]) -> Option<String> {
+    let body: serde_json::Value = serde_json::from_slice(body).ok()?;
+    body["error"]["message"].as_str().map(str::to_owned)
+}
+
 /// The JSON of an SSE error event, if `piece` begins with one.
 pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
     let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);

@@ -38,6 +38,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::clock::now_ms;
 use crate::config::LimitFlags;
+use crate::observability::access_log::ClientAddress;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::admission::GaugeGuard;
 use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
@@ -105,7 +106,7 @@ pub async fn accept(
             _ = &mut closed => return connections,
             accepted = accept_one(&listener, &places, &terms.limits, &mut full) => accepted,
         };
-        let (stream, place) = match accepted {
+        let (stream, client, place) = match accepted {
             Ok(accepted) => accepted,
             Err(err) => {
                 if let Some(failures) = failures.count(Instant::now()) {
@@ -123,7 +124,7 @@ pub async fn accept(
         let held = (GaugeGuard::new(&terms.metrics.connections), place);
         tokio::spawn(async move {
             let _held = held;
-            run(stream, terms, closing, watcher).await;
+            run(stream, client, terms, closing, watcher).await;
         });
     }
 }
@@ -133,7 +134,7 @@ async fn accept_one(
     places: &Arc<Semaphore>,
     limits: &LimitFlags,
     full: &mut ThrottledWarning,
-) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
+) -> std::io::Result<(TcpStream, ClientAddress, OwnedSemaphorePermit)> {
     if places.available_permits() == 0 && full.count(Instant::now()).is_some() {
         let limit = limits.max_connections;
         tracing::warn!(
@@ -146,8 +147,9 @@ async fn accept_one(
         .acquire_owned()
         .await
         .map_err(std::io::Error::other)?;
-    let (stream, _) = listener.accept().await?;
-    Ok((stream, place))
+    let (stream, address) = listener.accept().await?;
+    let client = ClientAddress(address.ip().to_canonical());
+    Ok((stream, client, place))
 }
 
 /// A warning given at most once in `pause`.
@@ -181,6 +183,7 @@ impl ThrottledWarning {
 /// `closing` fails when the router stops.
 async fn run(
     stream: TcpStream,
+    client: ClientAddress,
     mut terms: ConnectionConfig,
     mut closing: watch::Receiver<()>,
     watcher: Watcher,
@@ -193,24 +196,24 @@ async fn run(
         };
         match handshake {
             Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(HTTP_2) => {
-                serve_h2(stream, terms, closing, watcher).await;
+                serve_h2(stream, client, terms, closing, watcher).await;
             }
-            Ok(Ok(stream)) => serve_h1(stream, terms, watcher).await,
+            Ok(Ok(stream)) => serve_h1(stream, client, terms, watcher).await,
             Ok(Err(err)) => tracing::debug!(%err, "no TLS with a client"),
             Err(_) => terms.cut("handshake"),
         }
         return;
     }
     if terms.limits.http2_max_streams == 0 {
-        return serve_h1(stream, terms, watcher).await;
+        return serve_h1(stream, client, terms, watcher).await;
     }
     let is_h2 = tokio::select! {
         is_h2 = speaks_h2(&stream, &terms) => is_h2,
         _ = closing.changed() => return,
     };
     match is_h2 {
-        Some(true) => serve_h2(stream, terms, closing, watcher).await,
-        Some(false) => serve_h1(stream, terms, watcher).await,
+        Some(true) => serve_h2(stream, client, terms, closing, watcher).await,
+        Some(false) => serve_h1(stream, client, terms, watcher).await,
         None => {}
     }
 }
@@ -241,14 +244,18 @@ async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool>
     Some(first == *PREFACE)
 }
 
-async fn serve_h1<S>(stream: S, terms: ConnectionConfig, watcher: Watcher)
+async fn serve_h1<S>(stream: S, client: ClientAddress, terms: ConnectionConfig, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;
     let header_timeout =
         HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
-    let service = TowerToHyperService::new(terms.routes.clone());
+    let routes = TowerToHyperService::new(terms.routes.clone());
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(client);
+        routes.call(request)
+    });
     let metrics = terms.metrics.clone();
     let stream = HeadErrors::new(
         stream,
@@ -275,6 +282,7 @@ where
 /// `_watcher` is held: the router waits for this connection as long as it lives.
 async fn serve_h2<S>(
     stream: S,
+    client: ClientAddress,
     terms: ConnectionConfig,
     mut closing: watch::Receiver<()>,
     _watcher: Watcher,
@@ -284,7 +292,8 @@ async fn serve_h2<S>(
     let limits = &terms.limits;
     let streams = Arc::new(Streams::default());
     let routes = TowerToHyperService::new(terms.routes.clone());
-    let service = service_fn(|request: Request<Incoming>| {
+    let service = service_fn(|mut request: Request<Incoming>| {
+        request.extensions_mut().insert(client);
         let (stream, answering) = (streams.open(), routes.call(request));
         async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }
     });

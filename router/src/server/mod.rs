@@ -36,7 +36,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
 use crate::clock::now_ms;
-use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown};
+use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown, flags_to_complete};
 use crate::dispatch::app::AppState;
 use crate::observability::decision_log;
 use crate::observability::metrics::{RouterMetrics, metrics_markdown};
@@ -80,6 +80,9 @@ pub fn run(argv: Vec<String>) -> i32 {
     if config.observe.print_flags {
         return print(&flags_markdown(), 0);
     }
+    if config.observe.print_completion {
+        return print(&flags_to_complete(), 0);
+    }
     if config.observe.print_metrics {
         return print(&metrics_markdown(), 0);
     }
@@ -111,6 +114,15 @@ fn fail(program: &str, text: &str, code: i32) -> i32 {
     code
 }
 
+/// Text for standard error once the log has begun: a log line where lines are JSON.
+fn report_failure(is_json: bool, text: &str, code: i32) -> i32 {
+    if !is_json {
+        return fail("baton-router", text, code);
+    }
+    tracing::error!("{text}");
+    code
+}
+
 fn init_logs(config: &RouterConfig) -> Result<(), String> {
     let level = config.observe.log_filter();
     let filter = tracing_subscriber::EnvFilter::try_new(&level)
@@ -119,7 +131,7 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
     // An error means the process has a subscriber already (a test, an embedding program): it stays.
-    let _ = if config.observe.log_format == "json" {
+    let _ = if config.observe.is_json() {
         logs.json().flatten_event(true).try_init()
     } else {
         use std::io::IsTerminal;
@@ -129,16 +141,17 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 }
 
 async fn until_signal(config: RouterConfig) -> i32 {
+    let is_json = config.observe.is_json();
     let signals = (
         signal(SignalKind::terminate()),
         signal(SignalKind::interrupt()),
     );
     let (Ok(mut term), Ok(mut int)) = signals else {
-        return fail("baton-router", "cannot listen for signals", 1);
+        return report_failure(is_json, "cannot listen for signals", 1);
     };
     let running = match RunningServer::start(config).await {
         Ok(running) => running,
-        Err(text) => return fail("baton-router", &text, 2),
+        Err(text) => return report_failure(is_json, &text, 2),
     };
     tokio::select! {
         _ = term.recv() => {}
@@ -216,6 +229,7 @@ impl RunningServer {
         }
         kv_events::announce(&app.fleet);
         evict_regularly(&app);
+        ui::sample_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
         let metrics = metrics_listener.map(|(listener, addr)| {
             let (open, closed) = oneshot::channel();

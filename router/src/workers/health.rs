@@ -8,19 +8,23 @@
 //!    --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither the
 //!    probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs:
 //!    `Unhealthy` now;
-//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no
-//!    answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
+//! 4. our engines are asked with each good probe, and while they drain, how much they have to do
+//!    (GET /v1/loads): no answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
 //!    adapters are added while they run;
 //! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if
 //!    shorter) until it is good: back to 2;
 //! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold
-//!    good ones, back to 2.
+//!    good ones, back to 2;
+//! 7. a probe, a load report or an answer states another incarnation than the description: back to
+//!    1 at once. A worker that states none is described again after each sign of a restart, and
+//!    once a minute; another description is another process.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use http::{Method, Uri};
-use router_core::{HealthCounter, Role};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
+use router_core::{DescribedProcess, DescriptionTrust, HealthCounter, ProcessSign, Role};
+use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -31,13 +35,19 @@ use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::fleet::startup_gate::PendingProbe;
 use crate::workers::kv_events;
+use crate::workers::kv_events::status::lenient;
 use crate::workers::load_report::{self, ReportStatus};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
+/// Without health checks it is looked this often whether a description is due.
+const DESCRIPTION_PAUSE: Duration = Duration::from_secs(60);
 /// Longest answer read from /get_server_info [bytes].
 const MAX_DESCRIPTION: usize = 1 << 20;
+
+/// Header of a probe: other ready workers that could take this one's requests.
+const READY_PEERS: HeaderName = HeaderName::from_static("x-baton-ready-peers");
 
 /// Pause between two probes that requests without an answer ask for.
 const SILENCE_PAUSE: Duration = Duration::from_secs(1);
@@ -89,6 +99,12 @@ pub fn register(fleet: &Arc<WorkerFleet>, spec: WorkerSpec) -> Result<Arc<Worker
     Ok(worker)
 }
 
+/// Outcome of a probe, with the incarnation that the answer states.
+struct ProbeResult {
+    probe: Probe,
+    incarnation: Option<String>,
+}
+
 /// State of the task between probes.
 struct Watch {
     /// `None` until the first good probe.
@@ -102,44 +118,29 @@ struct Watch {
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
 async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Option<PendingProbe>) {
-    let (registered, pause, slowest) = (Instant::now(), FIRST_PAUSE, Duration::ZERO);
-    let mut seen = Watch {
-        counter: None,
-        registered,
-        is_reported_late: false,
-        pause,
-        slowest,
-    };
+    let mut seen = Watch::new();
     let mut is_silent = false;
     loop {
         let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else {
             return;
         };
         if fleet.config.health.disable_health_check {
-            // Whatever is registered counts as healthy; what it tells about itself is still asked
-            // for, until it tells.
-            let description = describe(&fleet, &worker).await;
-            let is_described = description.is_some();
-            fleet.set_state(&worker, WorkerState::Ready, description);
-            kv_events::start(&fleet, &worker);
-            if is_described {
-                return;
-            }
+            seen.pause = seen.describe_unprobed(&fleet, &worker).await;
             drop(pending.take());
-            seen.pause = seen.longer_pause(&fleet);
         } else {
             let silence_limit = seen.silence_limit(&fleet);
             let begin = Instant::now();
-            let probe = probe(&fleet, &worker, silence_limit, is_silent).await;
-            if matches!(probe, Probe::Good | Probe::Draining) {
+            let result = probe(&fleet, &worker, silence_limit, is_silent).await;
+            if matches!(result.probe, Probe::Good | Probe::Draining) {
                 seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
             }
-            let is_good = matches!(probe, Probe::Good);
-            seen.pause = seen.take(&fleet, &worker, probe).await;
+            let is_good = matches!(result.probe, Probe::Good);
+            let answers = is_good || matches!(result.probe, Probe::Draining);
+            seen.pause = seen.take(&fleet, &worker, result).await;
             drop(pending.take());
-            if is_good && worker.is_ready() && worker.tells_loads() {
+            if answers && worker.state().reports_load() && worker.description().is_baton() {
                 ask_load(&fleet, &worker).await;
-            } else if is_good && worker.is_ready() && worker.is_vllm() {
+            } else if is_good && worker.is_ready() && worker.description().is_vllm() {
                 ask_models(&fleet, &worker).await;
             }
         }
@@ -158,8 +159,66 @@ async fn watch(fleet: Weak<WorkerFleet>, worker: Weak<Worker>, mut pending: Opti
 }
 
 impl Watch {
+    fn new() -> Self {
+        Self {
+            counter: None,
+            registered: Instant::now(),
+            is_reported_late: false,
+            pause: FIRST_PAUSE,
+            slowest: Duration::ZERO,
+        }
+    }
+
+    /// Without health checks a registered worker counts as healthy. Its description is still read,
+    /// until it tells one, and again when it is due. Returns the pause before the next look.
+    async fn describe_unprobed(&self, fleet: &WorkerFleet, worker: &Arc<Worker>) -> Duration {
+        let is_registered_as_ready = worker.state() == WorkerState::Ready;
+        if is_registered_as_ready && !worker.is_description_due() {
+            return DESCRIPTION_PAUSE;
+        }
+        // One that cannot be asked now is asked again.
+        let description = describe(fleet, worker).await.ok().flatten();
+        let process = description.as_ref().map(process_of);
+        fleet.set_state(worker, WorkerState::Ready, description);
+        kv_events::start(fleet, worker);
+        let Some(process) = process else {
+            return self.longer_pause(fleet);
+        };
+        worker.process_described(process);
+        DESCRIPTION_PAUSE
+    }
+
+    /// Take the worker out if another process answers than the one that described itself. Its
+    /// start-up begins.
+    fn check_process(&mut self, fleet: &WorkerFleet, worker: &Arc<Worker>, result: &ProbeResult) {
+        let sign = match (&result.probe, &result.incarnation) {
+            (_, Some(stated)) => Some(ProcessSign::Stated(stated)),
+            (Probe::Refused(_) | Probe::Bad(_) | Probe::Silent { .. }, None) => {
+                Some(ProcessSign::Broken)
+            }
+            (Probe::Good | Probe::Draining | Probe::Unsent(_), None) => None,
+        };
+        if let Some(sign) = sign {
+            worker.observe_process(sign);
+        }
+        if worker.state() == WorkerState::Ready && worker.is_replaced() {
+            let reason =
+                Some("another process answers, it has not described itself yet".to_owned());
+            let state = WorkerState::Starting { reason };
+            fleet.set_state(worker, state, Some(WorkerDescription::default()));
+            *self = Self::new();
+        }
+    }
+
     /// Act on a probe; returns the pause before the next.
-    async fn take(&mut self, fleet: &WorkerFleet, worker: &Arc<Worker>, probe: Probe) -> Duration {
+    async fn take(
+        &mut self,
+        fleet: &WorkerFleet,
+        worker: &Arc<Worker>,
+        result: ProbeResult,
+    ) -> Duration {
+        self.check_process(fleet, worker, &result);
+        let ProbeResult { probe, incarnation } = result;
         if self.counter.is_none()
             && let Some(reason) = probe.failure()
         {
@@ -200,7 +259,10 @@ impl Watch {
             // A rejected one may have been restarted with other flags, a draining one was
             // undrained.
             Probe::Good if change.is_some() || worker.state().awaits_admission() => {
-                admit(fleet, worker).await;
+                admit(fleet, worker, incarnation.is_some()).await;
+            }
+            Probe::Good if worker.is_ready() && worker.is_description_due() => {
+                describe_again(fleet, worker).await;
             }
             failed if change == Some(false) => {
                 let reason = failed.failure().unwrap_or_default().to_owned();
@@ -209,8 +271,9 @@ impl Watch {
             _ => {}
         }
         let interval = Duration::from_secs(config.health_check_interval_secs);
+        let is_undescribed = matches!(worker.state(), WorkerState::Starting { .. });
         // A worker that is out may return.
-        if is_out {
+        if is_out || is_undescribed {
             interval.min(RECOVERY_PAUSE)
         } else {
             interval
@@ -251,10 +314,10 @@ async fn probe(
     worker: &Worker,
     silence_limit: Duration,
     mut is_silent: bool,
-) -> Probe {
+) -> ProbeResult {
     let path = &fleet.config.health.health_check_endpoint;
     let (begin, heard) = (Instant::now(), worker.pool.heard());
-    let asking = get(fleet, worker, path);
+    let asking = get_with(worker, path, probe_headers(fleet, worker));
     tokio::pin!(asking);
     let silence = async {
         if !is_silent {
@@ -269,6 +332,10 @@ async fn probe(
             timeout(silence_limit, &mut asking).await
         }
     };
+    let incarnation = match &answer {
+        Ok(Ok(body) | Err(GetError::Status { body, .. })) => stated_incarnation(body),
+        Ok(Err(_)) | Err(_) => None,
+    };
     let probe = match answer {
         Err(_) if worker.pool.heard() == heard => Probe::Silent {
             reason: format!(
@@ -279,7 +346,11 @@ async fn probe(
         },
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
         Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
-        Ok(Err(GetError::Draining)) => Probe::Draining,
+        Ok(Err(GetError::Status { status: 503, body }))
+            if code_of(&body).as_deref() == Some("draining") =>
+        {
+            Probe::Draining
+        }
         Ok(Err(GetError::Send(err @ SendError::Exhausted(_)))) => Probe::Unsent(err.to_string()),
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
@@ -289,15 +360,26 @@ async fn probe(
         .probes
         .with_label_values(&[worker.role().into_str(), (&probe).into()])
         .inc();
-    probe
+    ProbeResult { probe, incarnation }
+}
+
+/// Incarnation that an answer to a probe states; only ours do.
+fn stated_incarnation(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Stated {
+        #[serde(default, deserialize_with = "lenient")]
+        incarnation: Option<String>,
+    }
+    let stated: Stated = serde_json::from_slice(body).ok()?;
+    stated.incarnation
 }
 
 #[derive(Debug, thiserror::Error)]
 enum GetError {
     #[error(transparent)]
     Send(#[from] SendError),
-    #[error("the worker drains")]
-    Draining,
+    #[error("status {status}")]
+    Status { status: u16, body: Vec<u8> },
     #[error("{0}")]
     Failed(String),
 }
@@ -306,9 +388,23 @@ fn probe_timeout(fleet: &WorkerFleet) -> Duration {
     Duration::from_secs(fleet.config.health.health_check_timeout_secs)
 }
 
+/// Headers of a health probe. Our engines learn from it how many others could take their requests,
+/// which `baton drain` asks them (docs/protocol.md §2).
+fn probe_headers(fleet: &WorkerFleet, worker: &Worker) -> HeaderMap {
+    let mut headers = fleet.worker_headers();
+    if worker.description().is_baton() {
+        headers.insert(READY_PEERS, HeaderValue::from(fleet.ready_peers(worker)));
+    }
+    headers
+}
+
 async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
+    get_with(worker, path, fleet.worker_headers()).await
+}
+
+async fn get_with(worker: &Worker, path: &str, headers: HeaderMap) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Failed(err.to_string()))?;
-    let head = RequestHead::new(Method::GET, uri, fleet.worker_headers());
+    let head = RequestHead::new(Method::GET, uri, headers);
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let body = response.into_body().read_at_most(MAX_DESCRIPTION).await;
@@ -317,45 +413,65 @@ async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>
     let body = body.ok_or_else(too_long)?;
     match status {
         200..300 => Ok(body),
-        503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),
-        _ => Err(GetError::Failed(format!("status {status}"))),
+        _ => Err(GetError::Status { status, body }),
     }
 }
 
 /// Body of a good answer that comes within --health-check-timeout-secs.
-async fn get_in_time(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Vec<u8>> {
-    timeout(probe_timeout(fleet), get(fleet, worker, path))
-        .await
-        .ok()?
-        .ok()
+async fn get_in_time(
+    fleet: &WorkerFleet,
+    worker: &Worker,
+    path: &str,
+) -> Result<Vec<u8>, GetError> {
+    let limit = probe_timeout(fleet);
+    let answer = timeout(limit, get(fleet, worker, path)).await;
+    answer.unwrap_or_else(|_| {
+        let waited_s = limit.as_secs();
+        Err(GetError::Failed(format!("no answer for {waited_s} s")))
+    })
 }
 
-/// Ask the worker about itself; both names of the path are tried.
-async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<WorkerDescription> {
+/// Ask the worker about itself; both names of the path are tried. `Ok(None)`: it tells nothing.
+/// `Err`: it may tell more when it is asked again.
+async fn describe(
+    fleet: &WorkerFleet,
+    worker: &Worker,
+) -> Result<Option<WorkerDescription>, GetError> {
+    let mut failure = None;
     for path in ["/get_server_info", "/server_info"] {
-        let Some(body) = get_in_time(fleet, worker, path).await else {
-            continue;
+        let body = match get_in_time(fleet, worker, path).await {
+            Ok(body) => body,
+            Err(GetError::Status { status, .. }) if status < 500 => continue,
+            Err(err) => {
+                failure = Some(err);
+                continue;
+            }
         };
         match serde_json::from_slice(&body) {
-            Ok(description) => return Some(description),
+            Ok(description) => return Ok(Some(description)),
             Err(err) => {
                 tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
             }
         }
     }
     // vLLM has no server info, but reports its version here; SGLang and Baton have no such path.
-    let answer = ask(fleet, worker, "/version").await?;
-    Some(WorkerDescription {
+    let answer = ask(fleet, worker, "/version").await;
+    let version = answer.and_then(|answer| Some(answer["version"].as_str()?.to_owned()));
+    let Some(version) = version else {
+        return failure.map_or(Ok(None), Err);
+    };
+    Ok(Some(WorkerDescription {
         engine: Some("vllm".to_owned()),
-        version: Some(answer["version"].as_str()?.to_owned()),
+        version: Some(version),
         served_model_names: model_names(fleet, worker).await.unwrap_or_default(),
         ..WorkerDescription::default()
-    })
+    }))
 }
 
 /// The JSON of `path`, if the worker has that.
 async fn ask(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<Value> {
-    serde_json::from_slice(&get_in_time(fleet, worker, path).await?).ok()
+    let body = get_in_time(fleet, worker, path).await.ok()?;
+    serde_json::from_slice(&body).ok()
 }
 
 /// The names under which a worker of OpenAI's API takes requests.
@@ -368,18 +484,25 @@ async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>
     names.map(|name| name.map(str::to_owned)).collect()
 }
 
-/// Learn which models a vLLM worker serves by now.
+/// Learn which models a vLLM worker serves by now. Names of which none has stayed are another
+/// process's.
 async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
     let Some(names) = model_names(fleet, worker).await else {
         return;
     };
     let known = worker.description();
-    if known.served_model_names != names {
-        let description = WorkerDescription {
-            served_model_names: names,
-            ..(*known).clone()
-        };
-        fleet.set_state(worker, WorkerState::Ready, Some(description));
+    if known.served_model_names == names {
+        return;
+    }
+    let renamed = WorkerDescription {
+        served_model_names: names,
+        ..(*known).clone()
+    };
+    if renamed.is_of_same_process(&known) {
+        fleet.set_state(worker, WorkerState::Ready, Some(renamed));
+    } else {
+        worker.observe_process(ProcessSign::Broken);
+        describe_again(fleet, worker).await;
     }
 }
 
@@ -387,10 +510,19 @@ async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
 async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     let body = get_in_time(fleet, worker, "/v1/loads").await;
     let fate = match body.map(|body| load_report::of_loads(&body)) {
-        None => ReportStatus::Failed,
-        Some(Ok(reports)) if fleet.loads_reported(worker, &reports) => ReportStatus::Taken,
-        Some(Ok(_)) => ReportStatus::Unused,
-        Some(Err(err)) => {
+        Err(_) => ReportStatus::Failed,
+        Ok(Ok(polled)) => {
+            let stated = polled.incarnation.as_deref();
+            let sign = stated.map_or(ProcessSign::Unstated, ProcessSign::Stated);
+            let trust = worker.observe_process(sign);
+            match trust != DescriptionTrust::Missing
+                && fleet.loads_reported(worker, &polled.reports)
+            {
+                true => ReportStatus::Taken,
+                false => ReportStatus::Unused,
+            }
+        }
+        Ok(Err(err)) => {
             tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
             ReportStatus::Malformed
         }
@@ -399,9 +531,44 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
     fleet.metrics.load_reports.with_label_values(&labels).inc();
 }
 
-/// The worker answers probes: find out what it is, and let it in unless it is something else.
-async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
-    let mut description = describe(fleet, worker).await.unwrap_or_default();
+/// The worker answers probes: find out what it is, and let it in unless it is something else. One
+/// that states its incarnation stays out as long as it cannot be asked.
+async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>, states_incarnation: bool) {
+    let described = match describe(fleet, worker).await {
+        Ok(described) => described,
+        Err(err) if states_incarnation => {
+            let reason = Some(format!("its description cannot be read: {err}"));
+            fleet.set_state(worker, WorkerState::Starting { reason }, None);
+            return;
+        }
+        Err(_) => None,
+    };
+    enter(fleet, worker, described);
+}
+
+/// The process of a ready worker may be another one by now: read its description again.
+async fn describe_again(fleet: &WorkerFleet, worker: &Arc<Worker>) {
+    match describe(fleet, worker).await {
+        Ok(Some(described)) => enter(fleet, worker, Some(described)),
+        Ok(None) => worker.process_described(DescribedProcess::Unread),
+        Err(err) => {
+            tracing::debug!(url = %worker.url(), %err, "cannot read the worker's description again");
+        }
+    }
+}
+
+fn process_of(description: &WorkerDescription) -> DescribedProcess {
+    let stated = description.incarnation.clone();
+    stated.map_or(DescribedProcess::Unnamed, DescribedProcess::Named)
+}
+
+/// Let a worker in with this description, unless it is something else than what it was registered
+/// as. `None`: it tells nothing.
+fn enter(fleet: &WorkerFleet, worker: &Arc<Worker>, described: Option<WorkerDescription>) {
+    let process = described
+        .as_ref()
+        .map_or(DescribedProcess::Unread, process_of);
+    let mut description = described.unwrap_or_default();
     if let Some(given) = fleet.config.workers.dp_size(worker.role()) {
         if let Some(reported) = description.dp_size.filter(|reported| *reported != given) {
             tracing::warn!(url = %worker.url(), reported, given, "the worker tells another number of ranks than the flag; the flag counts");
@@ -413,8 +580,10 @@ async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
         reason,
     });
     let is_news = fleet.set_state(worker, state, Some(description));
+    worker.process_described(process);
     if is_news && let Some(why) = fleet.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
+        fleet.probe_partners(worker);
     }
     kv_events::start(fleet, worker);
 }

@@ -7,12 +7,13 @@ use bytes::Bytes;
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, PromptBlocks, RequestOutcome, Role,
-    SelectionReason, SendTicket, WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty,
+    BreakerState, CircuitBreaker, DescriptionTrust, PolicyEvent, PolicySet, ProcessSign,
+    PromptBlocks, RequestOutcome, Role, SelectionReason, SendTicket, WorkerFacts,
+    WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty, WorkerView,
 };
 
 use super::activity::WorkerActivity;
-use super::worker::Worker;
+use super::worker::{Worker, WorkerDescription};
 use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
@@ -21,12 +22,16 @@ use crate::response::usage::usage_in;
 use crate::workers::kv_events::status::EventSubscription;
 use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
-/// Candidate that a policy chooses: a worker, or one DP rank of it.
+/// Candidate that a policy chooses: one process at a worker's address, or one DP rank of it. When
+/// another process takes its place, it gets candidates of its own, and all that is kept here or
+/// under the candidate's id is forgotten.
 pub struct Candidate {
     pub id: WorkerId,
     /// Url, with `@rank` when DP-aware: for logs and metrics, never on the wire.
     pub name: String,
     pub worker: Arc<Worker>,
+    /// Description of the process.
+    pub description: Arc<WorkerDescription>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
     pub fingerprint: WorkerFingerprint,
@@ -35,7 +40,7 @@ pub struct Candidate {
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
     pub penalty: Mutex<WorkerPenalty>,
     /// Last report of its work.
-    pub activity: Mutex<WorkerActivity>,
+    pub activity: Arc<Mutex<WorkerActivity>>,
     /// Subscription to its cache events.
     pub feed: EventSubscription,
 }
@@ -43,6 +48,15 @@ pub struct Candidate {
 impl Candidate {
     pub fn load(&self) -> usize {
         self.load.load(Ordering::Relaxed)
+    }
+
+    /// View of it for policies.
+    pub(super) fn view(&self) -> WorkerView {
+        WorkerView {
+            id: self.id,
+            load: self.load(),
+            host: self.host,
+        }
     }
 
     /// Strongest objection to sending it a request that failed at the workers in `tried`.
@@ -71,13 +85,30 @@ impl Candidate {
     /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
         let fits = |of: WorkerFingerprint| of.is_compatible(&self.fingerprint);
-        of.is_none_or(|of| fits(of) && self.worker.has_feature(failover::FEATURE))
+        of.is_none_or(|of| fits(of) && self.description.has_feature(failover::FEATURE))
+    }
+
+    /// Facts for policies.
+    pub(super) fn facts(&self) -> WorkerFacts {
+        let topology = self.worker.spec.topology.as_deref();
+        self.description.facts(self.worker.role(), topology)
     }
 
     /// True if this rank of the worker is all that the candidate stands for.
     fn is_rank(&self, rank: u32) -> bool {
         self.rank
-            .map_or_else(|| self.worker.dp_size() == 1, |own| own == rank)
+            .map_or_else(|| self.description.dp_size() == 1, |own| own == rank)
+    }
+
+    /// True if an answer that states this id is of another process than the one that the candidate
+    /// stands for. Then the worker is to be described again.
+    fn is_of_other_process(&self, stated: &str) -> bool {
+        let known = self.description.incarnation.as_deref();
+        if known == Some(stated) {
+            return false;
+        }
+        let trust = self.worker.observe_process(ProcessSign::Stated(stated));
+        trust == DescriptionTrust::Missing || known.is_some()
     }
 
     /// A report that has just arrived: for the web page, and for its policy.
@@ -164,10 +195,15 @@ impl LoadGuard {
         }
     }
 
-    /// The answer says how much its worker has to do.
-    pub fn load_reported(&self, report: &HeaderValue) {
+    /// Take the load report of an answer. Returns true if another process than the chosen one gave
+    /// the answer.
+    pub fn load_reported(&self, header: &HeaderValue) -> bool {
         let candidate = &self.candidate;
-        let fate = match load_report::of_header(report) {
+        let header = load_report::of_header(header);
+        let stated = header.as_ref().ok().and_then(|header| header.incarnation);
+        let is_other = stated.is_some_and(|stated| candidate.is_of_other_process(stated));
+        let report = header.map(|header| header.report.filter(|_| !is_other));
+        let fate = match report {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
                 candidate.take_report(report, &self.deciders);
                 ReportStatus::Taken
@@ -180,6 +216,7 @@ impl LoadGuard {
         };
         let labels = [self.role().into_str(), "answer", fate.into_str()];
         self.metrics.load_reports.with_label_values(&labels).inc();
+        is_other
     }
 
     /// Take the tokens that the worker counted from the last `pieces` of its answer, once, if they

@@ -5,10 +5,15 @@
 //!    not for clients;
 //! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
 //! 3. the policy of the worker's role observes it (`Event::Reported`).
+//!
+//! Both name the incarnation of the engine that reports: a report of another process than the one
+//! that described itself is not taken.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::RunningLoad;
 use serde::Deserialize;
+
+use crate::workers::kv_events::status::lenient;
 
 pub const HEADER: HeaderName = HeaderName::from_static("x-baton-load");
 
@@ -45,12 +50,29 @@ impl TokenTotals {
     }
 }
 
+/// Header of an answer: the incarnation that gave it, and its load.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadHeader<'a> {
+    pub incarnation: Option<&'a str>,
+    /// `None`: the rank has not reported anything yet, or no rank gave the answer.
+    pub report: Option<LoadReport>,
+}
+
+/// Answer of `GET /v1/loads`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PolledLoads {
+    pub incarnation: Option<String>,
+    /// Ranks that have reported something.
+    pub reports: Vec<LoadReport>,
+}
+
 /// Result of a report; a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum ReportStatus {
     Taken,
-    /// The rank has not reported yet, or it is one of several behind one candidate.
+    /// The rank has not reported yet, it is one of several behind one candidate, or another process
+    /// reports than the one that described itself.
     Unused,
     Malformed,
     /// The worker was asked and gave no answer.
@@ -68,16 +90,20 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
     headers.remove(HEADER)
 }
 
-/// Read the header; `None` when the rank has not reported anything yet. Cost: one pass, nothing
-/// allocated.
-pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedReport> {
+/// Read the header. Cost: one pass, nothing allocated.
+pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport> {
     let text = value.to_str().map_err(|_| MalformedReport)?;
+    let mut incarnation = None;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
     let (mut running, mut waiting, mut pages_free, mut pages) = (None, None, None, None);
     let (mut prefilled, mut generated) = (None, None);
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(MalformedReport)?;
         let place = match name.trim() {
+            "inc" => {
+                incarnation = Some(value.trim());
+                continue;
+            }
             "rank" => &mut rank,
             "queued_tokens" => &mut queued,
             "started_tokens" => &mut started,
@@ -92,11 +118,17 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);
     }
-    let rank = rank
-        .and_then(|rank| u32::try_from(rank).ok())
-        .ok_or(MalformedReport)?;
+    let unreported = LoadHeader {
+        incarnation,
+        report: None,
+    };
+    let rank = match (rank, incarnation) {
+        (None, Some(_)) => return Ok(unreported),
+        (rank, _) => rank.ok_or(MalformedReport)?,
+    };
+    let rank = u32::try_from(rank).map_err(|_| MalformedReport)?;
     let Some(queued) = queued else {
-        return Ok(None);
+        return Ok(unreported);
     };
     let running = || {
         Some(running_load(
@@ -105,20 +137,26 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<LoadReport>, MalformedRep
             pages?,
         ))
     };
-    Ok(Some(LoadReport {
+    let report = LoadReport {
         rank,
         queued_tokens: started.ok_or(MalformedReport)?.saturating_add(queued),
         running: running(),
         queued_requests: waiting,
         totals: TokenTotals::of(prefilled, generated),
         age_ms: age_ms.ok_or(MalformedReport)?,
-    }))
+    };
+    Ok(LoadHeader {
+        incarnation,
+        report: Some(report),
+    })
 }
 
-/// Read the answer of `GET /v1/loads`: the ranks that have reported something.
-pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
+/// Read the answer of `GET /v1/loads`.
+pub fn of_loads(body: &[u8]) -> Result<PolledLoads, serde_json::Error> {
     #[derive(Deserialize)]
     struct Loads {
+        #[serde(default, deserialize_with = "lenient")]
+        incarnation: Option<String>,
         loads: Vec<OfRank>,
     }
     #[derive(Deserialize)]
@@ -151,8 +189,8 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
         let free = load.pages_free.saturating_add(load.pages_evictable);
         running_load(requests, free, load.pages)
     };
-    let reports: Loads = serde_json::from_slice(body)?;
-    let reports = reports.loads.into_iter().filter_map(|of| {
+    let Loads { incarnation, loads } = serde_json::from_slice(body)?;
+    let reports = loads.into_iter().filter_map(|of| {
         let load = of.load?;
         Some(LoadReport {
             rank: of.dp_rank,
@@ -163,7 +201,10 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<LoadReport>, serde_json::Error> {
             age_ms: of.age_ms?,
         })
     });
-    Ok(reports.collect())
+    Ok(PolledLoads {
+        incarnation,
+        reports: reports.collect(),
+    })
 }
 
 fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
@@ -205,7 +246,7 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Option<LoadReport>, MalformedReport> {
-        of_header(&HeaderValue::from_str(text).unwrap())
+        Ok(of_header(&HeaderValue::from_str(text).unwrap())?.report)
     }
 
     const FULL: &str = "rank=3;reqs=2;tokens=900;age_ms=40;running=1;queued=1;queued_tokens=500;started_tokens=70;\
@@ -237,6 +278,19 @@ mod tests {
     }
 
     #[test]
+    fn incarnation_is_read_with_and_without_a_report() {
+        let value = |text: &str| HeaderValue::from_str(text).unwrap();
+        let with_report = value(&format!("inc=9f86d081884c7d65;{FULL}"));
+        let read_whole = of_header(&with_report).unwrap();
+        assert_eq!(read_whole.incarnation, Some("9f86d081884c7d65"));
+        assert_eq!(read_whole.report, read(FULL).unwrap());
+        let alone = value("inc=9f86d081884c7d65");
+        let read_alone = of_header(&alone).unwrap();
+        assert_eq!(read_alone.incarnation, Some("9f86d081884c7d65"));
+        assert_eq!(read_alone.report, None);
+    }
+
+    #[test]
     fn what_is_no_load_is_malformed() {
         for text in [
             "",
@@ -259,14 +313,16 @@ mod tests {
 
     #[test]
     fn loads_are_read_and_summed() {
-        let body = br#"{"dp_rank_count":3,"loads":[
+        let body = br#"{"incarnation":"a","dp_rank_count":3,"loads":[
             {"dp_rank":0,"num_reqs":1,"age_ms":10,"prefilled_tokens":100,"generated_tokens":20,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
                 "running_requests":3,"queued_requests":2,"transfer_requests":1,"pages_free":4,"pages_evictable":5,"pages":16}},
             {"dp_rank":1,"num_reqs":0,"age_ms":null,"load":null},
             {"dp_rank":2,"num_reqs":1,"age_ms":30,"prefilled_tokens":5,"generated_tokens":1,"load":{"queued_tokens":0,"started_tokens":9,
                 "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
             {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
-        let reports = of_loads(body).unwrap();
+        let polled = of_loads(body).unwrap();
+        assert_eq!(polled.incarnation.as_deref(), Some("a"));
+        let reports = polled.reports;
         assert_eq!(
             reports.iter().map(|r| r.rank).collect::<Vec<_>>(),
             [0, 2, 3]

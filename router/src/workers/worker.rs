@@ -3,18 +3,23 @@
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use router_core::{QueueOrder, Role, WorkerFacts, WorkerFingerprint};
+use router_core::{
+    DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign, QueueOrder, Role,
+    WorkerFacts, WorkerFingerprint,
+};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
+use crate::clock::now_ms;
 use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::upstream::ConnectionPool;
+use crate::workers::activity::WorkerActivity;
 use crate::workers::kv_events::status::{RankState, lenient};
 
 /// Connections that break within this time have one cause: the worker's end.
@@ -23,7 +28,8 @@ const SAME_BREAK_MS: u64 = 1_000;
 #[derive(Debug, Clone, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum WorkerState {
-    /// Registered, never healthy yet. `reason`: how its last probe failed.
+    /// The worker's process has not described itself: registered and never healthy yet, or
+    /// restarted. `reason`: how its last probe failed.
     Starting { reason: Option<String> },
     /// Gets requests.
     Ready,
@@ -52,6 +58,11 @@ impl WorkerState {
         )
     }
 
+    /// True if it reports its load: it serves requests, or finishes those it has.
+    pub fn reports_load(&self) -> bool {
+        matches!(self, Self::Ready | Self::Draining | Self::Leaving)
+    }
+
     /// Source of a drain, for GET /workers.
     pub fn drained_by(&self) -> Option<&'static str> {
         match self {
@@ -70,14 +81,20 @@ impl WorkerState {
     }
 }
 
-/// Description of a worker from /get_server_info. All of it is optional: SGLang and mocks report
-/// less.
+/// Description of a worker's process from /get_server_info. All of it is optional: SGLang and mocks
+/// report less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(default)]
 pub struct WorkerDescription {
     /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded
     /// (health.rs).
     pub engine: Option<String>,
+    /// Id of the process, drawn at its start; only ours state one.
+    #[serde(default, deserialize_with = "lenient")]
+    pub incarnation: Option<String>,
+    /// SGLang's, drawn at each start unless a flag gives it: another one is another process.
+    #[serde(default, deserialize_with = "lenient")]
+    pub random_seed: Option<i64>,
     pub dp_size: Option<u32>,
     pub disaggregation_mode: Option<String>,
     pub disaggregation_bootstrap_port: Option<u16>,
@@ -134,6 +151,64 @@ impl WorkerDescription {
         names.peek().is_none() || names.any(is_of)
     }
 
+    /// True if nothing has changed but the names of its models, to which a running process may add
+    /// LoRA adapters. Names of which none has stayed are another model's.
+    pub fn is_of_same_process(&self, other: &Self) -> bool {
+        let (ours, theirs) = (&self.served_model_names, &other.served_model_names);
+        let shares_names =
+            ours.is_empty() || theirs.is_empty() || ours.iter().any(|name| theirs.contains(name));
+        let other_with_own_names = Self {
+            served_model_names: ours.clone(),
+            ..other.clone()
+        };
+        shares_names && *self == other_with_own_names
+    }
+
+    /// True for Baton's engines, which serve GET /v1/loads in our form: a worker of another make
+    /// that has the path means something else by it.
+    pub fn is_baton(&self) -> bool {
+        self.engine.as_deref() == Some("baton")
+    }
+
+    pub fn is_vllm(&self) -> bool {
+        self.engine.as_deref() == Some("vllm")
+    }
+
+    /// True if it can do something of docs/protocol.md §2.
+    pub fn has_feature(&self, name: &str) -> bool {
+        self.baton_features.iter().any(|feature| feature == name)
+    }
+
+    /// True if it takes token ids beside a body, and would have come to the same.
+    pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
+        self.is_baton() && self.tokenizer_fingerprint.as_deref() == Some(fingerprint)
+    }
+
+    pub fn dp_size(&self) -> u32 {
+        self.dp_size.unwrap_or(1).clamp(1, MAX_DP_SIZE)
+    }
+
+    /// Facts for policies of a worker of this role. `auto` is srpt-aging on a prefill node
+    /// (docs/flags.md).
+    pub(super) fn facts(&self, role: Role, topology: Option<&str>) -> WorkerFacts {
+        let order = match (self.schedule_policy.as_deref(), role) {
+            (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
+                QueueOrder::ShortestFirst
+            }
+            _ => QueueOrder::Arrival,
+        };
+        let is_sglang_decode =
+            self.engine.is_none() && self.disaggregation_mode.as_deref() == Some("decode");
+        let has_decode_cache = self.disaggregation_decode_enable_radix_cache == Some(true);
+        WorkerFacts {
+            is_cacheless: self.disable_radix_cache == Some(true)
+                || (is_sglang_decode && !has_decode_cache),
+            capacity_tokens: self.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            order,
+            domain: topology.map(number_of),
+        }
+    }
+
     /// Longest prompt that the worker takes, if it announces one.
     pub fn prompt_limit(&self) -> Option<PromptLimit> {
         PromptLimit::of(self.context_length, self.max_prompt_chars)
@@ -161,9 +236,15 @@ pub struct Worker {
     /// Time without an answer after which it is probed; `None`: never.
     pub(super) probe_after: Option<Duration>,
     pub(super) state: watch::Sender<(WorkerState, Arc<WorkerDescription>)>,
+    /// Trust in the description, and the process that it is of.
+    pub(super) incarnation: Mutex<IncarnationWatch>,
+    /// Set while another process answers than the one that described itself.
+    pub(super) is_replaced: AtomicBool,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when
     /// it returns.
     pub(super) loads: Mutex<BTreeMap<u32, Arc<AtomicUsize>>>,
+    /// Last reports by rank. Kept while the worker drains, forgotten when it is out.
+    pub(super) activities: Mutex<BTreeMap<u32, Arc<Mutex<WorkerActivity>>>>,
     /// Notified when the load of a rank falls to 0.
     pub(super) idle: Notify,
     /// When a request's connection last broke here; 0: never.
@@ -189,8 +270,9 @@ impl Worker {
         self.state.borrow().1.clone()
     }
 
+    /// True if it gets requests.
     pub fn is_ready(&self) -> bool {
-        self.state.borrow().0 == WorkerState::Ready
+        !self.is_replaced() && self.state.borrow().0 == WorkerState::Ready
     }
 
     /// Waits until health checks find the worker hung; returns what they found. Forever for a
@@ -228,12 +310,45 @@ impl Worker {
         }
     }
 
-    /// JSON `bootstrap_port` for requests prefilled here.
-    pub fn bootstrap_port(&self) -> Option<u16> {
+    /// Take in a sign of the process that answers at the worker's address. When it is another one
+    /// than the one that described itself, the worker gets no new requests until that one has, and
+    /// is probed at once.
+    pub fn observe_process(&self, sign: ProcessSign<'_>) -> DescriptionTrust {
+        let mut watch = self.incarnation.lock();
+        let had_trust = watch.trust() != DescriptionTrust::Missing;
+        let trust = watch.observe(sign);
+        if had_trust && trust == DescriptionTrust::Missing {
+            self.is_replaced.store(true, Ordering::Relaxed);
+            self.suspect.notify_one();
+        }
+        trust
+    }
+
+    /// The process that answers at its address has described itself.
+    pub(super) fn process_described(&self, process: DescribedProcess) {
+        let mut watch = self.incarnation.lock();
+        watch.described(process, now_ms());
+        self.is_replaced.store(false, Ordering::Relaxed);
+    }
+
+    /// True while another process answers than the one that described itself.
+    pub fn is_replaced(&self) -> bool {
+        self.is_replaced.load(Ordering::Relaxed)
+    }
+
+    /// True if it is to describe itself with its next good probe.
+    pub(super) fn is_description_due(&self) -> bool {
+        self.incarnation.lock().is_due(now_ms())
+    }
+
+    /// JSON `bootstrap_port` for requests prefilled by the process of this description; `None` for
+    /// workers that prefill for no other, whatever they report.
+    pub fn bootstrap_port(&self, description: &WorkerDescription) -> Option<u16> {
         match self.spec.bootstrap {
+            _ if self.role() != Role::Prefill => None,
             BootstrapPort::Port(port) => Some(port),
             BootstrapPort::Null => None,
-            BootstrapPort::FromWorker => self.description().disaggregation_bootstrap_port,
+            BootstrapPort::FromWorker => description.disaggregation_bootstrap_port,
         }
     }
 
@@ -278,63 +393,27 @@ impl Worker {
             .clone()
     }
 
-    /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).
-    pub(super) fn facts(&self) -> WorkerFacts {
-        let description = self.description();
-        let order = match (description.schedule_policy.as_deref(), self.role()) {
-            (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
-                QueueOrder::ShortestFirst
-            }
-            _ => QueueOrder::Arrival,
-        };
-        let is_sglang_decode = description.engine.is_none()
-            && description.disaggregation_mode.as_deref() == Some("decode");
-        let has_decode_cache = description.disaggregation_decode_enable_radix_cache == Some(true);
-        WorkerFacts {
-            is_cacheless: description.disable_radix_cache == Some(true)
-                || (is_sglang_decode && !has_decode_cache),
-            capacity_tokens: description
-                .max_total_num_tokens
-                .filter(|tokens| *tokens > 0),
-            order,
-            domain: self.spec.topology.as_deref().map(number_of),
-        }
+    /// Requests in flight to `rank`; to the whole worker where ranks are not distinguished.
+    pub fn load_at(&self, rank: Option<u32>) -> usize {
+        self.load_of(rank).load(Ordering::Relaxed)
+    }
+
+    /// Last report of `rank`; of the whole worker where ranks are not distinguished.
+    pub fn activity_of(&self, rank: Option<u32>) -> Arc<Mutex<WorkerActivity>> {
+        self.activities
+            .lock()
+            .entry(rank.unwrap_or(0))
+            .or_default()
+            .clone()
+    }
+
+    pub(super) fn forget_activity(&self) {
+        self.activities.lock().clear();
     }
 
     /// Workers with the same number are on one machine, as far as their addresses tell.
     pub(super) fn host_number(&self) -> u32 {
         number_of(&self.spec.url.host)
-    }
-
-    /// True if it serves GET /v1/loads in our form: a worker of another make that has the path
-    /// means something else by it.
-    pub fn tells_loads(&self) -> bool {
-        self.description().engine.as_deref() == Some("baton")
-    }
-
-    pub fn is_vllm(&self) -> bool {
-        self.description().engine.as_deref() == Some("vllm")
-    }
-
-    /// True if it can do something of docs/protocol.md §2.
-    pub fn has_feature(&self, name: &str) -> bool {
-        self.description()
-            .baton_features
-            .iter()
-            .any(|feature| feature == name)
-    }
-
-    /// True if it takes token ids beside a body, and would have come to the same.
-    pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
-        let description = self.description();
-        self.tells_loads() && description.tokenizer_fingerprint.as_deref() == Some(fingerprint)
-    }
-
-    pub fn dp_size(&self) -> u32 {
-        self.description()
-            .dp_size
-            .unwrap_or(1)
-            .clamp(1, MAX_DP_SIZE)
     }
 }
 

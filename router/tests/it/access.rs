@@ -34,6 +34,8 @@ const ROUTES: &[(&str, &str, &str, u16)] = &[
     ("GET", "/model_info", "client", 200),
     ("GET", "/get_server_info", "client", 200),
     ("GET", "/server_info", "client", 200),
+    ("GET", "/", "open", 200),
+    ("GET", "/version", "open", 200),
     ("GET", "/health", "open", 200),
     ("GET", "/ping", "open", 200),
     ("GET", "/livez", "open", 200),

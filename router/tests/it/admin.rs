@@ -292,6 +292,40 @@ async fn failing_probes_take_a_worker_out_and_good_ones_take_it_in() {
 }
 
 #[tokio::test]
+async fn root_and_version_say_what_answers() {
+    timed(async {
+        let router = Router::start(&[]).await;
+        let (root, version) = (router.get("/").await, router.get("/version").await);
+        assert_eq!((root.status, version.status), (200, 200));
+        assert_eq!(root.json()["name"], "baton-router");
+        assert_eq!(root.json()["version"], version.json()["version"]);
+        assert_eq!(version.json()["version"], env!("CARGO_PKG_VERSION"));
+        assert_eq!(
+            router.get(root.json()["ui"].as_str().unwrap()).await.status,
+            200
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn only_prefill_workers_have_a_bootstrap_port() {
+    timed(async {
+        let info = json!({"engine": "baton", "disaggregation_bootstrap_port": 8998});
+        let p = Mock::start(&[]).await.with_info(info.clone());
+        let d = Mock::start(&[]).await.with_info(info);
+        let router = Router::pd(&[&p], &[&d], &[]).await;
+        let list = router.get("/workers").await.json();
+        for worker in list["workers"].as_array().unwrap() {
+            let is_prefill = worker["worker_type"] == "prefill";
+            let expected = is_prefill.then_some(8998).map_or(Value::Null, Value::from);
+            assert_eq!(worker["bootstrap_port"], expected, "{worker}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn errors_are_json_on_every_path() {
     timed(async {
         let mock = Mock::start(&[]).await;

@@ -321,6 +321,62 @@ async fn unreachable_worker_is_drained_here() {
     .await;
 }
 
+#[tokio::test]
+async fn ready_peers_count_workers_that_could_take_the_requests() {
+    timed(async {
+        let ours = |page_size: &str| {
+            let fingerprint = json!({"page_size": page_size});
+            json!({"engine": "baton", "fingerprint": fingerprint})
+        };
+        let p = Mock::start(&[]).await.with_info(ours("16")).with_drain();
+        let d1 = Mock::start(&[]).await.with_info(ours("16")).with_drain();
+        let d2 = Mock::start(&[]).await.with_info(ours("16")).with_drain();
+        let unpaired = Mock::start(&[]).await.with_info(ours("32"));
+        let router = Router::pd(&[&p], &[&d1, &d2, &unpaired], &OFTEN).await;
+        let peers_of = async |mock: &Mock| shown(&router, mock).await["ready_peers"].clone();
+        for mock in [&p, &d1, &d2, &unpaired] {
+            is_in(&router, mock, "ready").await;
+        }
+        assert_eq!(peers_of(&p).await, json!(0));
+        assert_eq!(
+            peers_of(&d1).await,
+            json!(1),
+            "one of the two has no partner"
+        );
+        eventually("a probe carries the number", || async {
+            (p.ready_peers().as_deref(), d1.ready_peers().as_deref()) == (Some("0"), Some("1"))
+        })
+        .await;
+
+        let order = async |mock: &Mock, verb: &str| {
+            let path = format!("/workers/{}/{verb}", id_of(&router, mock).await);
+            router.post(&path, &Value::Null).await.json()
+        };
+        let reply = order(&d1, "drain").await;
+        assert_eq!(reply["ready_peers"], json!(1));
+        assert!(!reply["message"].as_str().unwrap().contains("last ready"));
+        assert_eq!(peers_of(&d2).await, json!(0));
+        let path = format!("/workers/{}/drain", id_of(&router, &d2).await);
+        let report = router.get(&path).await.json();
+        assert_eq!(
+            (&report["role"], &report["ready_peers"]),
+            (&json!("decode"), &json!(0))
+        );
+        let reply = order(&d2, "drain").await;
+        let message = reply["message"].as_str().unwrap();
+        let warning = "it was the last ready decode worker: requests";
+        assert!(message.contains(warning), "{message}");
+        assert_eq!(router.get("/readyz").await.json()["serves"], false);
+
+        let reply = order(&d1, "undrain").await;
+        assert_eq!(
+            (&reply["status"], &reply["state"]),
+            (&json!("accepted"), &json!("ready"))
+        );
+    })
+    .await;
+}
+
 // ---- readiness of the router ----
 
 #[tokio::test]

@@ -28,6 +28,22 @@ async fn ended_request(router: &Router, id: &str) -> Value {
 }
 
 #[tokio::test]
+async fn request_is_found_by_the_id_of_its_answer() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let headers = [("x-request-id", "order-4711")];
+        assert_eq!(ask(&router, &prompt("a", 1), &headers).await.status, 200);
+        for id in ["order-4711", "chatcmpl-order-4711", "cmpl-order-4711"] {
+            assert_eq!(ended_request(&router, id).await["id"], "order-4711");
+        }
+        let reply = router.get("/v1/requests/chatcmpl-order").await;
+        assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"));
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
     timed(async {
         let (p, q, d) = (

@@ -12,6 +12,7 @@ mod explain;
 mod failover;
 mod faults;
 mod hung;
+mod incarnations;
 mod limits;
 mod loads;
 mod pair_attempts;

@@ -123,3 +123,111 @@ async fn workers_without_a_fingerprint_are_paired_with_all_others() {
     })
     .await;
 }
+
+/// A decode worker's answer when the cluster keys of the pair differ.
+fn keys_differ() -> Act {
+    Act::Status(502, "pair_incompatible")
+}
+
+#[tokio::test]
+async fn pair_that_cannot_work_is_tried_once_and_reported() {
+    timed(async {
+        let p = node("prefill", "1").await;
+        let (odd, good) = (node("decode", "1").await, node("decode", "1").await);
+        let mut odd = odd;
+        odd.acts(&[keys_differ()]);
+        let router = Router::pd(&[&p], &[&odd, &good], &[]).await;
+        for _ in 0..6 {
+            assert_eq!(router.chat().await.status, 200);
+        }
+        assert_eq!(
+            (odd.count(), good.count()),
+            (1, 6),
+            "one attempt, retried elsewhere"
+        );
+        let list = router.get("/workers").await.json();
+        let shown = |mock: &Mock| {
+            let workers = list["workers"].as_array().unwrap();
+            let found = workers.iter().find(|w| w["url"] == mock.url()).unwrap();
+            [found["reason"].clone(), found["circuit"].clone()]
+        };
+        let reason = format!("it cannot be paired with {}: scripted", p.url());
+        assert_eq!(shown(&odd), [json!(reason), json!("closed")]);
+        assert_eq!(shown(&good), [Value::Null, json!("closed")]);
+        assert_eq!(shown(&p), [Value::Null, json!("closed")]);
+        assert_eq!(router.get("/readyz").await.json()["serves"], true);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn only_pair_that_cannot_work_gets_no_pair_until_a_worker_restarts() {
+    timed(async {
+        let p = node("prefill", "1").await;
+        let mut d = node("decode", "1").await;
+        d.acts(&[keys_differ()]);
+        let router = Router::pd(&[&p], &[&d], &["--health-check-interval-secs", "1"]).await;
+        for _ in 0..4 {
+            let reply = router.chat().await;
+            assert_eq!((reply.status, reply.code().as_str()), (503, "no_pair"));
+            let message = reply.json()["error"]["message"]
+                .as_str()
+                .unwrap()
+                .to_owned();
+            assert!(
+                message.starts_with("1 prefill and 1 decode workers are ready, but"),
+                "{message}"
+            );
+            assert!(!message.contains("127.0.0.1"), "{message}");
+        }
+        assert_eq!(d.count(), 1, "no further attempts");
+        let ready = router.get("/readyz").await.json();
+        assert_eq!(ready["serves"], false);
+        // Another process under the same address, with the right key.
+        let addr = d.stop().await;
+        is_out(&router).await;
+        let d = Mock::at(addr, &[]).await.with_info(info("decode", "1"));
+        eventually("it serves", || async { router.chat().await.status == 200 }).await;
+        assert!(d.count() > 0);
+    })
+    .await;
+}
+
+async fn is_out(router: &Router) {
+    eventually("the worker is out", || async {
+        router.chat().await;
+        let list = router.get("/workers").await.json();
+        let workers = list["workers"].as_array().cloned().unwrap();
+        workers.iter().any(|w| w["state"] == "unhealthy")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn counts_of_no_pair_are_the_ready_workers() {
+    timed(async {
+        let (p1, p2) = (node("prefill", "1").await, node("prefill", "1").await);
+        let mut odd = node("decode", "1").await;
+        odd.acts(&[keys_differ()]);
+        let other = node("decode", "2").await;
+        let router = Router::pd(&[&p1, &p2], &[&odd, &other], &[]).await;
+        let mut messages = std::collections::BTreeSet::new();
+        for _ in 0..6 {
+            let reply = router.chat().await;
+            assert_eq!(reply.code(), "no_pair");
+            messages.insert(reply.json()["error"]["message"].to_string());
+        }
+        assert_eq!(messages.len(), 1, "{messages:?}");
+        let message = messages.first().unwrap();
+        assert!(
+            message.contains("2 prefill and 2 decode workers"),
+            "{message}"
+        );
+        assert_eq!(
+            (odd.count(), other.count()),
+            (2, 0),
+            "once with each prefill worker"
+        );
+    })
+    .await;
+}

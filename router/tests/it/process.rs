@@ -5,7 +5,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use crate::limits::{H2, text};
-use crate::support::{Act, Client, End, Mock, TOKEN, chat, eventually, timed};
+use crate::support::{Act, Client, End, Mock, TOKEN, TempFile, chat, eventually, timed};
 
 fn command(flags: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton-router"));
@@ -188,6 +188,46 @@ async fn request_id_cannot_look_like_fields_of_the_access_line() {
             line.contains(r#"rid="abc status=200 outcome=\"ok\"" route="#),
             "{line}"
         );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn access_line_names_client_key_tenant_and_model() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let url = mock.url();
+        let flags = ["--worker-urls", url.as_str(), "--api-key", "k-secret"];
+        let (_started, addr, log) = Started::with_log(&flags);
+        let key = ("authorization", "Bearer k-secret");
+        let mut client = Client::connect(addr).await;
+        eventually("it is ready", || async {
+            let mut client = Client::connect(addr).await;
+            let asking = client.send(http::Method::GET, "/readyz", &[], "").await;
+            asking.read().await.status == 200
+        })
+        .await;
+        let path = "/v1/chat/completions";
+        let body = |more: &str| format!("{{\"model\": \"acme/m\", \"messages\": []{more}}}");
+        let tenant = ("x-tenant-id", "red");
+        for (rid, more) in [("by-header", ""), ("by-body", ", \"tenant\": \"blue\"")] {
+            let headers = [key, tenant, ("x-request-id", rid)];
+            let answer = client
+                .send(http::Method::POST, path, &headers, &body(more))
+                .await;
+            assert_eq!(answer.read().await.status, 200);
+        }
+        let lines = tokio::task::spawn_blocking(move || {
+            let access = log.iter().filter(|line| line.contains("rid=\"by-"));
+            access.take(2).collect::<Vec<String>>()
+        });
+        let lines = lines.await.unwrap();
+        for (line, tenant) in lines.iter().zip(["red", "blue"]) {
+            assert!(!line.contains("secret"), "{line}");
+            let shown =
+                format!(r#"client=127.0.0.1 key="api_key" tenant="{tenant}" model="acme/m""#);
+            assert!(line.contains(&shown), "{line}");
+        }
     })
     .await;
 }
@@ -394,6 +434,44 @@ fn recorded_decisions_are_made_again() {
             );
         }
     }
+}
+
+#[test]
+fn replay_as_json_has_the_numbers_of_the_table() {
+    let path = "tests/golden/decisions/cost-pairs.jsonl";
+    let (text, code) = replay(&[path, "--json", "--policy", "round_robin"]);
+    assert_eq!(code, Some(0), "{text}");
+    let found: serde_json::Value = serde_json::from_str(&text).expect("one JSON object");
+    let lines = std::fs::read_to_string(path).unwrap().lines().count() - 1;
+    assert_eq!(found["lines"], lines);
+    assert_eq!(found["cut_files"], serde_json::json!([]));
+    let decode = &found["roles"]["decode"];
+    assert_eq!(
+        (&decode["recorded_policy"], &decode["policy"]),
+        (
+            &serde_json::json!("cost"),
+            &serde_json::json!("round_robin")
+        )
+    );
+    let sum = |names: [&str; 3]| -> u64 { names.iter().map(|n| decode[n].as_u64().unwrap()).sum() };
+    let recorded = decode["reasons"].as_object().unwrap().values();
+    let recorded: u64 = recorded.map(|row| row["recorded"].as_u64().unwrap()).sum();
+    assert_eq!(sum(["same", "other_worker", "other_reason"]), recorded);
+}
+
+#[test]
+fn log_that_ends_within_a_line_is_named() {
+    let whole = std::fs::read_to_string("tests/golden/decisions/cost-workers.jsonl").unwrap();
+    let cut = TempFile::new(&whole[..3000]);
+    let path = cut.path();
+    let (text, code) = replay(&[path]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(
+        text.starts_with(&format!("{path} ends within a line, which is left out")),
+        "{text}"
+    );
+    let json: serde_json::Value = serde_json::from_str(&replay(&[path, "--json"]).0).unwrap();
+    assert_eq!(json["cut_files"], serde_json::json!([path]));
 }
 
 #[test]

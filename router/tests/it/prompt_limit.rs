@@ -1,6 +1,8 @@
 //! Prompts that no worker takes are refused by the router, by what the workers announce.
 
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use crate::support::*;
 
@@ -39,7 +41,7 @@ async fn too_long_prompt_reaches_no_engine_of_a_pair() {
                 })
             )
         );
-        let chat = json!({"messages": [{"role": "user", "content": "x".repeat(20_000_000)}]});
+        let chat = json!({"messages": [{"role": "user", "content": "x".repeat(400_000)}]});
         let ids = json!({"input_ids": vec![7; 5_000_000]});
         let rest = json!({"prompt": "a", "user": "x".repeat(20_000_000)});
         for (path, body, status, param) in [
@@ -119,6 +121,74 @@ async fn limit_is_that_of_the_workers_that_serve_the_model() {
             let reply = router.post("/v1/completions", &body).await;
             assert_eq!(reply.status, status, "{model} {chars}: {}", reply.text());
         }
+    })
+    .await;
+}
+
+/// Bytes of the head of a request whose body does not come, and the status and error of the answer.
+async fn answer_to_head(router: &Router, path: &str, length: &str) -> (u16, Value) {
+    let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    let status = answer[9..12].parse().unwrap();
+    let (_, body) = answer.split_once("\r\n\r\n").unwrap();
+    let body: Value = serde_json::from_str(body).unwrap();
+    (status, body["error"].clone())
+}
+
+#[tokio::test]
+async fn body_far_above_the_longest_prompt_is_refused_before_it_is_read() {
+    timed(async {
+        let worker = mock(info(2048, 32_768)).await;
+        let router = Router::regular(&[&worker], &[]).await;
+        let path = "/v1/chat/completions";
+        // Twelve bytes a character and a token id, eight a token of a resumed answer, 4 MiB of rest.
+        let longest = 32_768 * 12 + 2048 * 12 + 2048 * 8 + (4 << 20);
+        let (status, error) = answer_to_head(&router, path, &format!("{}", longest + 1)).await;
+        assert_eq!(
+            (status, &error["code"]),
+            (400, &json!("context_length_exceeded"))
+        );
+        let message = format!(
+            "this model's maximum context length is 2048 tokens here, but the body is larger than \
+            the {longest} bytes that the longest request needs; shorten it"
+        );
+        assert_eq!(error["message"], message);
+        for path in ["/v1/completions", "/generate"] {
+            let (status, error) = answer_to_head(&router, path, "33554433").await;
+            assert_eq!(
+                (status, &error["code"]),
+                (413, &json!("payload_too_large")),
+                "{path}"
+            );
+            let message = error["message"].as_str().unwrap();
+            assert!(message.contains("33554432 bytes"), "{message}");
+        }
+        let bytes = "baton_router_request_body_bytes";
+        assert_eq!((worker.count(), router.metric(bytes).await), (0, 0.0));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn worker_without_a_limit_leaves_bodies_to_max_payload_size() {
+    timed(async {
+        let worker = mock(json!({})).await;
+        let router = Router::regular(&[&worker], &["--max-payload-size", "60000000"]).await;
+        let path = "/v1/chat/completions";
+        let (status, error) = answer_to_head(&router, path, "60000001").await;
+        assert_eq!((status, &error["code"]), (413, &json!("payload_too_large")));
+        assert!(
+            error["message"]
+                .as_str()
+                .unwrap()
+                .contains("60000000 bytes"),
+            "{error}"
+        );
     })
     .await;
 }

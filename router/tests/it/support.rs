@@ -109,6 +109,7 @@ struct Inner {
     seen: Mutex<Vec<Arc<Seen>>>,
     cancelled: AtomicUsize,
     info: Mutex<Value>,
+    is_info_hidden: std::sync::atomic::AtomicBool,
     /// The header x-baton-load of all answers.
     load: Mutex<Option<String>>,
     /// The header x-baton-stages of generated answers.
@@ -125,11 +126,21 @@ struct Inner {
     drains: Mutex<Option<bool>>,
     /// Keys of POST /drain and POST /undrain.
     orders: Mutex<Vec<String>>,
+    /// Header x-baton-ready-peers of the last probe.
+    ready_peers: Mutex<Option<String>>,
     frozen: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
     /// Bodies of the release requests it got.
     released: Mutex<Vec<Value>>,
     flooded: AtomicUsize,
+}
+
+impl Inner {
+    /// Incarnation that its answers state.
+    fn incarnation(&self) -> Option<String> {
+        let info = self.info.lock();
+        info["incarnation"].as_str().map(str::to_owned)
+    }
 }
 
 pub struct Mock {
@@ -161,6 +172,17 @@ impl Mock {
     pub fn with_info(self, info: Value) -> Mock {
         *self.inner.info.lock() = info;
         self
+    }
+
+    /// Another process takes its place at the address: from now on it describes itself so. Its
+    /// answers state the `incarnation` of the description, if there is one.
+    pub fn replace(&self, info: Value) {
+        *self.inner.info.lock() = info;
+    }
+
+    /// While set, its description cannot be read.
+    pub fn hide_info(&self, is: bool) {
+        self.inner.is_info_hidden.store(is, Ordering::SeqCst);
     }
 
     pub fn with_load(self, header: &'static str) -> Mock {
@@ -203,8 +225,17 @@ impl Mock {
         self.inner.orders.lock().clone()
     }
 
-    pub fn with_loads(self, loads: Value) -> Mock {
+    /// Number of ready peers that the last probe carried.
+    pub fn ready_peers(&self) -> Option<String> {
+        self.inner.ready_peers.lock().clone()
+    }
+
+    pub fn set_loads(&self, loads: Value) {
         *self.inner.loads.lock() = loads;
+    }
+
+    pub fn with_loads(self, loads: Value) -> Mock {
+        self.set_loads(loads);
         self
     }
 
@@ -337,6 +368,11 @@ async fn loaded(
     request: Request<Incoming>,
 ) -> Result<Response<MockBody>, std::io::Error> {
     let load = inner.load.lock().clone();
+    let stated = inner
+        .incarnation()
+        .map(|incarnation| format!("inc={incarnation}"));
+    let parts: Vec<String> = stated.into_iter().chain(load).collect();
+    let load = (!parts.is_empty()).then(|| parts.join(";"));
     let is_generation = request.uri().path() != "/health";
     let stages = inner.stages.lock().filter(|_| is_generation);
     let mut response = serve(inner, request).await?;
@@ -362,11 +398,19 @@ async fn serve(
     let path = parts.uri.path().to_owned();
     let raw = body.collect().await.map_err(|_| reset())?.to_bytes();
     let drains = *inner.drains.lock();
+    if path == "/health" {
+        let header = parts.headers.get("x-baton-ready-peers");
+        let peers = header.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+        *inner.ready_peers.lock() = peers;
+    }
     if path == "/health" && drains == Some(true) {
         return Ok(error_response(503, "draining"));
     }
     if path == "/health" {
-        let mut response = Response::new(full("ok"));
+        let mut response = match inner.incarnation() {
+            Some(incarnation) => json_response(200, &json!({"incarnation": incarnation})),
+            None => Response::new(full("ok")),
+        };
         if inner.unhealthy.load(Ordering::SeqCst) {
             *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
         }
@@ -374,6 +418,9 @@ async fn serve(
     }
     if path.ends_with("server_info") && inner.version.lock().is_some() {
         return Ok(error_response(404, "not_found"));
+    }
+    if path.ends_with("server_info") && inner.is_info_hidden.load(Ordering::SeqCst) {
+        return Ok(error_response(503, "not_ready"));
     }
     if path == "/get_server_info" {
         return Ok(Response::new(full(inner.info.lock().to_string())));
@@ -387,7 +434,11 @@ async fn serve(
     }
     if path == "/v1/loads" {
         inner.polls.fetch_add(1, Ordering::SeqCst);
-        return Ok(Response::new(full(inner.loads.lock().to_string())));
+        let mut loads = inner.loads.lock().clone();
+        if let (Some(incarnation), Value::Object(loads)) = (inner.incarnation(), &mut loads) {
+            loads.insert("incarnation".to_owned(), incarnation.into());
+        }
+        return Ok(Response::new(full(loads.to_string())));
     }
     if let Some((status, text)) = inner.answers.lock().get(path.as_str()) {
         let mut response = Response::new(full(text.clone()));

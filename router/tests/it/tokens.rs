@@ -48,9 +48,10 @@ async fn ids_go_only_to_workers_that_would_have_made_the_same() {
         }
         let sent = case["body"].to_string();
         let with_ids = format!(
-            "{},\"input_ids\":{}}}",
+            "{},\"input_ids\":{},\"tokenizer_fingerprint\":{}}}",
             &sent[..sent.len() - 1],
-            case["ids"]
+            case["ids"],
+            golden()["fingerprint"]
         );
         assert_eq!(same.seen()[0].raw, with_ids);
         assert_eq!(another.seen()[0].raw, sent);

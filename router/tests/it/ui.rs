@@ -7,14 +7,18 @@ use serde_json::{Value, json};
 
 use crate::support::{Act, Answering, Client, End, Mock, Router, TOKEN, eventually, timed};
 
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 13] = [
     ("/ui/", "text/html; charset=utf-8"),
     ("/ui/index.html", "text/html; charset=utf-8"),
     ("/ui/chat.html", "text/html; charset=utf-8"),
+    ("/ui/theme.js", "text/javascript; charset=utf-8"),
     ("/ui/app.js", "text/javascript; charset=utf-8"),
     ("/ui/cluster.js", "text/javascript; charset=utf-8"),
+    ("/ui/charts.js", "text/javascript; charset=utf-8"),
+    ("/ui/nodes.js", "text/javascript; charset=utf-8"),
     ("/ui/chat.js", "text/javascript; charset=utf-8"),
     ("/ui/timeline.js", "text/javascript; charset=utf-8"),
+    ("/ui/explanation.js", "text/javascript; charset=utf-8"),
     ("/ui/style.css", "text/css; charset=utf-8"),
     ("/ui/icon.svg", "image/svg+xml"),
 ];
@@ -144,8 +148,8 @@ async fn snapshot_shows_nodes_their_reports_and_the_traffic_of_pairs() {
             .until(|snapshot| node(snapshot, &d.url())["ranks"][0]["report"].is_object())
             .await;
         let keys = [
-            "at_unix_ms", "events", "is_disaggregated", "is_draining", "nodes", "nodes_left_out", "pairs",
-            "queued_requests", "requests", "version",
+            "at_unix_ms", "events", "failed_requests", "history", "is_disaggregated", "is_draining", "nodes",
+            "nodes_left_out", "pairs", "queued_requests", "requests", "slow_requests", "version",
         ];
         assert_eq!(names(&snapshot), BTreeSet::from(keys));
         assert_eq!(snapshot["is_disaggregated"], true);
@@ -224,7 +228,9 @@ async fn events_tell_of_failovers_lost_workers_and_drains() {
         let events = snapshot["events"].as_array().unwrap();
         let of = |kind: &str| events.iter().find(|event| event["kind"] == kind && event["worker"] == url.as_str());
         let failover = of("failover").expect("an event of the failover");
-        assert!(failover["detail"].as_str().unwrap().starts_with("reset after 2 tokens of request "));
+        assert_eq!(failover["detail"], "reset after 2 tokens");
+        let id = failover["request"].as_str().unwrap();
+        assert_eq!(router.get(&format!("/v1/requests/{id}")).await.json()["id"], id);
         assert!(of("unhealthy").unwrap()["detail"].is_string());
         let id = node(&snapshot, &good.url())["id"].as_str().unwrap().to_owned();
         let drained = router.post(&format!("/workers/{id}/drain"), &json!({})).await;
@@ -236,6 +242,104 @@ async fn events_tell_of_failovers_lost_workers_and_drains() {
             })
         })
         .await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn draining_node_keeps_its_numbers_and_a_lost_one_loses_them() {
+    timed(async {
+        let info = json!({"engine": "baton"});
+        let mock = Mock::start(&[]).await.with_info(info).with_drain();
+        let report = |queued| {
+            json!({"dp_rank_count": 1, "loads": [{"dp_rank": 0, "age_ms": 5,
+                "load": {"queued_tokens": queued, "started_tokens": 0, "running_requests": 2, "queued_requests": 3,
+                    "transfer_requests": 0, "pages_free": 20, "pages_evictable": 5, "pages": 100}}]})
+        };
+        let mock = mock.with_loads(report(30));
+        let router = Router::regular(&[&mock], &["--policy", "cost"]).await;
+        let url = mock.url();
+        let queued = |snapshot: &Value| node(snapshot, &url)["ranks"][0]["report"]["queued_tokens"].clone();
+        let mut page = Page::open(&router).await;
+        let snapshot = page.until(|snapshot| queued(snapshot) == 30).await;
+        let id = node(&snapshot, &url)["id"].as_str().unwrap().to_owned();
+        let drained = router.post(&format!("/workers/{id}/drain"), &json!({})).await;
+        assert_eq!(drained.status, 202);
+        mock.set_loads(report(12));
+        // The new number shows that a draining worker is still asked.
+        let snapshot = page.until(|snapshot| queued(snapshot) == 12).await;
+        assert_eq!(node(&snapshot, &url)["state"], "draining");
+        assert_eq!(node(&snapshot, &url)["ranks"][0]["report"]["kv_pages_used"], 75);
+        mock.stop().await;
+        let snapshot = page.until(|snapshot| node(snapshot, &url)["state"] == "unhealthy").await;
+        assert_eq!(node(&snapshot, &url)["ranks"], json!([]));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn history_and_lists_of_requests_follow_what_was_answered() {
+    timed(async {
+        let acts = [Act::Answer, Act::Status(400, "bad"), Act::Answer];
+        let mock = Mock::start(&acts).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        // The page's own files, which answer 304 when they are known, are not requests of clients.
+        let etag = router.get("/ui/").await.headers["etag"]
+            .to_str()
+            .unwrap()
+            .to_owned();
+        let known = router
+            .send(Method::GET, "/ui/", &[("if-none-match", etag.as_str())], "")
+            .await;
+        assert_eq!(known.status, 304);
+        let mut page = Page::open(&router).await;
+        let is_sampled = |snapshot: &Value| snapshot["history"]["requests_per_s"][0].is_number();
+        let history = &page.until(is_sampled).await["history"];
+        assert_eq!(
+            (&history["requests_per_s"], &history["errors_per_s"]),
+            (&json!([0.0]), &json!([0.0]))
+        );
+        for _ in 0..3 {
+            router.chat().await;
+        }
+        let mut page = Page::open(&router).await;
+        let has_all = |snapshot: &Value| {
+            let listed = snapshot["requests"].as_array().unwrap();
+            listed
+                .iter()
+                .filter(|row| !row["outcome"].is_null())
+                .count()
+                == 3
+        };
+        let snapshot = page.until(has_all).await;
+        assert_eq!(snapshot["slow_requests"].as_array().unwrap().len(), 3);
+        let failed = snapshot["failed_requests"].as_array().unwrap();
+        assert_eq!(failed.len(), 1);
+        assert_eq!(failed[0]["id"], snapshot["requests"][1]["id"]);
+        // The first sample comes after one period; values are tested beside the code.
+        let column =
+            |snapshot: &Value, name: &str| snapshot["history"][name].as_array().unwrap().clone();
+        let rises = |snapshot: &Value, name: &str| {
+            column(snapshot, name)
+                .iter()
+                .any(|value| value.as_f64() > Some(0.0))
+        };
+        let snapshot = page.until(|snapshot| rises(snapshot, "errors_per_s")).await;
+        assert!(rises(&snapshot, "requests_per_s"));
+        assert!(rises(&snapshot, "ttft_p50_ms") && rises(&snapshot, "ttft_p95_ms"));
+        assert!(
+            column(&snapshot, "decode_kv_usage")
+                .iter()
+                .all(Value::is_null),
+            "this worker reports none"
+        );
+        assert_eq!(
+            (
+                &snapshot["history"]["period_ms"],
+                &snapshot["history"]["max_samples"]
+            ),
+            (&json!(5000), &json!(120))
+        );
     })
     .await;
 }

@@ -48,6 +48,29 @@ async fn models_of_all_workers_are_one_list() {
 }
 
 #[tokio::test]
+async fn models_of_baton_engines_are_owned_by_baton() {
+    timed(async {
+        let card = |id: &str| json!({"id": id, "object": "model", "created": 1, "owned_by": "sglang", "root": id, "parent": null, "max_model_len": 8192});
+        let list = |id: &str| json!({"object": "list", "data": [card(id)]});
+        let ours = Mock::start(&[]).await;
+        let ours = ours.with_info(json!({"engine": "baton"}));
+        let sglang = Mock::start(&[]).await;
+        ours.answers("/v1/models", 200, list("ours"));
+        sglang.answers("/v1/models", 200, list("theirs"));
+        let router = Router::regular(&[&ours, &sglang], &[]).await;
+        for (id, owner) in [("ours", "baton"), ("theirs", "sglang")] {
+            let shown = router.get(&format!("/v1/models/{id}")).await.json();
+            let mut expected = card(id);
+            expected["owned_by"] = owner.into();
+            assert_eq!(shown, expected);
+            let all = router.get("/v1/models").await.json();
+            assert!(all["data"].as_array().unwrap().contains(&expected), "{all}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
     timed(async {
         let (p, d1, d2) = (

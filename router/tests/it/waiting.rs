@@ -44,6 +44,35 @@ async fn is_out(router: &Router, mock: &str) {
 }
 
 #[tokio::test]
+async fn wait_for_a_first_worker_has_a_name_of_its_own() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        mock.set_unhealthy(true);
+        let url = mock.url();
+        let mut flags = vec!["--worker-urls", url.as_str()];
+        flags.extend(WAIT);
+        let router = Router::start(&flags).await;
+        let waiting = begin(&router, false).await;
+        eventually("it waits", || async { router.metric(QUEUED).await == 1.0 }).await;
+        mock.set_unhealthy(false);
+        waiting.await.unwrap();
+        let count = async |stage: &str| {
+            let line = format!("baton_router_stage_seconds_count{{stage=\"{stage}\"}}");
+            router.metric(&line).await
+        };
+        eventually("it has ended", || async { count("decide").await == 1.0 }).await;
+        assert_eq!(count("worker_wait").await, 1.0);
+        router.chat().await;
+        eventually("the second has ended", || async {
+            count("decide").await == 2.0
+        })
+        .await;
+        assert_eq!(count("worker_wait").await, 1.0, "it did not wait");
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn interrupted_streams_are_resumed_in_turns_whatever_the_budget() {
     timed(async {
         let p = Mock::start(&[]).await.with_info(resumes());

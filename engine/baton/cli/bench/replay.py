@@ -23,6 +23,7 @@ import aiohttp
 from baton.cli.bench.load import Round, Timing, send
 from baton.cli.bench.words import CHARS, words
 from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.errors import counted
 from baton.sim.report import SummaryStat
 from baton.sim.trace import TraceRequest, arrivals
 
@@ -167,7 +168,9 @@ HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
 def report(outcome: Outcome, split: dict[str, int]) -> str:
     """For people. Times in milliseconds."""
     sent = len(outcome.timings) + len(outcome.failures)
-    lines = [f"{sent} requests in {outcome.seconds:.1f} s, {len(outcome.failures)} failed"]
+    lines = [
+        f"{counted(sent, 'request')} in {outcome.seconds:.1f} s, {len(outcome.failures)} failed"
+    ]
     if outcome.failures:
         lines.append(f"first failure: {outcome.failures[0]}")
     if outcome.late_secs > 0.1:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from baton.server.launch import local_cluster
 from baton.server.launch.smoke_test import served_model
 from baton.server.launch.supervisor import ChildFailed
 from baton.sim import trace as traces
-from baton.sim.report import percentile
+from baton.sim.report import fit_table, percentile
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -58,24 +59,39 @@ COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
 )
 
 
-def table(arms: Sequence[Arm]) -> str:
+def ratios(arms: Sequence[Arm], arm: Arm, value: Callable[[Round], float]) -> list[float]:
+    """Value of an arm over that of the first one, per round."""
+    rounds = zip(arm.rounds, arms[0].rounds, strict=True)
+    return [value(mine) / value(base) for mine, base in rounds]
+
+
+def table(arms: Sequence[Arm], columns: int | None = None) -> str:
     """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
-    lines = [f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)]
-    for arm in arms:
-        cells = [statistics.median(value(r) for r in arm.rounds) for _, value in COLUMNS]
-        lines.append(f"{arm.name[:21]:<21}" + "".join(f"{cell:>20.2f}" for cell in cells))
-    for arm in arms[1:]:
-        line = f"{arm.name[:13]:<13} / first"
-        for _, value in COLUMNS:
-            ratios = [
-                value(mine) / value(base)
-                for mine, base in zip(arm.rounds, arms[0].rounds, strict=True)
-            ]
-            line += (
-                f"{f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]':>20}"
-            )
-        lines.append(line)
-    return "\n".join(lines)
+    names = [arm.name.removeprefix("http://") for arm in arms]
+    rows = [("", *(name for name, _ in COLUMNS))]
+    for name, arm in zip(names, arms, strict=True):
+        medians = (statistics.median(map(value, arm.rounds)) for _, value in COLUMNS)
+        rows.append((name, *(f"{median:.2f}" for median in medians)))
+    for name, arm in zip(names[1:], arms[1:], strict=True):
+        found = [ratios(arms, arm, value) for _, value in COLUMNS]
+        cells = (f"{statistics.median(r):.2f} [{min(r):.2f}, {max(r):.2f}]" for r in found)
+        rows.append((f"{name} / first", *cells))
+    return "\n".join(fit_table(rows, columns))
+
+
+def rounds_as_json(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Per arm its values in each round, their medians, and the ratios to the first arm."""
+    return [
+        {
+            "name": arm.name,
+            "url": arm.url,
+            "model": arm.model,
+            "rounds": [{name: value(done) for name, value in COLUMNS} for done in arm.rounds],
+            "medians": {name: statistics.median(map(value, arm.rounds)) for name, value in COLUMNS},
+            "ratios_to_first": {name: ratios(arms, arm, value) for name, value in COLUMNS},
+        }
+        for arm in arms
+    ]
 
 
 ROUNDS: dict[str, tuple[Any, str]] = {
@@ -95,7 +111,7 @@ TRACE: dict[str, tuple[Any, str]] = {
 """Flag → default and help, of the two things this command does."""
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     about = (
         "Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed."
     )
@@ -112,7 +128,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _add(parser.add_argument_group("rounds of equal requests"), ROUNDS)
     group = parser.add_argument_group("a trace, against --url")
     group.add_argument(
-        "--trace", help="trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton"
+        "--trace", help=f"trace file (.jsonl or .jsonl.gz), or {traces.SHIPPED_HELP}"
     )
     _add(group, TRACE)
     group.add_argument(
@@ -121,7 +137,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a request that continues another waits until that one is answered",
     )
     group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
-    group.add_argument("--json", metavar="FILE", help="write the results to this file too")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file too")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     options = parser.parse_args(argv)
     unused, why = (ROUNDS, "with") if options.trace else (TRACE, "without")
     for name in unused:
@@ -145,8 +166,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("rate", "limit"):
         if not 0 <= getattr(options, name) < math.inf:
             parser.error(f"{flag_name(name)} {getattr(options, name)}: must not be negative")
-    if not options.trace and (options.hold_turns or options.chat or options.json):
-        parser.error("--hold-turns, --chat and --json mean nothing without --trace; leave them out")
+    if not options.trace and (options.hold_turns or options.chat):
+        parser.error("--hold-turns and --chat mean nothing without --trace; leave them out")
     if options.trace and not options.url:
         parser.error("--trace needs the server to measure: --url http://host:port")
     if options.speed != 1 and options.rate:
@@ -208,8 +229,16 @@ async def _bench(options: argparse.Namespace) -> int:
             f"prompt {work.prompt_tokens} ({work.shared_tokens} shared) + answer {work.output_tokens} tokens; "
             f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
         )
-        print(table(arms))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(table(arms, columns))
+        if options.json:
+            _write_json(options, rounds_as_json(arms))
         return 0
+
+
+def _write_json(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    document = {"options": vars(options), "results": results}
+    Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
 
 
 async def _replay(options: argparse.Namespace) -> int:
@@ -235,9 +264,7 @@ async def _replay(options: argparse.Namespace) -> int:
             print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
             results.append({"url": url, **replay.as_json(outcome, split)})
     if options.json:
-        Path(options.json).write_text(
-            json.dumps({"options": vars(options), "results": results}, indent=1) + "\n"
-        )
+        _write_json(options, results)
     return 1 if any(result["failures"] for result in results) else 0
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
+from baton.errors import counted
+
 View = TypeVar("View")
 
 
@@ -115,7 +117,9 @@ def render_text(results: Sequence[CheckResult], *, is_colored: bool) -> str:
 
 def summary(results: Iterable[CheckResult]) -> str:
     count = Counter(result.status.value for result in results)
-    return f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failures, {count['skip']} skipped"
+    warnings = counted(count["warn"], "warning")
+    failures = counted(count["fail"], "failure")
+    return f"{count['ok']} ok, {warnings}, {failures}, {count['skip']} skipped"
 
 
 def render_json(results: Sequence[CheckResult]) -> str:

@@ -11,7 +11,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -80,13 +80,26 @@ class HttpClient:
             timeout_secs,
         )
 
-    def lines(self, url: str, key: str | None = None) -> Iterator[str]:
-        """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while."""
-        request = urllib.request.Request(
-            url, headers={} if key is None else {"authorization": f"Bearer {key}"}
-        )
+    def lines(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        body: dict[str, Any] | None = None,
+        timeout_secs: float = TIMEOUT_SECS,
+    ) -> Generator[str, None, None]:
+        """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while.
+
+        With `body` it is the answer to a POST of this JSON. Closing the generator closes the connection.
+        """
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+        request = urllib.request.Request(url, data, headers)
         try:
-            with self._opener.open(request, timeout=TIMEOUT_SECS) as response:
+            with self._opener.open(request, timeout=timeout_secs) as response:
                 for line in response:
                     yield line.decode(errors="replace").rstrip("\r\n")
         except urllib.error.HTTPError as err:
@@ -122,7 +135,25 @@ class HttpClient:
             return HttpAnswer(0, "", _reason(err), None)
 
 
+NO_HTTP = "its answer is no HTTP"
+
+
+def connection_remedy(url: str, problem: str) -> str | None:
+    """Advice for a URL whose scheme or certificate is at fault, by what went wrong; None: it is something else."""
+    address = url.partition("://")[2]
+    if "certificate" in problem:
+        return "give the authority of its certificate with --ca-cert FILE, and a host that it names"
+    if "ssl" in problem:
+        return f"if it speaks plain HTTP, give http://{address}"
+    if problem == NO_HTTP:
+        return f"if it wants TLS, give https://{address}"
+    return None
+
+
 def _reason(err: Exception) -> str:
+    is_cut = isinstance(err, http.client.RemoteDisconnected)
+    if isinstance(err, http.client.BadStatusLine) and not is_cut:
+        return NO_HTTP  # what it sent instead may be a TLS alert, which no terminal should get
     reason = getattr(err, "reason", err)
     return str(getattr(reason, "strerror", None) or str(reason) or type(err).__name__).lower()
 

@@ -19,6 +19,7 @@ from baton.cli.doctor.check import (
 )
 from baton.cli.doctor.fleet import EngineView, FleetView
 from baton.config import UNSPECIFIED_HOSTS, is_loopback
+from baton.errors import counted
 
 RUN_NEARER = "run baton doctor where the engines are reachable, e.g. in a pod of the cluster"
 ENGINE_CHECKS: list[Check[FleetView]] = []
@@ -59,7 +60,7 @@ def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
         elif own == "dead":
             yield fail(f"{engine.label} reports that it is dead{because}", "restart the engine")
         elif "draining" in (seen, own):
-            left = f"{engine.worker.get('load', 0)} requests left"
+            left = f"{counted(engine.worker.get('load', 0), 'request')} left"
             sentence = f"{engine.label} is draining with {left}: it gets no new ones"
             yield warn(sentence, "wait, then stop it; or take it back into service")
         elif own in ("starting", "loading"):
@@ -141,6 +142,7 @@ HOST_CHECKS: dict[str, Callable[[EngineView], CheckResult]] = {
     "engine.memfd": lambda engine: host.check_memfd(engine.facts),
     "engine.shm": lambda engine: host.check_shm(engine.facts),
     "engine.memory": lambda engine: host.check_memory(engine.facts),
+    "engine.disk": lambda engine: host.check_disk(engine.facts),
     "engine.open_files": lambda engine: host.check_open_files(engine.facts, _wanted_files(engine)),
 }
 

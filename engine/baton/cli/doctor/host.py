@@ -16,6 +16,9 @@ SPARE_OPEN_FILES = 256
 MIN_MEMORY_BYTES = 1 << 30
 """A rank takes half of it for torch alone."""
 MIN_LOCKED_BYTES = 64 << 20
+MIN_DISK_BYTES = 256 << 20
+"""A busy engine logs a few MiB an hour; a trace or a decision log far more."""
+FULL_DISK_BYTES = 4 << 20
 UNSAFE_SKEW_SECS = 240.0
 """Signed requests between engines are refused at 300 s."""
 NOTED_SKEW_SECS = 5.0
@@ -87,6 +90,19 @@ def check_memory(facts: HostFacts) -> CheckResult:
     return ok(sentence)
 
 
+def check_disk(facts: HostFacts) -> CheckResult:
+    if not facts.disks:
+        return skip("the free space of its file systems is unknown")
+    smallest = min(facts.disks, key=lambda disk: disk.free)
+    sentence = f"{mib(smallest.free)} of {mib(smallest.total)} are free at {smallest.path}"
+    remedy = "remove or rotate old logs and traces, or write them elsewhere (--log-dir, TMPDIR)"
+    if smallest.free < FULL_DISK_BYTES:
+        return fail(f"{sentence}: logs are lost", remedy)
+    if smallest.free < min(MIN_DISK_BYTES, smallest.total // 10):
+        return warn(sentence, remedy)
+    return ok(sentence)
+
+
 def check_cpu(facts: HostFacts) -> CheckResult:
     if facts.cpu_isa is None:
         return skip(
@@ -145,6 +161,7 @@ HOST_CHECKS: dict[str, Callable[[HostFacts], CheckResult]] = {
     "open_files": check_open_files,
     "locked_memory": check_locked_memory,
     "memory": check_memory,
+    "disk": check_disk,
     "cpu": check_cpu,
     "clock": check_clock,
     "versions": check_versions,

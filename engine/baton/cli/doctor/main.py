@@ -1,7 +1,8 @@
 """`baton doctor`: is this machine, this fleet, this namespace well? One line per check, with a remedy.
 
-Without a flag this machine is checked; with --fleet routers and all engines that they list; with --namespace the
-objects of Kubernetes, through kubectl. Changes nothing. Exit code: 0 all well, 1 warnings, 2 failures or wrong flags.
+Without a flag this machine is checked; with the URL of a router, or --fleet, routers and all engines that they list;
+with --namespace the objects of Kubernetes, through kubectl. Changes nothing. Exit code: 0 all well, 1 warnings, 2
+failures or wrong flags.
 """
 
 from __future__ import annotations
@@ -59,24 +60,37 @@ class DoctorConfig:
         return [url.strip().rstrip("/") for url in self.router.split(",")] if self.router else []
 
 
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        PROG,
+        "Check this machine, or the fleet of a router, or a Kubernetes namespace (--namespace).",
+    )
+    parser.usage = f"{PROG} [ROUTER …] [flags]"
+    parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
+    text = "URL of a router whose fleet is checked, the same as --fleet --router URL"
+    parser.add_argument("urls", nargs="*", metavar="ROUTER", help=text)
+    add_flags(parser, DoctorConfig)
+    return parser
+
+
 def parse(argv: Sequence[str]) -> DoctorConfig:
     """Flags; prints mistakes and exits with 2."""
-    parser = FlagParser(
-        PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace)."
-    )
-    parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
-    add_flags(parser, DoctorConfig)
-    config, _, bad = parser.read_config(DoctorConfig, argv)
-    bad += wrong_urls(config.routers)
+    config, others, bad = make_parser().read_config(DoctorConfig, argv)
+    urls: list[str] = others["urls"]
+    bad += wrong_urls(urls, "")
+    bad += wrong_urls(config.routers, "--router ")
     if bad:
         refuse(PROG, bad)
-    return config
+    if not urls:
+        return config
+    return replace(config, fleet=True, router=",".join([*urls, *config.routers]))
 
 
-def wrong_urls(urls: Sequence[str]) -> list[str]:
+def wrong_urls(urls: Sequence[str], flag: str) -> list[str]:
+    """Sentences about those that are no URL. `flag`: words before each."""
     good = ("http://", "https://")
     return [
-        f"--router {url}: give http://HOST:PORT or https://HOST:PORT"
+        f"{flag}{url}: give http://HOST:PORT or https://HOST:PORT"
         for url in urls
         if not url.startswith(good)
     ]

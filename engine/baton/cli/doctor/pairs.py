@@ -56,9 +56,7 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
         yield fail(sentence, remedy)
     elif others:
         sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
-        yield warn(
-            sentence, "finish the change of keys (docs/guide/security.md)"
-        )
+        yield warn(sentence, "finish the change of keys (docs/guide/security.md)")
     if without:
         yield fail(
             f"{named([e.label for e in without])}: no cluster key, the other engines have one",
@@ -153,16 +151,17 @@ def check_reachability(view: FleetView) -> Iterator[CheckResult]:
     if not by_address or not decode:
         yield skip("there are no prefill and decode nodes to connect")
         return
-    troubles: dict[tuple[str, str, str], list[str]] = {}
+    troubles: dict[tuple[str, str, str, str], list[str]] = {}
     seen = 0
     for engine in decode:
         for look in engine.diagnosis.get("prefill", []):
             seen += 1
             target = by_address[(look["host"], look["port"])]
             for kind, detail in _troubles(look):
-                troubles.setdefault((target.label, kind, detail), []).append(engine.label)
-    for (label, kind, detail), labels in troubles.items():
-        remedy = BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY)
+                remedy = _reach_remedy(target, kind)
+                trouble = (target.label, kind, detail, remedy)
+                troubles.setdefault(trouble, []).append(engine.label)
+    for (label, kind, detail, remedy), labels in troubles.items():
         yield fail(f"{named(labels)} cannot fetch KV from {label}: {kind}: {detail}", remedy)
     unseen = [engine.label for engine in decode if engine.info and not engine.diagnosis]
     closed = [p.label for address, p in by_address.items() if address in view.closed_from_here]
@@ -172,6 +171,18 @@ def check_reachability(view: FleetView) -> Iterator[CheckResult]:
     if unseen:
         yield ok(f"{named(unseen)}: the way to prefill nodes is unknown; from this host it is open")
     yield ok(f"bootstrap and transfer ports are open from D to P ({seen} looked at)")
+
+
+def _reach_remedy(prefill: EngineView, kind: str) -> str:
+    """Advice for a prefill node that a decode node does not reach, by the kind of trouble."""
+    given = prefill.worker.get("bootstrap_port")
+    own = prefill.info.get("disaggregation_bootstrap_port")
+    if kind.startswith("bootstrap ") and own is not None and given != own:
+        return (
+            f"the router was given bootstrap port {given}, the node's is {own}: give the router "
+            f"--prefill {prefill.url} {own}, or no port, which it then asks the node for"
+        )
+    return BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY)
 
 
 def _troubles(look: dict[str, Any]) -> list[tuple[str, str]]:

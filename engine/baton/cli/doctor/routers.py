@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.cli.doctor import host
 from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
+from baton.cli.doctor.client import connection_remedy
 from baton.cli.doctor.fleet import FleetView
 
 ROUTER_CHECKS: list[Check[FleetView]] = []
@@ -16,10 +17,10 @@ ROUTER_CHECKS: list[Check[FleetView]] = []
 def check_routers_reachable(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.problem:
-            remedy = (
-                "give the router's address with --router; keys: --key (control plane) or --api-key"
-            )
-            yield fail(f"{router.url} does not list its workers: {router.problem}", remedy)
+            sentence = f"{router.url} does not list its workers: {router.problem}"
+            remedy = connection_remedy(router.url, router.problem)
+            keys = "keys: --key (control plane) or --api-key"
+            yield fail(sentence, remedy or f"give the router's address with --router; {keys}")
     yield ok("; ".join(f"{router.url} lists {_count(router.workers)}" for router in view.routers))
 
 
@@ -39,6 +40,23 @@ def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
         remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
         yield fail(f"{router.url} is not ready: {reason}", remedy)
     yield ok(f"routers that accept requests: {len(view.routers)}")
+
+
+@add_check(ROUTER_CHECKS, "router.serves")
+def check_routers_serve(view: FleetView) -> Iterator[CheckResult]:
+    """A router stays ready without workers; requests then wait and fail."""
+    for router in view.routers:
+        if router.problem or not router.is_ready or router.readiness.get("serves") is not False:
+            continue  # router.ready names those that are not ready
+        reason = router.readiness.get("reason") or "no reason given"
+        remedy = (
+            "return drained engines to service (baton drain ENGINE --undo), start engines of the missing role, or give "
+            "both roles the same checkpoint and flags; the checks below name what is wrong with each"
+        )
+        yield fail(f"{router.url} can serve no request: {reason}", remedy)
+    if any("serves" in router.readiness for router in view.routers):
+        yield ok(f"routers that can serve a request: {len(view.routers)}")
+    yield skip("/readyz of the routers does not tell whether they can serve a request")
 
 
 @add_check(ROUTER_CHECKS, "router.metrics")

@@ -12,10 +12,17 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TextIO, TypeVar
 
-from baton.cli.doctor.client import HttpClient, MetricSample, StreamEnded, parse_metrics, total
+from baton.cli.doctor.client import (
+    HttpClient,
+    MetricSample,
+    StreamEnded,
+    connection_remedy,
+    parse_metrics,
+    total,
+)
 from baton.cli.doctor.main import (
     API_KEY_ENV,
     CONTROL_KEY_ENV,
@@ -24,19 +31,22 @@ from baton.cli.doctor.main import (
     wrong_urls,
 )
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.errors import counted
 
 PROG = "baton top"
 PERIOD_SECS = 1.0
 SLOWEST = 8
 NO_FEED = (404, 405, 503)
 """Statuses of a router that serves no feed, or has no place for one more listener."""
-CLEAR, HIDE_CURSOR, SHOW_CURSOR, BOLD, PLAIN = (
-    "\x1b[H\x1b[J",
-    "\x1b[?25l",
-    "\x1b[?25h",
-    "\x1b[1m",
-    "\x1b[0m",
-)
+CLEAR = "\x1b[H\x1b[J"
+HIDE_CURSOR = "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
+BOLD = "\x1b[1m"
+YELLOW = "\x1b[33m"
+RED = "\x1b[31m"
+PLAIN = "\x1b[0m"
+STATE_COLORS = {"ready": "", "draining": YELLOW, "starting": YELLOW}
+"""Other states are red."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +117,31 @@ class TopSnapshot:
     """Slowest of the youngest requests, those that run included."""
 
 
-def parse(argv: Sequence[str]) -> TopConfig:
-    """Flags; prints mistakes and exits with 2."""
+def make_parser() -> FlagParser:
     parser = FlagParser(
         PROG,
         "Show nodes, pairs and slow requests of a running fleet, once a second; Ctrl-C ends it.",
     )
+    parser.usage = f"{PROG} [ROUTER] [flags]"
+    text = f"URL of the router, the same as --router (default: {DEFAULT_ROUTER})"
+    parser.add_argument("url", nargs="?", metavar="ROUTER", help=text)
     add_flags(parser, TopConfig)
-    config, _, bad = parser.read_config(TopConfig, argv)
-    bad += wrong_urls([config.router])
+    return parser
+
+
+def parse(argv: Sequence[str]) -> TopConfig:
+    """Flags; prints mistakes and exits with 2."""
+    config, others, bad = make_parser().read_config(TopConfig, argv)
+    url: str | None = others["url"]
+    if url is None:
+        bad += wrong_urls([config.router], "--router ")
+    else:
+        bad += wrong_urls([url], "")
+    if url is not None and config.router != DEFAULT_ROUTER:
+        bad.append(f"{url} and --router {config.router}: give one router")
     if bad:
         refuse(PROG, bad)
-    return config
+    return config if url is None else replace(config, router=url)
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------
@@ -126,6 +149,10 @@ def parse(argv: Sequence[str]) -> TopConfig:
 
 class SourceFailed(Exception):
     """A router that does not answer, and why."""
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(f"{message}: {problem}")
+        self.problem = problem
 
 
 def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
@@ -136,11 +163,11 @@ def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopS
                 yield read_feed(json.loads(line.removeprefix("data: ")))
     except StreamEnded as err:
         if err.status not in NO_FEED:
-            raise SourceFailed(f"{router} sends no state of the fleet: {err}") from err
+            raise SourceFailed(f"{router} sends no state of the fleet", str(err)) from err
     while True:
         listed = client.get(f"{router}/workers", key)
         if not listed.is_ok:
-            raise SourceFailed(f"{router} does not list its workers: {listed.problem}")
+            raise SourceFailed(f"{router} does not list its workers", listed.problem)
         metrics = client.get(f"{router}/engine_metrics", key)
         own = client.get(f"{router}/metrics")
         samples = parse_metrics(metrics.text if metrics.is_ok else "")
@@ -167,7 +194,7 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         _row(
             RequestRow,
             request,
-            outcome=request["outcome"] or "running",
+            outcome=request["outcome"] or _progress(request),
             worker=request["worker"] or "-",
         )
         for request in event.get("requests", [])
@@ -180,6 +207,13 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         pairs,
         slowest,
     )
+
+
+def _progress(request: dict[str, Any]) -> str:
+    """State of a request without an outcome; a router of an older version does not tell it."""
+    state = str(request.get("state", "running"))
+    role = request.get("waits_for")
+    return f"{state} for {role}" if role else state
 
 
 def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:
@@ -218,11 +252,17 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
     own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
     pages = total(own, "baton_kv_pages")
     free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-    rates = [sample.value for sample in own if sample.name == "baton_generated_tokens_per_s"]
+    rates = _values(own, "baton_generated_tokens_per_second") or _values(
+        own, "baton_generated_tokens_per_s"
+    )
     return NodeRow(
         url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
         None, 1 - free / pages if pages else None, None, sum(rates) if rates else None,
     )  # fmt: skip
+
+
+def _values(samples: Sequence[MetricSample], name: str) -> list[float]:
+    return [sample.value for sample in samples if sample.name == name]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------
@@ -236,6 +276,11 @@ def number(value: float | None, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}{unit}"
     return f"{value:.3g}{unit}"
+
+
+def address(url: str) -> str:
+    """URL without http://, which is the rule."""
+    return url.removeprefix("http://")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -252,50 +297,75 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int) -> str:
     """The whole screen, without line longer than `columns`."""
     ready = sum(node.state == "ready" for node in snapshot.nodes)
-    summary = f"{router}  {ready} of {len(snapshot.nodes)} nodes ready, {snapshot.queued_requests} requests queued"
-    nodes = [
-        [
-            f"{node.role} {node.url}", node.state, node.load, number(node.queued_tokens),
-            "-" if node.kv_usage is None else f"{node.kv_usage:.0%}", number(node.prefill_tokens_per_s),
-            number(node.decode_tokens_per_s),
-        ]
-        for node in sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
-    ]  # fmt: skip
+    queued = counted(snapshot.queued_requests, "request")
+    shown = sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
+    head, *rows = table(NODE_COLUMNS, [_node_cells(node) for node in shown])
     lines = [
-        summary,
-        "",
-        *table(
-            ("NODE", "STATE", "LOAD", "QUEUED TOK", "KV", "PREFILL TOK/S", "DECODE TOK/S"), nodes
-        ),
+        TextLine(f"{router}  {ready} of {len(shown)} nodes ready, {queued} queued"),
+        TextLine(""),
+        TextLine(head, BOLD),
     ]
-    lines += [f"  {node.url}: {node.reason}" for node in snapshot.nodes if node.reason]
-    if snapshot.pairs:
-        pairs = [
-            [
-                f"{p.prefill} -> {p.decode}",
-                p.transport or "-",
-                p.requests,
-                number(p.bytes_per_s, "B/s"),
-                p.failures,
-            ]
-            for p in snapshot.pairs
-        ]
-        lines += ["", *table(("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES"), pairs)]
-    if snapshot.slowest:
-        rows = [[r.id, f"{r.ms:.0f}", r.outcome, r.attempts, r.worker] for r in snapshot.slowest]
-        lines += [
-            "",
-            *table(
-                ("SLOWEST OF THE YOUNGEST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows
-            ),
-        ]
+    lines += [
+        TextLine(row, STATE_COLORS.get(node.state, RED))
+        for row, node in zip(rows, shown, strict=True)
+    ]
+    lines += [TextLine(f"  {address(node.url)}: {node.reason}") for node in shown if node.reason]
+    for columns_of, cells in (
+        (PAIR_COLUMNS, [_pair_cells(pair) for pair in snapshot.pairs]),
+        (REQUEST_COLUMNS, [_request_cells(request) for request in snapshot.slowest]),
+    ):
+        if cells:
+            head, *rows = table(columns_of, cells)
+            lines += [TextLine(""), TextLine(head, BOLD), *map(TextLine, rows)]
     if snapshot.source == "poll":
-        lines += ["", "pairs and requests are unknown: this router serves no /ui/feed"]
-    cut = [line[:columns] for line in lines]
-    heads = ("NODE", "PAIR", "SLOWEST")
-    return "\n".join(
-        f"{BOLD}{line}{PLAIN}" if is_colored and line.startswith(heads) else line for line in cut
-    )
+        unknown = "pairs and requests are unknown: this router serves no /ui/feed"
+        lines += [TextLine(""), TextLine(unknown)]
+    return "\n".join(line.shown(columns, is_colored=is_colored) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class TextLine:
+    """Line of the screen. `style`: an escape sequence, or empty."""
+
+    text: str
+    style: str = ""
+
+    def shown(self, columns: int, *, is_colored: bool) -> str:
+        cut = self.text[:columns]
+        return f"{self.style}{cut}{PLAIN}" if is_colored and self.style else cut
+
+
+NODE_COLUMNS = ("NODE", "STATE", "LOAD", "QUEUED", "KV", "PREFILL/S", "DECODE/S")
+"""The last four: prompt tokens that wait, share of the KV pages in use, tokens per second."""
+PAIR_COLUMNS = ("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES")
+REQUEST_COLUMNS = ("SLOWEST RECENT REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER")
+
+
+def _node_cells(node: NodeRow) -> list[object]:
+    return [
+        f"{node.role} {address(node.url)}",
+        node.state,
+        node.load,
+        number(node.queued_tokens),
+        "-" if node.kv_usage is None else f"{node.kv_usage:.0%}",
+        number(node.prefill_tokens_per_s),
+        number(node.decode_tokens_per_s),
+    ]
+
+
+def _pair_cells(pair: PairRow) -> list[object]:
+    return [
+        f"{address(pair.prefill)} -> {address(pair.decode)}",
+        pair.transport or "-",
+        pair.requests,
+        number(pair.bytes_per_s, "B/s"),
+        pair.failures,
+    ]
+
+
+def _request_cells(request: RequestRow) -> list[object]:
+    worker = address(request.worker)
+    return [request.id, f"{request.ms:.0f}", request.outcome, request.attempts, worker]
 
 
 def as_json(router: str, snapshot: TopSnapshot) -> str:
@@ -341,7 +411,9 @@ def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
                         out.write("\n")
             except SourceFailed as err:
                 if not was_seen:
-                    print(f"{PROG}: {err}; give --router and --key", file=sys.stderr)
+                    remedy = connection_remedy(router, err.problem)
+                    advice = remedy or "give the router's URL, and --key if it wants one"
+                    print(f"{PROG}: {err}; {advice}", file=sys.stderr)
                     return 2
                 out.write(f"{err}\n")
                 out.flush()

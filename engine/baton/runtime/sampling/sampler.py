@@ -8,7 +8,8 @@ tokens that are kept, in order of id (the inverse of their distribution function
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
 
-A row whose largest logit is NaN or infinite gets INVALID_TOKEN; the other rows of the step are not affected.
+A row whose largest logit is NaN or infinite, also after its edits, gets INVALID_TOKEN; the other rows of the step are
+not affected.
 
 u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the batch, on
 preemption, on the page size, or on which node draws it (the first token is drawn on P, the others on D).
@@ -32,10 +33,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.sched.types.hashing import uniform
+from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (matches vLLM)."""
+LEAST_TOP_P = 1e-12
+"""A smaller top_p keeps the most likely token alone as well, and its product with a mass would be 0."""
+LARGEST_LOGIT = 1e30
+"""Bounds a logit that a tiny repetition_penalty divides: far from overflow when a temperature divides it, too."""
 HEAD = 256
 _ROWS_AT_ONCE = 8
 """Bounds the scratch memory of a draw to 8 * vocab floats."""
@@ -151,6 +157,7 @@ class LogitEdits:
             count, repetition, frequency, presence = put(np.concatenate(self._penalties, axis=1))
             seen = logits[at[0], at[1]]
             seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            seen.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)  # a NaN stays one
             logits.index_put_((at[0], at[1]), seen - (frequency * count + presence * (count > 0)))
         if self._banned:
             at = put(np.array(self._banned).T.copy())
@@ -158,22 +165,33 @@ class LogitEdits:
 
 
 def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
-    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p."""
+    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p.
+
+    The most likely token always passes top_p and min_p (as min_tokens_to_keep in transformers).
+    """
     p = row.params
     top_k = p.top_k if 0 < p.top_k < vocab else 0
-    return p.temperature, uniform(p.seed, row.position), top_k, p.top_p, p.min_p
+    top_p = max(p.top_p, LEAST_TOP_P)
+    min_p = min(p.min_p, 1.0)
+    return p.temperature, uniform(p.seed, row.position), top_k, top_p, min_p
 
 
 def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
-    """Draw a token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
+    """Draw a token for each non-greedy row of logits [n, vocab]; INVALID_TOKEN where no probability is a number.
+
+    Args: `columns`: `draw_columns` of each.
+    """
     temperatures = torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
     tokens = []
     for start in range(0, len(logits), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         scaled = logits[rows] / temperatures[rows]
         probs = scaled.softmax(-1)
+        is_undefined = probs[:, 0].isnan().tolist()  # then the whole row is
         for i, (_, u, top_k, top_p, min_p) in enumerate(columns[rows]):
-            if not top_k and top_p >= 1 and not min_p:
+            if is_undefined[i]:
+                tokens.append(INVALID_TOKEN)
+            elif not top_k and top_p >= 1 and not min_p:
                 tokens.append(_pick(probs[i].numpy(), u))
             else:
                 ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)

@@ -71,7 +71,7 @@ class SamplingLaunch:
             raw = logits[asked].log_softmax(-1)
         if self._edits is not None:
             self._edits.apply(logits, self._put)
-            tokens = torch.where(best < 0, best, logits.argmax(-1))
+            tokens = torch.where(best < 0, best, greedy_tokens(logits))
         else:
             tokens = best.clone()
         if self._drawn:

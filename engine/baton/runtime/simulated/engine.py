@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.config import EngineConfig
-from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, Simulated, read
+from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, VOCAB_SIZE, Simulated, read
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
 from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
@@ -37,8 +37,7 @@ class SimLoaded:
     native_pool: Any
     layout: dict[str, object]
     info: dict[str, object]
-    vocab_size: ClassVar[int] = 2**31
-    """Simulated tokens are four bytes of text without the top bit."""
+    vocab_size: ClassVar[int] = VOCAB_SIZE
 
     def engine(
         self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None

@@ -99,12 +99,12 @@ def _refusal(name: str, problem: str, value: Any) -> BadRequest:
         )
     if bound := BOUND.fullmatch(problem):
         limit = f"{BOUNDS[bound['sign']]} {bound['limit'].removesuffix('.0')}"
-        return BadRequest(f"{name} is {_shown(value)}, must be {limit}", param=param)
+        return BadRequest(f"{name} is {shown(value)}, must be {limit}", param=param)
     text = "is too large" if problem == "Number out of range" else "must not be empty"
     return BadRequest(f"{name} {text}", param=param)
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
     """A number in a message; JSON integers may have thousands of digits."""
     return (
         f"{value:g}"

@@ -5,9 +5,10 @@ A format is fed deltas in order: `event(delta)` for a stream, `take(delta)` and 
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -15,6 +16,22 @@ import msgspec
 from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
 
 encode_json = msgspec.json.Encoder().encode
+
+
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "gnt-")
+"""Prefixes of response ids: of the two formats here, and of the router's ids for /generate."""
+
+
+def plain_id(request_id: str) -> str:
+    """Return a request's id without the prefix of an API: `x-request-id: ID` is answered with `"id": "chatcmpl-ID"`."""
+    prefix = next((p for p in ID_PREFIXES if request_id.startswith(p)), "")
+    return request_id.removeprefix(prefix)
+
+
+def spellings(request_id: str) -> list[str]:
+    """Ids that name the same request: this one first, then those with another prefix of an API or none."""
+    plain = plain_id(request_id)
+    return list(dict.fromkeys((request_id, plain, *(prefix + plain for prefix in ID_PREFIXES))))
 
 
 def sse(payload: dict[str, Any]) -> bytes:
@@ -221,9 +238,10 @@ class CompletionFormat(_OpenAiFormat):
 
     def __init__(self, generation: Generation, request_id: str, model: str) -> None:
         super().__init__(generation, request_id, model)
-        before = () if self._accepted.resume is None else self._accepted.resume.ids
-        resumed = sum(len(self._tokenizer.token_text(i)) for i in before)
-        self._offsets = [len(self._echo(t)) + resumed for t in generation.tracks]
+        self._offsets = [TextOffsets(len(self._echo(track))) for track in generation.tracks]
+        if self._accepted.resume is not None:
+            for offsets in self._offsets:
+                self._place(offsets, self._accepted.resume.ids)
 
     def _echo(self, track: ChoiceState) -> str:
         return self._accepted.echo[track.item.prompt_index] if self._accepted.echo else ""
@@ -243,18 +261,77 @@ class CompletionFormat(_OpenAiFormat):
 
     def _logprobs(self, track: ChoiceState, rows: TokenLogprobs) -> dict[str, Any]:
         """Make columns; `text_offset` counts on from the tokens of earlier events."""
-        text_of = self._tokenizer.token_text
-        texts = [text_of(i) for i in rows.ids]
-        *offsets, self._offsets[track.index] = accumulate(
-            map(len, texts), initial=self._offsets[track.index]
-        )
-        top = [{text_of(i): finite_logprob(p) for i, p in row} for row in rows.top]
+        top = [self._top_entries(row) for row in rows.top]
         return {
-            "tokens": texts,
+            "tokens": [self._tokenizer.token_text(i) for i in rows.ids],
             "token_logprobs": [finite_logprob(p) for p in rows.chosen],
             "top_logprobs": top if self._accepted.logprobs > 0 else None,
-            "text_offset": offsets,
+            "text_offset": self._place(self._offsets[track.index], rows.ids),
         }
+
+    def _place(self, offsets: TextOffsets, ids: Iterable[int]) -> list[int]:
+        """Offsets of the next tokens of a choice in its text."""
+        return [
+            offsets.place(b"" if self._is_skipped(i) else self._tokenizer.token_bytes(i))
+            for i in ids
+        ]
+
+    def _is_skipped(self, token_id: int) -> bool:
+        """A special token that the text leaves out."""
+        if not self._accepted.text.skip_special_tokens:
+            return False
+        decode = self._tokenizer.decode
+        return not decode([token_id]) and bool(decode([token_id], skip_special_tokens=False))
+
+    def _top_entries(self, row: list[tuple[int, float]]) -> dict[str, float]:
+        """Logprobs of a position's alternatives by text, or by bytes where another has the text already."""
+        entries: dict[str, float] = {}
+        for token_id, logprob in row:
+            raw = self._tokenizer.token_bytes(token_id)
+            key = token_key(raw)
+            key = bytes_key(raw) if key in entries else key
+            entries.setdefault(key, finite_logprob(logprob))
+        return entries
+
+
+class TextOffsets:
+    """Places of consecutive tokens in the text that their bytes make, counted in characters.
+
+    All tokens that are parts of one character have its place. Bytes that become no character count as the U+FFFD that
+    the text has for them.
+    """
+
+    __slots__ = ("_chars", "_decoder")
+
+    def __init__(self, start: int) -> None:
+        self._chars = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def place(self, raw: bytes) -> int:
+        """Place of the next token."""
+        if raw and not _is_continuation(raw[0]):  # what is before it is complete, or never will be
+            self._chars += len(self._decoder.decode(b"", final=True))
+        place = self._chars
+        self._chars += len(self._decoder.decode(raw))
+        return place
+
+
+def _is_continuation(byte: int) -> bool:
+    """The byte goes on with a character in UTF-8 (RFC 3629: 10xxxxxx)."""
+    return byte & 0xC0 == 0x80
+
+
+def token_key(raw: bytes) -> str:
+    """Key of a token in `top_logprobs`: its text, or its bytes where they are no text alone."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return bytes_key(raw)
+
+
+def bytes_key(raw: bytes) -> str:
+    """OpenAI's spelling of a token that is part of a character: `bytes:\\xf0\\x9f`."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def finite_logprob(value: float) -> float:

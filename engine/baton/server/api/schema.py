@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
+
 INT64_MAX = 2**63 - 1
 LARGEST = 1e30
 """Above any sensible number, and far from overflow in what is computed with it."""
@@ -77,6 +79,7 @@ class ResumeFields(Struct):
     ids: Any = None
     seed: Natural = None
     created: Natural = None
+    fingerprint: dict[str, str] | None = None
 
 
 class RequestFields(Struct, kw_only=True):
@@ -84,12 +87,13 @@ class RequestFields(Struct, kw_only=True):
 
     model: Text = None
     input_ids: Any = None
+    tokenizer_fingerprint: Text = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     rid: Any = None
     request_id: Any = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] | None = None
     priority_class: Any = None
     service_tier: Any = None
     tenant: Any = None
@@ -106,6 +110,11 @@ class RequestFields(Struct, kw_only=True):
     disagg_prefill_dp_rank: AnyRank = None
     baton_resume: dict[str, Any] | None = None
 
+    @property
+    def continues_prompt(self) -> bool:
+        """Tell an answer that continues the prompt's text from one that is a text of its own."""
+        return True
+
 
 class ChatCompletionRequest(RequestFields, kw_only=True):
     messages: Any = None
@@ -117,6 +126,10 @@ class ChatCompletionRequest(RequestFields, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message or False
 
 
 class CompletionRequest(RequestFields, kw_only=True):

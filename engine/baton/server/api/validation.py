@@ -28,24 +28,27 @@ from baton.errors import (
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.api import fields, schema, unsupported_fields
-from baton.server.api.fields import bad, first, integers
+from baton.server.api.fields import bad, first
 from baton.server.api.placement import place, seed_for
 from baton.server.api.resume import ResumeState, read_resume
+from baton.server.api.sampling import read_defaults, read_params
 from baton.server.api.schema import (
     MAX_DEADLINE_MS,
     MAX_ITEMS,
-    MAX_STOP_IDS,
     RequestFields,
     SamplingFields,
 )
 from baton.server.api.tenancy import Tenancy
-from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
+from baton.server.api.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.detokenizer import TextRules
+from baton.server.text.messages import count_chars
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer, TooManyTokens
 
 T = TypeVar("T")
-CHARS_PER_MESSAGE = 4
-"""Reading a message takes 1 us, as long as tokenizing so many characters."""
+CHARS_PER_MESSAGE = 8
+"""Reading a message takes 2 us, as long as tokenizing so many characters."""
 NESTED = "sampling_params."
 """Prefix of the sampling fields in errors of /generate."""
 COMPLETION_MAX_TOKENS = 16
@@ -54,16 +57,6 @@ GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-
-
-@dataclass(frozen=True, slots=True)
-class TextRules:
-    """How tokens become the text a client sees."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +129,16 @@ class RequestValidator:
         self.tenancy = Tenancy(config)
         self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
+        self.fingerprint: Mapping[str, str] = {}
+        """The node's, once its ranks have reported their layout."""
         eos = {
             tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None
         }
-        self.eos_token_ids = tuple(
-            sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)})
+        self.vocabulary = ModelVocabulary(facts.vocab_size, tokenizer)
+        self.eos_token_ids = self.vocabulary.ids_within(
+            (*facts.eos_token_ids, *(i for i in eos if i is not None))
         )
+        self._defaults = read_defaults(facts)
 
     @property
     def max_prompt_chars(self) -> int:
@@ -192,7 +189,7 @@ class RequestValidator:
         max_tokens = _max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
-        prompts = self._tokenized(request.input_ids, 1, "messages", many=False)
+        prompts = self._tokenized(request, 1, "messages", many=False)
         if prompts is None:
             ids = await self._rendered(
                 messages,
@@ -231,9 +228,7 @@ class RequestValidator:
             max_completion_tokens=request.max_completion_tokens,
         )
         raw = _prompt_list("prompt", request.prompt)
-        prompts = self._tokenized(
-            request.input_ids, len(raw), "prompt", many=_is_batch(request.prompt)
-        )
+        prompts = self._tokenized(request, len(raw), "prompt", many=_is_batch(request.prompt))
         prompts = prompts or await self._prompts(
             raw, "prompt", _or(request.add_special_tokens, True)
         )
@@ -282,10 +277,10 @@ class RequestValidator:
         }
         max_tokens = _max_tokens(1, **limits)
         prompts = (
-            self._tokenized(request.input_ids, len(raw), name, many=is_batch)
-            if name != "input_ids"
-            else None
+            self._tokenized(request, len(raw), name, many=is_batch) if name != "input_ids" else None
         )
+        if name == "input_ids":
+            refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
         prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
@@ -327,7 +322,7 @@ class RequestValidator:
         nested = bool(value) and type(value[0]) is list
         rows = value if nested else [value]
         for row in rows:
-            self._check_ids(row, "tokens")
+            self.vocabulary.check_decodable(row, "tokens")
         texts = await self._decode(rows, _or(request.skip_special_tokens, True))
         return texts if nested else texts[0]
 
@@ -337,24 +332,15 @@ class RequestValidator:
         if model is not None and model not in self.model_names:
             raise self._facts.not_served(model)
 
-    def _check_ids(self, ids: Any, param: str) -> None:
-        vocab = self._tokenizer.vocab_size
-        if type(ids) is not list or (
-            ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)
-        ):
-            raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
-
     def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
         if type(ids) is list and len(ids) > self.context_length:
             raise self._too_long(f"has {len(ids)}", sent or param)
-        self._check_ids(ids, param)
+        self.vocabulary.check_ids(ids, param)
 
     async def _messages(self, given: Any) -> list[dict[str, Any]]:
-        """Checked messages. Many are read in a thread: 100,000 take 0.1 s, in which the event loop gets its turns."""
-        count = len(given) if type(given) is list else 0
-        return await self._tokenizer.offload(
-            count * CHARS_PER_MESSAGE, lambda: read_messages(given)
-        )
+        """Messages in the template's form. Many are read in a thread: 100,000 take 0.2 s, the event loop goes on."""
+        size = CHARS_PER_MESSAGE * len(given) if type(given) is list else 0
+        return await self._tokenizer.offload(size, lambda: self._template.normalize(given))
 
     async def _rendered(
         self, messages: list[dict[str, Any]], encode: Callable[[str], list[int]], **options: Any
@@ -366,15 +352,17 @@ class RequestValidator:
             self._refuse_too_long([text], "messages")
             return encode(text)
 
-        return await self._tokenizer.offload(chars_of(messages), tokens)
+        return await self._tokenizer.offload(count_chars(messages), tokens)
 
     def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
         try:
-            return self._tokenizer.encode(
+            ids = self._tokenizer.encode(
                 text, add_special_tokens=special, max_tokens=self.context_length
             )
         except TooManyTokens as err:
             raise self._too_long(f"has {err.count}", param) from err
+        self.vocabulary.check_encoded(ids, param)
+        return ids
 
     async def _encode(
         self, texts: list[str], encode: Callable[[str], list[int]], param: str
@@ -407,24 +395,18 @@ class RequestValidator:
         )
 
     def _tokenized(
-        self, value: Any, count: int, param: str, *, many: bool
+        self, request: RequestFields, count: int, param: str, *, many: bool
     ) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
-        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
-        fingerprints), and take the place of the texts. A prompt that is too long is reported as `param`, which the
-        client sent.
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it states the
+        fingerprint), and take the place of the texts. A prompt that is too long is reported as `param`, which the
+        client sent. Raises FingerprintMismatch.
         """
-        if value is None:
+        if request.input_ids is None:
             return None
-        rows = value if many else [value]
-        if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
-            wanted = (
-                f"an array of {min(count, MAX_ITEMS)} arrays of token ids"
-                if many
-                else "an array of token ids"
-            )
-            raise bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
+        refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
+        rows = rows_of_ids(request.input_ids, count, many=many)
         for ids in rows:
             self._check_prompt_ids(ids, "input_ids", sent=param)
             if not ids:
@@ -456,26 +438,11 @@ class RequestValidator:
         prefix: str = "",
     ) -> _Common:
         """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
-        defaults = {} if prefix else self._facts.sampling_defaults
-        vocab = self._tokenizer.vocab_size
-        stop_ids = integers(prefix + "stop_token_ids", s.stop_token_ids, MAX_STOP_IDS, 0, vocab - 1)
-        min_name, min_tokens = first(s, "min_tokens", "min_new_tokens")
-        params = SamplingParams(
-            min_new_tokens=min_tokens or 0,
-            temperature=_or(s.temperature, defaults.get("temperature", 1.0)),
-            top_p=_or(s.top_p, defaults.get("top_p", 1.0)),
-            top_k=max(_or(s.top_k, int(defaults.get("top_k", 0))), 0),
-            min_p=_or(s.min_p, defaults.get("min_p", 0.0)),
-            presence_penalty=s.presence_penalty or 0.0,
-            frequency_penalty=s.frequency_penalty or 0.0,
-            repetition_penalty=_or(s.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
-            stop_token_ids=stop_ids
-            if s.ignore_eos
-            else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
-            ignore_eos=s.ignore_eos or False,
-            logit_bias=self._logit_bias(prefix + "logit_bias", s.logit_bias or {}),
-            logprobs=logprobs,
+        defaults = SamplingFields() if prefix else self._defaults
+        params = read_params(
+            s, defaults, self.vocabulary, self.eos_token_ids, logprobs=logprobs, prefix=prefix
         )
+        min_name, min_tokens = first(s, "min_tokens", "min_new_tokens")
         given_options = request.stream_options or {}
         options = fields.read(schema.StreamOptions, given_options, "stream_options.")
         known_options = schema.StreamOptions.__struct_fields__
@@ -490,6 +457,7 @@ class RequestValidator:
                 include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
                 skip_special_tokens=_or(s.skip_special_tokens, True),
                 min_tokens=min_tokens or 0,
+                continues_prompt=request.continues_prompt,
             ),
             stream=request.stream or False,
             include_usage=options.include_usage or False,
@@ -524,15 +492,6 @@ class RequestValidator:
                 param="priority",
             )
         return value
-
-    def _logit_bias(self, name: str, table: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-        vocab = self._tokenizer.vocab_size
-        for key, value in table.items():
-            if not key.isascii() or not key.isdigit() or int(key[:12]) >= vocab:
-                raise bad(name, f"has the key {key[:50]!r}, which is no token id below {vocab}")
-            if type(value) not in (int, float) or not -100 <= value <= 100:
-                raise bad(name, f"of token {key} must be a number from -100 to 100")
-        return tuple((int(key), float(value)) for key, value in table.items())
 
     def _ignored(
         self,
@@ -583,7 +542,7 @@ class RequestValidator:
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
-        resume = read_resume(request, self.context_length, self._tokenizer.vocab_size)
+        resume = read_resume(request, self.context_length, self.vocabulary, self.fingerprint)
         if resume is not None:
             items = [_resumed(items, request.stream or False, resume)]
         return replace(common.accepted, items=tuple(items), resume=resume)

@@ -10,9 +10,11 @@ import asyncio
 import dataclasses
 import hmac
 import logging
+import os
 import re
 import time
 from array import array
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,10 +26,10 @@ from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
 from baton.server.api import fields
-from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.openai import ChatFormat, CompletionFormat, spellings
 from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator, TextRules
+from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import (
     REQUEST_ID,
@@ -36,12 +38,18 @@ from baton.server.http.http_utils import (
     new_id,
     read_object,
 )
-from baton.server.http.lifecycle import NodeCondition, NodeState, ServerLifecycle
+from baton.server.http.lifecycle import (
+    READY_PEERS_HEADER,
+    NodeCondition,
+    NodeState,
+    ServerLifecycle,
+)
 from baton.server.http.request_handler import RequestHandler
 from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
-from baton.server.observability.metrics import EngineMetrics
+from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
+from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
@@ -56,6 +64,7 @@ NONFINITE_IN_A_ROW = 3
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 FEATURES = {
     "null": ["resume"],
@@ -91,14 +100,16 @@ class HttpServer:
             config.page_size,
             config.metrics_compat,
         )
-        self.lifecycle = ServerLifecycle(ranks)
-        self._counted_refused = 0
+        self.lifecycle = ServerLifecycle(ranks, config.disaggregation_mode)
+        self._counted_refused = dict.fromkeys(ROUTE_REFUSALS, 0)
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
+        self.incarnation = os.urandom(8).hex()
+        """Id of this process. Facts that a router has read belong to it, not to the address."""
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator, self.tracer,
+            self.validator, self.tracer, self.incarnation,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -121,7 +132,15 @@ class HttpServer:
             i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)
         ]
         self.validator.context_length = min([self.facts.context_length, *pools])
+        self.validator.fingerprint = self._fingerprint()
         self.lifecycle.is_loaded = True
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Empty until a rank has reported its layout."""
+        layout = self.ranks.ranks[0].info.get("layout")
+        if not isinstance(layout, dict):
+            return {}
+        return fingerprint(self.facts, self._tokenizer_hash, layout)
 
     def _nonfinite(self) -> errors.EngineError | None:
         """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
@@ -215,9 +234,8 @@ class HttpServer:
         if self.lifecycle.bootstrap is not None:
             config["disaggregation_bootstrap_port"] = self.lifecycle.bootstrap.port
         ranks, now = self.ranks.ranks, self.lifecycle.condition()
-        layout = ranks[0].info.get("layout")  # absent until the rank has loaded
-        if isinstance(layout, dict):
-            config["fingerprint"] = fingerprint(self.facts, self._tokenizer_hash, layout)
+        if own_fingerprint := self._fingerprint():
+            config["fingerprint"] = own_fingerprint
         return json_response(
             {
                 **config,
@@ -225,6 +243,7 @@ class HttpServer:
                 "context_length": self.validator.context_length,  # a rank's pool may hold less than it says
                 "max_prompt_chars": self.validator.max_prompt_chars,
                 "engine": "baton",
+                "incarnation": self.incarnation,
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "state": now.state.value,
@@ -246,16 +265,26 @@ class HttpServer:
         if request.path == "/get_load":  # SGLang's
             return json_response([load_report.short(rank) for rank in ranks])
         return json_response(
-            {"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]}
+            {
+                "incarnation": self.incarnation,
+                "dp_rank_count": len(ranks),
+                "loads": [load_report.full(rank) for rank in ranks],
+            }
         )
+
+    def _count_refused_routes(self, bootstrap: Any) -> None:
+        unsigned = bootstrap.refused_unsigned
+        totals = {"AUTH": unsigned, "OTHER": bootstrap.refused - unsigned}
+        for code, total in totals.items():
+            counter = self.metrics.kv_routes_refused.labels(code)
+            counter.inc(max(0, total - self._counted_refused[code]))
+            self._counted_refused[code] = total
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         if self.tracer is not None:
             self.tracer.count(self.metrics.trace_spans)
         if self.lifecycle.bootstrap is not None:
-            refused = self.lifecycle.bootstrap.refused
-            self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
-            self._counted_refused = refused
+            self._count_refused_routes(self.lifecycle.bootstrap)
         now = self.lifecycle.condition()
         self.metrics.ready.set(now.refusal is None)
         for state in NodeState:
@@ -270,20 +299,22 @@ class HttpServer:
     # ---- health ------------------------------------------------------------------------------------------------
 
     async def livez(self, request: web.Request) -> web.Response:
-        return json_response({"status": "alive"})
+        return json_response({"status": "alive", "incarnation": self.incarnation})
 
     async def health(self, request: web.Request) -> web.Response:
+        self.lifecycle.note_ready_peers(request.headers.get(READY_PEERS_HEADER))
         now = self.lifecycle.condition()
         if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
             now = NodeCondition(now.state, "nonfinite_logits", nonfinite)
+        state = {"state": now.state.value, "incarnation": self.incarnation}
         if now.refusal is None:
-            return json_response({"status": "ok", "state": now.state.value})
-        return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})
+            return json_response({"status": "ok", **state})
+        return error_response(now.refusal, {**state, "reason": now.reason})
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """Generate a real token on every rank, on the path that requests take."""
         self._refuse_if_not_accepting()
-        token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
+        token = next(iter(self.validator.eos_token_ids), 0)  # only ids that the model takes
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         items = tuple(
             PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)
@@ -380,9 +411,16 @@ class HttpServer:
             else 0
         )
         if any(r.ready for r in self.ranks.ranks):
-            replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
-            count += sum(reply["aborted"] for reply in replies)
+            count += await self._abort_in_ranks(rid, rooms=list(rooms), everything=everything)
+            for other in [] if count or rid is None else spellings(rid)[1:]:
+                count += await self._abort_in_ranks(other)
         return json_response({"success": True, "aborted": count})
+
+    async def _abort_in_ranks(
+        self, rid: str | None, *, rooms: Sequence[int] = (), everything: bool = False
+    ) -> int:
+        replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
+        return sum(reply["aborted"] for reply in replies)
 
     async def suspend_request(self, request: web.Request) -> web.Response:
         """All items of the request, or none: what one rank suspended is resumed when another one cannot."""
@@ -468,7 +506,13 @@ class HttpServer:
             self._check_key(request)
             return await handler(request)
         except errors.EngineError as err:
-            return error_response(err)
+            response = error_response(err)
+            if (
+                request.path in GENERATION_PATHS
+            ):  # a router that expected another process asks again
+                own = load_report.incarnation(self.incarnation)
+                response.headers[load_report.LOAD_HEADER] = own
+            return response
         except web.HTTPNotFound:
             return error_response(errors.NotFound(f"no such path: {request.path[:200]}"))
         except web.HTTPMethodNotAllowed as err:

@@ -72,7 +72,10 @@ class ChoiceState:
         rules, tokenizer = owner.accepted.text, owner.tokenizer
         skip = rules.skip_special_tokens
         self._owner = owner
-        self._detok = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
+        self._detok = Detokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip),
+            item.prompt[: item.asked_tokens] if rules.continues_prompt else (),
+        )
         self._matcher = (
             StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
         )
@@ -254,7 +257,9 @@ class Generation:
         if track.last_token_at:
             self.metrics.itl.observe((now - track.last_token_at) / count)
         else:
-            self.metrics.ttft.labels(self.endpoint).observe(now - self.arrived)
+            self.metrics.ttft.labels(self.metrics.model_name, self.endpoint).observe(
+                now - self.arrived
+            )
         track.last_token_at = now
 
     async def next(self, timeout_secs: float | None = None) -> list[TextDelta] | None:

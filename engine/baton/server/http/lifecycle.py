@@ -28,6 +28,10 @@ ASK_SECS = 10.0
 POLL_SECS = 0.05
 """Between two looks at what the ranks have left: nothing announces to the front that D has pulled."""
 RETRY_SECS = 2
+READY_PEERS_HEADER = "x-baton-ready-peers"
+"""Header of a router's health probe: other ready workers that could take this one's requests."""
+PEERS_VALID_SECS = 30.0
+"""A router probes each 5 s by default; a number that is older says nothing about now."""
 
 
 class NodeState(enum.Enum):
@@ -54,8 +58,12 @@ class ServerLifecycle:
 
     answers: RequestHandler
 
-    def __init__(self, ranks: RankSet) -> None:
+    def __init__(self, ranks: RankSet, mode: str = "null") -> None:
+        """`mode`: --disaggregation-mode."""
         self._ranks = ranks
+        self._mode = mode
+        self._peers: tuple[int, float] | None = None
+        """Ready peers as a router last reported them, and when."""
         self._drained_since: float | None = None
         self._final_reason: str | None = None
         self.is_loaded = False
@@ -117,6 +125,21 @@ class ServerLifecycle:
         ranks = self._ranks.ranks
         return sum(r.load_progress for r in ranks) / len(ranks)
 
+    # ---- peers -------------------------------------------------------------------------------------------------
+
+    def note_ready_peers(self, header: str | None) -> None:
+        """Remember the number that a router's probe carries; other probes carry none."""
+        if header is not None and header.isascii() and header.isdigit() and len(header) < 10:
+            self._peers = int(header), time.monotonic()
+
+    @property
+    def ready_peers(self) -> int | None:
+        """Other ready workers that could take this one's requests; None: no router reported it lately."""
+        if self._peers is None:
+            return None
+        count, reported_at = self._peers
+        return count if time.monotonic() - reported_at < PEERS_VALID_SECS else None
+
     # ---- drain -------------------------------------------------------------------------------------------------
 
     def begin_drain(self, final_reason: str | None = None) -> None:
@@ -162,6 +185,8 @@ class ServerLifecycle:
         return {
             "state": condition.state.value,
             "reason": condition.reason,
+            "role": "regular" if self._mode == "null" else self._mode,
+            "ready_peers": self.ready_peers,
             "is_final": self._final_reason is not None,
             "is_drained": self.is_draining and is_finished,
             "draining_secs": None

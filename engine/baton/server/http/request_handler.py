@@ -23,11 +23,12 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
-from baton.server.api.openai import ResponseFormat, sse
+from baton.server.api.openai import ResponseFormat, plain_id, sse
 from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
 from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
+from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.tracer import SpanTracer
@@ -65,6 +66,8 @@ class RequestHandler:
     """Raises when the node does not take requests now (loading, draining, dead)."""
     validator: RequestValidator
     tracer: SpanTracer | None
+    incarnation: str
+    """Id of this process, for the load reports."""
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
@@ -96,8 +99,10 @@ class RequestHandler:
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
-        """The requests with this rid that are being worked on."""
-        return [generation for generation in self._live if generation.rid == rid]
+        """The requests that are being worked on with this rid, or else with this id but for the prefix of an API."""
+        equal = [generation for generation in self._live if generation.rid == rid]
+        plain = plain_id(rid)
+        return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
     async def answer(
         self, request: web.Request, endpoint: str, validate: Validate, format: type[ResponseFormat]
@@ -150,7 +155,7 @@ class RequestHandler:
                 for delta in await generation.next() or ():
                     shape.take(delta)
             status, outcome = 200, "ok"
-            return json_response(shape.whole(), headers=headers | _router_headers(generation))
+            return json_response(shape.whole(), headers=headers | self._router_headers(generation))
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
@@ -210,7 +215,7 @@ class RequestHandler:
 
         async def send(data: bytes) -> None:
             if not response.prepared:
-                response.headers.update(_router_headers(generation))
+                response.headers.update(self._router_headers(generation))
                 await response.prepare(request)
             await response.write(data)
 
@@ -240,29 +245,49 @@ class RequestHandler:
         await response.write_eof()
         return response, outcome
 
+    def _router_headers(self, generation: Generation) -> dict[str, str]:
+        """For routers: load of the rank that answers (the first item's) at this moment, way to its first token."""
+        first = generation.tracks[0]
+        if first.rank is None:
+            load = load_report.incarnation(self.incarnation)
+        else:
+            load = load_report.header(first.rank, self.incarnation)
+        headers = {load_report.LOAD_HEADER: load}
+        if first.stages is not None:
+            headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
+        return headers
+
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
-        now = time.monotonic()
+        e2e = time.monotonic() - arrived
         m = self.metrics
         m.prompt_tokens.inc(g.prompt_tokens)
         m.cached_tokens.inc(g.cached_tokens)
         m.completion_tokens.inc(g.completion_tokens)
         if outcome == "ok":
-            m.e2e.labels(endpoint).observe(now - arrived)
+            m.e2e.labels(m.model_name, endpoint).observe(e2e)
             m.prompt_length.observe(g.prompt_tokens)
             m.completion_length.observe(g.completion_tokens)
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
         after_first = max(g.completion_tokens - len(g.tracks), 0)
         first = g.tracks[0]
-        room = "-" if first.item.rendezvous is None else first.item.rendezvous.room
+        has_tpot = ttft is not None and after_first
         log.info(
-            "request rid=%s endpoint=%s outcome=%s rank=%s room=%s items=%d prompt_tokens=%d cached_tokens=%d "
-            "completion_tokens=%d ttft_ms=%s tpot_ms=%s e2e_ms=%.1f",
-            g.rid, endpoint, outcome, "-" if first.rank is None else first.rank.dp_rank,
-            room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
-            "-" if ttft is None else f"{ttft * 1e3:.1f}",
-            "-" if ttft is None or not after_first else f"{(now - arrived - ttft) / after_first * 1e3:.2f}",
-            (now - arrived) * 1e3,
-        )  # fmt: skip
+            "request",
+            extra=fields(
+                rid=g.rid,
+                endpoint=endpoint,
+                outcome=outcome,
+                rank=None if first.rank is None else first.rank.dp_rank,
+                room=None if first.item.rendezvous is None else first.item.rendezvous.room,
+                items=len(g.tracks),
+                prompt_tokens=g.prompt_tokens,
+                cached_tokens=g.cached_tokens,
+                completion_tokens=g.completion_tokens,
+                ttft_ms=None if ttft is None else round(ttft * 1e3, 1),
+                tpot_ms=round((e2e - ttft) / after_first * 1e3, 2) if has_tpot else None,
+                e2e_ms=round(e2e * 1e3, 1),
+            ),
+        )
 
 
 def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
@@ -274,17 +299,6 @@ def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:
             _PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32]
         )
     }
-
-
-def _router_headers(generation: Generation) -> dict[str, str]:
-    """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
-    first = generation.tracks[0]
-    headers = (
-        {} if first.rank is None else {load_report.LOAD_HEADER: load_report.header(first.rank)}
-    )
-    if first.stages is not None:
-        headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
-    return headers
 
 
 def _cut_connection(request: web.Request) -> None:

@@ -36,8 +36,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_bytes
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
+from baton.server import logs
 from baton.server.http.app import HttpServer
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
@@ -60,18 +61,14 @@ TRANSFER_END_SECS = 2.0
 
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    logs.start_logs(config.log_level, config.log_format)
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
         if config.simulate is None and rank_command is RANK_COMMAND:  # ranks of tests have no model
             checkpoint.check(config, model_info.resolve(config.model_path))
         return asyncio.run(_Launcher(config, rank_command).run())
     except ConfigError as err:
-        print(f"baton engine: {err.message}", file=sys.stderr)
+        logs.report_failure(config.log_format, err.message)
         return 2
 
 
@@ -116,6 +113,8 @@ class _Launcher:
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = HttpServer(self._config, facts, tokenizer, ranks)
+            if (warning := front.validator.vocabulary.warning()) is not None:
+                log.warning("%s: %s", facts.tokenizer_path, warning)
             if front.tracer is not None:
                 stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
@@ -126,7 +125,8 @@ class _Launcher:
                 range(self._config.dp_size), range(self._config.tp_size)
             ):
                 await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
-            log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
+            processes = counted(len(self._children), "process")
+            log.info("%s: loading %s in %s", url, facts.path, processes)
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
@@ -134,10 +134,8 @@ class _Launcher:
                 "ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name
             )
             port = None if bootstrap is None else bootstrap.port
-            print(
-                "READY " + json.dumps({"url": url, "pid": os.getpid(), "bootstrap_port": port}),
-                flush=True,
-            )
+            ready = {"url": url, "pid": os.getpid(), "bootstrap_port": port}
+            logs.announce_ready(self._config.log_format, ready)
             return await self._serve_until_end(front, ranks)
 
     # ---- parts of the start ------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ class _Launcher:
         dead = [f"rank {r.dp_rank}: {r.dead}" for r in ranks.ranks if r.dead is not None]
         if not dead:
             return 0
-        print("baton engine: could not start\n" + "\n".join(dead), file=sys.stderr)
+        logs.report_failure(self._config.log_format, "\n".join(["could not start", *dead]))
         # A rank exits with 2 when the configuration is at fault: a supervisor should not try again. It has sent its
         # message and is about to exit: let it.
         await asyncio.wait(

@@ -1,11 +1,13 @@
 """`baton up`: a whole cluster on this machine, as child processes: nodes first, then the router, then a line to paste.
 
- 1. flags → `UpConfig` (the cluster's shape) + engine flags (handed to every engine) + free ports;
+ 1. flags → `ClusterPlan` (cluster_plan.py) + free ports;
  2. all nodes start at once; each prints READY with the address it got; the router starts when all are ready;
  3. the state file tells other programs who runs where; what dies is restarted on the same port, with back-off;
- 4. Ctrl-C, SIGTERM, or the end of --smoke: router first, then nodes; nothing is left behind.
+ 4. a terminal shows what loads and, while it serves, the traffic (screen.py, traffic.py);
+ 5. Ctrl-C, SIGTERM, or the end of --smoke: router first, then nodes; nothing is left behind.
 
-A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been ready is restarted.
+A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been ready is restarted,
+when it dies, and when it runs but has not answered its health check for --hang-timeout-secs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,25 +32,29 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import KV_TRANSPORTS, MEM_FRACTION, SECRETS, EngineConfig, build, uses_four_bytes
-from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
+from baton.config import SECRETS, build, uses_four_bytes
+from baton.config.flags import flag_name, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
+from baton.server.launch.cluster_plan import (
+    MODE,
+    PROG,
+    ROLES,
+    SHARED_WITH_ROUTER,
+    ClusterPlan,
+    parse,
+)
 from baton.server.launch.process_group import cancel, describe_exit, first_of
-from baton.server.launch.supervisor import ChildFailed, ChildProcess, RestartBackoff
+from baton.server.launch.screen import StatusScreen, greeting, is_live
+from baton.server.launch.supervisor import (
+    ChildFailed,
+    ChildProcess,
+    RestartBackoff,
+    until_unresponsive,
+)
+from baton.server.launch.traffic import TrafficMonitor
 from baton.server.text import model_info
 
-PROG = "baton up"
-PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
-"""Engine flags that `up` sets itself, different for each node."""
-_OWN = {
-    flag_name(
-        name
-    ): "baton up sets it for each node; say how many of which with --prefill, --decode or --workers, and "
-    "give nodes of one role more flags with --prefill-args, --decode-args or --worker-args"
-    for name in sorted(PER_NODE - {"host", "port"})
-}
-"""Flags of an engine that mean nothing to a whole cluster."""
 ROUTER_GRACE_SECS = 5.0
 """Running requests get this long to end by themselves."""
 ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
@@ -60,161 +65,9 @@ PORT_TAKEN = "is in use already"
 """Part of the router's message when it cannot bind its port."""
 ROUTER_PORT_TRIES = 5
 PROBE_PAUSE_SECS = 0.05
+DRAW_SECS = 0.25
 PROGRESS_SECS = 3.0
 """Between two lines about a node that loads its model; small ones are ready sooner."""
-_ROUTER_OWN = ("--host", "--port", "--pd-disaggregation", "--prefill", "--decode", "--worker-urls")
-"""Flags of the router that follow from those of `up`."""
-
-ROLES = ("prefill", "decode", "worker")
-MODE = {"prefill": "prefill", "decode": "decode", "worker": "null"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpConfig:
-    """The cluster's shape; one flag per field."""
-
-    prefill: int | None = opt(None, "prefill nodes (default: 1, or 0 with --workers)")
-    decode: int | None = opt(None, "decode nodes (default: 1, or 0 with --workers)")
-    workers: int = opt(0, "engines that do both phases, instead of prefill and decode nodes")
-    transport: str | None = opt(None, "how KV pages travel (default: auto)", choices=KV_TRANSPORTS)
-    policy: str | None = opt(None, "router: how a worker is chosen (default: the router's)")
-    prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
-    decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")
-    host: str = opt("127.0.0.1", "address the router listens on; the nodes stay on 127.0.0.1")
-    port: int | None = opt(
-        None, "port of the router; 0 picks a free one (default: 8000, or the next free one)"
-    )
-    smoke: bool = opt(
-        False,
-        "send real requests through the cluster, print what came back, stop; exit code 0 or 1",
-    )
-    state_file: str | None = opt(
-        None, "write who runs where to this JSON file, now and after every change"
-    )
-    log_dir: str | None = opt(
-        None,
-        "directory for one log file per process (default: a temporary one, removed after a stop without errors)",
-    )
-    start_timeout_secs: float | None = opt(
-        None,
-        "give up when a process is not ready after this long (default: 300; 1800 with --device cuda or auto, since "
-        "kernels are compiled at the first start) [s]",
-    )
-    router_args: str = opt(
-        "", "more flags for the router, in one string: --router-args='--log-level debug'"
-    )
-    prefill_args: str = opt("", "more flags for every prefill node")
-    decode_args: str = opt("", "more flags for every decode node")
-    worker_args: str = opt("", "more flags for every --workers engine")
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterPlan:
-    """Processes that will run: checked flags, no process yet."""
-
-    up: UpConfig
-    counts: dict[str, int]
-    """Nodes per role."""
-    engine: dict[str, Any]
-    """Engine flags given by the user, by field name."""
-    args: dict[str, list[str]]
-    """Words of --router-args, --prefill-args and their like, by "router" and role."""
-    own: dict[str, dict[str, Any]]
-    """Engine flags among them, by role and field name."""
-
-    @property
-    def processes(self) -> int:
-        """Those that compute."""
-        return sum(
-            n * self.size(role, "dp_size") * self.size(role, "tp_size")
-            for role, n in self.counts.items()
-        )
-
-    @property
-    def gpu_share(self) -> dict[str, float]:
-        """All engines take the same GPU, or GPUs: they share its memory alike."""
-        if self.engine.get("device", "cpu") == "cpu":
-            return {}
-        return {"mem_fraction_static": round(MEM_FRACTION / sum(self.counts.values()), 3)}
-
-    @property
-    def start_timeout_secs(self) -> float:
-        if self.up.start_timeout_secs is not None:
-            return self.up.start_timeout_secs
-        return 300.0 if self.engine.get("device", "cpu") == "cpu" else 1800.0
-
-    def size(self, role: str, field: str) -> int:
-        """Ranks of each node of a role: `dp_size` or `tp_size`."""
-        return int({**self.engine, **self.own[role]}.get(field, 1))
-
-
-def parse(argv: Sequence[str]) -> ClusterPlan:
-    """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
-    parser = FlagParser(
-        PROG,
-        "A whole Baton cluster on this machine; the flags of engines go to every engine.",
-        _OWN,
-    )
-    add_flags(parser.add_argument_group("the cluster"), UpConfig)
-    add_flags(parser, EngineConfig, skip=PER_NODE)
-    up, engine, bad = parser.read_config(UpConfig, argv)
-    default = 0 if up.workers else 1
-    given = {"prefill": up.prefill, "decode": up.decode, "worker": up.workers}
-    counts = {role: default if count is None else count for role, count in given.items()}
-    if up.transport is not None:
-        engine["disaggregation_transfer_backend"] = up.transport
-    bad += [*_count_mistakes(counts), *_engine_mistakes(engine)]
-    plan = ClusterPlan(up, counts, engine, args={}, own={})
-    for name in ("router", *ROLES):
-        plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
-        bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
-    if bad:
-        refuse(PROG, bad)
-    return plan
-
-
-def _engine_mistakes(engine: dict[str, Any]) -> list[str]:
-    """Mistakes that every engine would report, before any of them is started."""
-    try:
-        build(dict(engine))
-    except ConfigError as err:
-        return err.message.splitlines()
-    return []
-
-
-def _read_args(
-    up: UpConfig, name: str, engine: dict[str, Any]
-) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Words of --router-args, or of a role's flag; the engine flags among them; the mistakes."""
-    try:
-        words = shlex.split(getattr(up, f"{name}_args"))
-    except ValueError as err:  # a quote without its other half
-        return [], {}, [f"{err}; it is read as a shell would"]
-    if name == "router":
-        names = [word.partition("=")[0] for word in words]
-        return (
-            words,
-            {},
-            [
-                f"{flag} is set by baton up; give its own flags"
-                for flag in names
-                if flag in _ROUTER_OWN
-            ],
-        )
-    parser = FlagParser(f"{PROG}: {flag_name(f'{name}_args')}", "")
-    add_flags(parser, EngineConfig)
-    values, mistakes = parser.read(words)
-    return words, values, [*mistakes, *(_engine_mistakes({**engine, **values}) if values else [])]
-
-
-def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:
-    prefill, decode, workers = (counts[role] for role in ROLES)
-    if min(prefill, decode, workers) < 0:
-        yield f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
-    elif workers and (prefill or decode):
-        yield f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
-    elif not workers and not (prefill and decode):
-        yield f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
 
 
 @dataclass
@@ -249,9 +102,18 @@ class ClusterNode:
 class LocalCluster:
     """The running processes. `start` once, then `watch`; `stop` always."""
 
-    def __init__(self, plan: ClusterPlan, log_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        log_dir: Path,
+        say: Callable[[str], None],
+        *,
+        shows_progress: bool = True,
+    ) -> None:
+        """`say` prints a line; `shows_progress`: with it, lines about nodes that load."""
         self.plan = plan
         self._say = say
+        self._shows_progress = shows_progress
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Through the environment: command lines are public on a machine.
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
@@ -281,7 +143,7 @@ class LocalCluster:
         self.port, note = choose_port(self.host, self.plan.up.port)
         if note:
             self._say(note)
-        progress = asyncio.ensure_future(self._tell_progress())
+        progress = asyncio.ensure_future(self._tell_progress() if self._shows_progress else _idle())
         try:
             starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
             await first_of(
@@ -297,10 +159,30 @@ class LocalCluster:
     async def watch(self) -> None:
         """Restart what dies, until cancelled."""
         await asyncio.gather(
-            *(self._keep_alive(node.child, partial(self._start_node, node)) for node in self.nodes),
+            *(
+                self._keep_alive(
+                    node.child, partial(self._start_node, node), partial(_health_url, node)
+                )
+                for node in self.nodes
+            ),
             # A restarted router is well when it answers: it may be waiting for a node that is down too.
-            self._keep_alive(self.router, partial(self._start_router, "/livez")),
+            self._keep_alive(
+                self.router, partial(self._start_router, "/livez"), lambda: f"{self.url}/livez"
+            ),
         )
+
+    def progress_lines(self) -> list[str]:
+        """State of each node that is not ready, and of the router."""
+        lines = [
+            f"{child.name:<10} {child.last_progress() or 'starting'}"
+            for child in (node.child for node in self.nodes)
+            if child.ready_at is None and child.pid
+        ]
+        is_waiting = self.router.ready_at is None
+        if is_waiting and (lines or self.router.pid):
+            state = "starting" if self.router.pid else "waiting for the nodes"
+            lines.append(f"{self.router.name:<10} {state}")
+        return lines
 
     async def stop(self) -> None:
         """Router first, so that no request finds half a cluster; then all nodes at once. Cancel `watch` before."""
@@ -346,7 +228,7 @@ class LocalCluster:
         ready = await node.child.until_ready(self.plan.start_timeout_secs)
         node.port = int(ready["url"].rpartition(":")[2])
         node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
-        self._say(f"{node.name:<10} {node.url}")
+        self._say(f"{node.name:<10} ready at {node.url}")
 
     async def _tell_progress(self) -> None:
         """Print the newest log line of each node that is not ready, whenever it changes; until canceled."""
@@ -380,7 +262,7 @@ class LocalCluster:
     async def _start_router(self, path: str) -> None:
         await self.router.start()
         await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
-        self._say(f"router     {self.url}")
+        self._say(f"router     ready at {self.url}")
 
     async def _guarded(self, child: ChildProcess, starting: Coroutine[Any, Any, None]) -> None:
         """A failure to start, with the end of the log."""
@@ -418,12 +300,30 @@ class LocalCluster:
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
+    async def _until_end(self, child: ChildProcess, url: Callable[[], str]) -> int:
+        """Wait for the child's end, and end it when it hangs; returns its exit code."""
+        limit_secs = self.plan.up.hang_timeout_secs
+        if limit_secs > 0:
+            hanging = asyncio.ensure_future(until_unresponsive(url, limit_secs))
+            done = await first_of(hanging, child.wait())
+            if hanging in done:
+                self._say(
+                    f"{child.name} has not answered {url()} for {limit_secs:g} s "
+                    "(--hang-timeout-secs) and is killed"
+                )
+                child.kill()
+        return await child.wait()
+
     async def _keep_alive(
-        self, child: ChildProcess, start: Callable[[], Coroutine[Any, Any, None]]
+        self,
+        child: ChildProcess,
+        start: Callable[[], Coroutine[Any, Any, None]],
+        url: Callable[[], str],
     ) -> None:
+        """Restart a child that ends or hangs; `url` answers while it is well."""
         backoff = RestartBackoff()
         while True:
-            code = await child.wait()
+            code = await self._until_end(child, url)
             pause = backoff.pause(
                 0.0 if child.ready_at is None else time.monotonic() - child.ready_at
             )
@@ -439,6 +339,14 @@ class LocalCluster:
                 self._say(str(err))
                 child.kill()
             self.write_state()
+
+
+async def _idle() -> None:
+    await asyncio.Event().wait()
+
+
+def _health_url(node: ClusterNode) -> str:
+    return f"{node.url}/health"
 
 
 async def _fail_at_end(child: ChildProcess) -> None:
@@ -505,67 +413,59 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
 
 
-def greeting(
-    url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False
-) -> str:
-    """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""
-    header, setup, key = "", "", '"none"'
-    if api_key is not None and key_in_environment:
-        header, setup, key = (
-            ' -H "authorization: Bearer $BATON_API_KEY"',
-            "import os\n",
-            'os.environ["BATON_API_KEY"]',
-        )
-    elif api_key is not None:
-        header, key = " -H " + shlex.quote(f"authorization: Bearer {api_key}"), repr(api_key)
-    return f"""
-Baton is up at {url}    Ctrl-C stops it.
-In a browser: {url}/ui/
-
-curl -s {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
-  -d '{{"model":"{model}","temperature":0,"messages":[{{"role":"user","content":"What is Baton?"}}]}}'
-
-{setup}from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key={key})
-answer = client.chat.completions.create(
-    model="{model}", temperature=0, messages=[{{"role": "user", "content": "What is Baton?"}}])
-print(answer.choices[0].message.content)
-"""
-
-
-async def _serve(cluster: LocalCluster, api_key: str | None) -> int:
+async def _serve(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
     from baton.server.launch.smoke_test import run_smoke, served_model
 
-    await cluster.start()
-    model = await served_model(cluster.url, api_key)
-    if not cluster.plan.up.smoke:
-        is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
-        print(
-            greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment),
-            flush=True,
-        )
-        await cluster.watch()
-        return 0
-    watch = asyncio.ensure_future(cluster.watch())
+    started = time.monotonic()
+    traffic = TrafficMonitor("", None)
+    drawing = asyncio.ensure_future(_draw(cluster, screen, started, lambda: traffic.line))
     try:
-        return 0 if await run_smoke(cluster.url, model, api_key) else 1
+        await cluster.start()
+        model = await served_model(cluster.url, api_key)
+        if cluster.plan.up.smoke:
+            await cancel(drawing)
+            screen.clear()
+            watch = asyncio.ensure_future(cluster.watch())
+            try:
+                return 0 if await run_smoke(cluster.url, model, api_key) else 1
+            finally:
+                await cancel(watch)
+        is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
+        screen.say(
+            greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
+        )
+        traffic = TrafficMonitor(cluster.url, api_key)
+        await first_of(cluster.watch(), traffic.run() if screen.is_live else _idle())
+        return 0
     finally:
-        await cancel(watch)
+        await cancel(drawing)
+        screen.clear()
+
+
+async def _draw(
+    cluster: LocalCluster, screen: StatusScreen, started: float, traffic_line: Callable[[], str]
+) -> None:
+    """Draw the live lines again and again, until cancelled."""
+    while screen.is_live:
+        elapsed = f"{time.monotonic() - started:6.1f} s  "
+        lines = [elapsed + line for line in cluster.progress_lines()]
+        line = traffic_line()
+        screen.show([*lines, line] if line else lines)
+        await asyncio.sleep(DRAW_SECS)
 
 
 async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     """Returns the exit code. Removes no logs."""
     started = time.monotonic()
+    screen = StatusScreen(sys.stdout, is_live=is_live(sys.stdout))
 
     def say(text: str) -> None:
-        print(
-            text if text.startswith(" ") else f"{time.monotonic() - started:6.1f} s  {text}",
-            flush=True,
-        )
+        is_detail = text.startswith(" ")
+        screen.say(text if is_detail else f"{time.monotonic() - started:6.1f} s  {text}")
 
     shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
-    print(f"starting router + {shape}; logs in {log_dir}", flush=True)
-    cluster = LocalCluster(plan, log_dir, say)
+    screen.say(f"starting router + {shape}; logs in {log_dir}")
+    cluster = LocalCluster(plan, log_dir, say, shows_progress=not screen.is_live)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -576,13 +476,12 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    serving = asyncio.ensure_future(
-        _serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY"))
-    )
+    api_key = plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")
+    serving = asyncio.ensure_future(_serve(cluster, api_key, screen))
     try:
         await first_of(serving, stop.wait())
         if stop.is_set():
-            print("stopping; once more to kill", flush=True)
+            screen.say("stopping; once more to kill")
             return 0
         return serving.result()
     except ChildFailed as err:
@@ -611,7 +510,7 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 
 def _router_flags(plan: ClusterPlan) -> list[str]:
     """User's flags for the router, and for router and nodes together."""
-    shared = {name: plan.engine.get(name) for name in ("enable_trace", "otlp_traces_endpoint")}
+    shared = {name: plan.engine.get(name) for name in SHARED_WITH_ROUTER}
     own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
     return (
         _words({name: value for name, value in (shared | own).items() if value})
@@ -675,7 +574,3 @@ def main(argv: Sequence[str]) -> int:
     ):  # else the logs are of interest; --log-dir keeps them always
         shutil.rmtree(log_dir, ignore_errors=True)
     return code
-
-
-if __name__ == "__main__":
-    print(markdown(UpConfig))

@@ -2,7 +2,8 @@
 
  1. `start` spawns it in a process group of its own (process_group.py);
  2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
- 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`; `stop` ends it.
+ 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`; `stop` ends it;
+ 4. `until_unresponsive` finds a process that runs and answers nothing any more.
 
 Its output goes to a log file; `last_errors` shows the end of it when the process dies.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import time
@@ -19,14 +19,43 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from baton.server import logs
 from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
 
-READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, FORGIVE_AFTER_SECS = 0.5, 30.0, 60.0
-ROUTINE_LINE = re.compile(r"\S+( \S+){0,2} +(INFO|DEBUG|TRACE) |READY ")
-"""Lines of an engine (date, time, maybe the rank, level) or a router (time, level) that are no complaint."""
-PROGRESS_LINE = re.compile(r"\S+ \S+ (?:\S+ )?INFO \S+ (.*)")
+ROUTINE_LINE = re.compile(r"\S+Z +(INFO|DEBUG|TRACE) |READY ")
+"""Lines of an engine or a router that are no complaint."""
+PROGRESS_LINE = re.compile(r"\S+Z +INFO (?:rank[\d.]+: )?baton\.[\w.]+: (.*)")
+
+
+HANG_PROBES = 4
+"""Probes in a row without an answer before a process hangs. Each waits for a part of the limit, so that the time in
+which this process itself was stopped (Ctrl-Z) counts as one."""
+HANG_PROBE_PAUSE_SECS = 5.0
+
+
+async def until_unresponsive(url: Callable[[], str], limit_secs: float) -> None:
+    """Return once GET `url` got no answer for `limit_secs`.
+
+    Any status is an answer, and so is a refused or broken connection: a process that has ended is not this one's case.
+    """
+    timeout = aiohttp.ClientTimeout(total=limit_secs / HANG_PROBES)
+    connector = aiohttp.TCPConnector(force_close=True)
+    silent = 0
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        while silent < HANG_PROBES:
+            try:
+                async with session.get(url()):
+                    silent = 0
+            except asyncio.TimeoutError:
+                silent += 1
+            except aiohttp.ClientError:  # refused or cut: `wait` tells whether it has ended
+                silent = 0
+            if not silent:
+                await asyncio.sleep(min(HANG_PROBE_PAUSE_SECS, limit_secs))
 
 
 class ChildFailed(Exception):
@@ -140,7 +169,7 @@ class ChildProcess:
         """The end of what it logged since its start, without lines of level INFO and below where there are others."""
         lines = self._last_lines()
         return "\n".join(
-            [line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-5:]
+            [line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-1:]
         )
 
     def last_progress(self) -> str:
@@ -152,7 +181,8 @@ class ChildProcess:
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()
+            lines = log.read().decode(errors="replace").splitlines()
+        return [text for line in lines for text in logs.to_text(line).splitlines()]
 
     async def _copy_output(self, read_end: int, announced: asyncio.Future[dict[str, Any]]) -> None:
         """Standard output → log; the first READY line also → `announced`."""
@@ -168,5 +198,6 @@ class ChildProcess:
                     continue
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    if line.startswith(READY_PREFIX) and not announced.done():
-                        announced.set_result(json.loads(line[len(READY_PREFIX) :]))
+                    ready = logs.read_ready(line.decode(errors="replace"))
+                    if ready is not None and not announced.done():
+                        announced.set_result(ready)

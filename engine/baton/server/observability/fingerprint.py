@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.server.text.added_tokens import plan_added_tokens, read_tokenizer_files
 from baton.server.text.model_info import ModelFacts
 
 LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
@@ -32,15 +33,18 @@ def _short(*parts: bytes) -> str:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Hash of the files that decide which text is which ids, as far as the directory has them."""
+    """Hash of the files that decide which text is which ids, as far as the directory has them, and of the tokens
+    that its other files add to tokenizer.json."""
     files = [path / name for name in TOKENIZER_FILES]
+    added_tokens = plan_added_tokens(read_tokenizer_files(path))
     return _short(
         *(
             part
             for file in files
             if file.is_file()
             for part in (file.name.encode(), file.read_bytes())
-        )
+        ),
+        *added_tokens.fingerprint_parts,
     )
 
 
@@ -49,7 +53,9 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
     return {
         "model": str(layout["model_hash"]),
         "tokenizer": tokenizer,
-        "chat_template": _short((facts.chat_template or "").encode()),
+        "chat_template": _short(
+            (facts.chat_template or "").encode(), facts.template_caps.canonical().encode()
+        ),
         "page_size": str(layout["page_size"]),
         "dtype": str(layout["dtype"]),
         "kv_layout": _short(

@@ -14,6 +14,8 @@ import platform
 import re
 import resource
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -108,6 +110,31 @@ def _file_system(path: str) -> tuple[int | None, int | None]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """File system on which this process writes. Sizes in bytes."""
+
+    path: str
+    total: int
+    free: int
+
+
+def _disks() -> list[DiskSpace]:
+    """File systems of temporary files, and of the files that standard output and error go to."""
+    folders = [tempfile.gettempdir()]
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # closed, or no /proc
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if is_file:
+                folders.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent))
+    found = []
+    for folder in dict.fromkeys(folders):
+        total, free = _file_system(folder)
+        if total is not None and free is not None:
+            found.append(DiskSpace(folder, total, free))
+    return found
+
+
 def _sealed_memfd_error() -> str | None:
     """Make what a KV pool in host memory is made of, one page long."""
     try:
@@ -173,6 +200,8 @@ class HostFacts:
     """Memory that the control group allows."""
     shm_total: int | None = field(default_factory=lambda: _file_system("/dev/shm")[0])
     shm_free: int | None = field(default_factory=lambda: _file_system("/dev/shm")[1])
+    disks: list[DiskSpace] = field(default_factory=_disks)
+    """Where its temporary files and its log are."""
     sealed_memfd_error: str | None = field(default_factory=_sealed_memfd_error)
     """Why a sealed memory file cannot be made; None: it can."""
     open_files_limit: int | None = field(default_factory=lambda: _limits(resource.RLIMIT_NOFILE)[0])
@@ -191,5 +220,12 @@ class HostFacts:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> HostFacts:
         """Facts of another process; what its version does not tell is unknown, what it tells besides is left out."""
-        unknown: dict[str, Any] = {"cpu_features": [], "versions": {}, "has_rdma": False}
-        return cls(**{f.name: value.get(f.name, unknown.get(f.name)) for f in fields(cls)})
+        unknown: dict[str, Any] = {
+            "cpu_features": [],
+            "versions": {},
+            "has_rdma": False,
+            "disks": [],
+        }
+        values = {f.name: value.get(f.name, unknown.get(f.name)) for f in fields(cls)}
+        disks = [DiskSpace(disk["path"], disk["total"], disk["free"]) for disk in values["disks"]]
+        return cls(**{**values, "disks": disks})

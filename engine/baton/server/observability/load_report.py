@@ -38,9 +38,15 @@ def full(rank: RankClient) -> dict[str, Any]:
     }
 
 
-def header(rank: RankClient) -> str:
+def incarnation(process_id: str) -> str:
+    """Header of an answer that no rank gave: the id of the front's process alone."""
+    return f"inc={process_id}"
+
+
+def header(rank: RankClient, process_id: str) -> str:
     """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
     values: dict[str, Any] = {
+        "inc": process_id,
         "rank": rank.dp_rank,
         "reqs": len(rank.items),
         "tokens": rank.tokens_in_flight,

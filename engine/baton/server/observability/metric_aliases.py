@@ -53,7 +53,7 @@ ALWAYS = (
 SGLANG = (
     Alias("sglang:num_used_tokens", "gauge", "KV slots in use, by pages", "kv_pages", _USED, in_tokens=True),
     Alias("sglang:max_total_num_tokens", "gauge", "KV slots", "kv_pages", in_tokens=True),
-    Alias("sglang:gen_throughput", "gauge", "tokens generated per second, last second", "generated_tokens_per_s"),
+    Alias("sglang:gen_throughput", "gauge", "tokens generated per second, last second", "generated_tokens_per_second"),
     Alias(
         "sglang:cache_hit_rate", "gauge", "cached share of all prompt tokens since the start", "cached_prompt_tokens",
         per="prompt_tokens",

@@ -50,6 +50,15 @@ class Spec:
 _gauge = partial(Spec, "gauge")
 _counter = partial(Spec, "counter")
 _histogram = partial(Spec, "histogram")
+MODEL = "model_name"
+"""Label of latencies: the name under which the model is served, as SGLang and vLLM have it."""
+
+ROUTE_REFUSALS = ("AUTH", "OTHER")
+"""Codes of requests that the bootstrap server refused."""
+ROUTES_REFUSED_HELP = (
+    "P: requests to the bootstrap server refused (AUTH: not signed with the cluster key), or closed "
+    "while silent"
+)
 
 RANK = (
     _gauge(
@@ -99,7 +108,8 @@ RANK = (
     _counter(
         "nonfinite_logits", "rows that got no token because the model computed NaN or infinity"
     ),
-    _gauge("generated_tokens_per_s", "the same per second, over the second before the report"),
+    _gauge("generated_tokens_per_second", "the same per second, over the second before the report"),
+    _gauge("generated_tokens_per_s", "the same value under its former name"),
     _counter("retractions", "running requests sent back to the waiting queue for memory"),
     _counter(
         "deadline_missed",
@@ -148,16 +158,20 @@ RANK = (
     _counter("request_retraction_reasons", "the same: memory, priority, slots, admin", ("reason",)),
     _counter("recomputed_tokens", "tokens computed again because their request was sent back"),
     _histogram(
-        "priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)
+        "priority_waiting_time_seconds",
+        "arrival of a request to its first admission",
+        (MODEL, "class"),
     ),
     _histogram("request_overtaken", "later requests that were admitted before this one"),
     _histogram(
         "decode_stall_seconds",
         "gaps between tokens of a running request in which other work was done",
+        (MODEL,),
     ),
     _histogram(
         "deadline_slack_seconds",
         "time left to ttft_deadline_ms at the first token, negative if late",
+        (MODEL,),
     ),
     _gauge("class_waiting", "requests waiting, by priority class", ("class",)),
     _counter(
@@ -198,7 +212,7 @@ RANK = (
     _histogram(
         "kv_pull_duration_seconds",
         "D: time from the first pull of a prompt to its last page verified",
-        ("transport",),
+        (MODEL, "transport"),
     ),
     _counter(
         "kv_transfer_failures",
@@ -246,11 +260,12 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class _RankCollector(Collector):
     """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.reports: dict[int, StatsMessage] = {}
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        helps = {s.name: s.help for s in RANK}
+        specs = {s.name: s for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
             for family, table in zip(
@@ -259,9 +274,11 @@ class _RankCollector(Collector):
                 for key, value in table.items():
                     series, _, rest = key.partition("{")
                     labels = dict(_LABEL.findall(rest))
-                    name = series.removesuffix("_total")
+                    spec = specs.get(series.removesuffix("_total"))
+                    if spec is not None and MODEL in spec.labels:
+                        labels = {MODEL: self._model, **labels}
                     if series not in families:
-                        text = helps.get(name, "reported by the rank")
+                        text = "reported by the rank" if spec is None else spec.help
                         families[series] = family(
                             PREFIX + series, text, labels=["dp_rank", *labels]
                         )
@@ -297,6 +314,7 @@ class EngineMetrics:
         """`compat_names`: --metrics-compat."""
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = prometheus.CollectorRegistry()
+        self.model_name = model
         self.table: dict[Spec, MetricWrapperBase] = {}
         """Metrics that the front writes."""
         counter, gauge = (
@@ -315,16 +333,16 @@ class EngineMetrics:
         self.ttft = histogram(
             "ttft_seconds",
             "arrival of the request to its first token",
-            ("endpoint",),
+            (MODEL, "endpoint"),
             buckets=STAGE_BUCKETS,
         )
         self.itl = histogram(
-            "itl_seconds", "mean gap between tokens of one delivery", buckets=GAP_BUCKETS
-        )
+            "itl_seconds", "mean gap between tokens of one delivery", (MODEL,), buckets=GAP_BUCKETS
+        ).labels(model)
         self.e2e = histogram(
             "e2e_seconds",
             "arrival of the request to the end of its answer",
-            ("endpoint",),
+            (MODEL, "endpoint"),
             buckets=STAGE_BUCKETS,
         )
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests")
@@ -364,20 +382,21 @@ class EngineMetrics:
             "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
         )
         self.ranks_alive = gauge("ranks_alive", "DP ranks of this engine that live")
-        build = gauge(
-            "build_info", "version and mode, value 1", ("version", "python", "mode", "model")
-        )
-        build.labels(version, platform.python_version(), mode, model).set(1)
-        self.kv_routes_refused = counter(
-            "kv_routes_refused",
-            "P: requests to the bootstrap server refused, or closed while silent",
-        )
+        self._add_build_info(version, mode)
+        self.kv_routes_refused = counter("kv_routes_refused", ROUTES_REFUSED_HELP, ("code",))
+        for code in ROUTE_REFUSALS:
+            self.kv_routes_refused.labels(code)
         prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
-        self._ranks = _RankCollector()
+        self._ranks = _RankCollector(model)
         self.registry.register(self._ranks)
         self.registry.register(
             metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
         )
+
+    def _add_build_info(self, version: str, mode: str) -> None:
+        labels = ("version", "python", "mode", "model")
+        build = self._add(prometheus.Gauge, "build_info", "version and mode, value 1", labels)
+        build.labels(version, platform.python_version(), mode, self.model_name).set(1)
 
     def _add(
         self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any

@@ -18,8 +18,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.errors import BadRequest, MissingField, UnsupportedParameter
+from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.api.fields import bad
+from baton.server.text.messages import TemplateCaps, normalize_messages
+from baton.server.text.template_probe import probe_template
 
 MARK = "\ue000baton-continues-here\ue000"
 """Private-use characters: no client text holds them by accident."""
@@ -65,7 +67,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. `source` None: the checkpoint has none, and every render is a clear 400."""
+    """A compiled template. `source` None: the checkpoint has none, and every render is a clear 400.
+
+    Cost of construction: some twenty short conversations are rendered to find out `caps`.
+    """
 
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         self._special_tokens = special_tokens
@@ -78,6 +83,19 @@ class ChatTemplate:
             jinja2.TemplateError
         ) as err:  # completions still work: the error belongs to chat requests
             self._broken = f"the model's chat template does not compile ({err})"
+        self.caps = TemplateCaps() if self._template is None else probe_template(self._probe)
+        """Form in which the template takes messages."""
+
+    def normalize(self, messages: Any) -> list[dict[str, Any]]:
+        """The `messages` field, checked, in the form that the template takes. Raises BadRequest."""
+        return normalize_messages(messages, self.caps)
+
+    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        """Text of a conversation without options; None: the template fails on it."""
+        try:
+            return self.render(messages, add_generation_prompt=False)
+        except BadRequest:
+            return None
 
     def render(
         self,
@@ -144,45 +162,3 @@ def _cut_at_mark(text: str) -> str:
             param="continue_final_message",
         )
     return text[:at] if text.startswith(MARK_SPACE, at) else text[:at].rstrip()
-
-
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """The `messages` field, checked; every content is plain text."""
-    if value is None:
-        raise MissingField("messages is required", param="messages")
-    if type(value) is not list or not value:
-        raise bad("messages", "must be a non-empty array")
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
-    if type(message) is not dict:
-        raise BadRequest(f"{where} must be an object with role and content", param=where)
-    if type(message.get("role")) is not str:
-        raise MissingField(f"{where}.role is required and must be a string", param=f"{where}.role")
-    content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        return {**message, "content": ""} if not message.get("tool_calls") else message
-    if type(content) is str:
-        return message
-    if type(content) is not list:
-        raise MissingField(
-            f"{where}.content must be a string or an array of text parts", param=f"{where}.content"
-        )
-    texts = []
-    for part in content:
-        if type(part) is dict and part.get("type", "text") != "text":
-            raise UnsupportedParameter(
-                f"{where}.content has a part of type {str(part.get('type'))[:50]!r}; only text is supported",
-                param=f"{where}.content",
-            )
-        if type(part) is not dict or type(part.get("text")) is not str:
-            raise bad(f"{where}.content", "must hold parts like {'type': 'text', 'text': …}")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
-
-
-def chars_of(messages: list[dict[str, Any]]) -> int:
-    """Text in all messages, for deciding where to tokenize it."""
-    return sum(len(m["content"] or "") for m in messages)

@@ -1,5 +1,9 @@
 """Tokens back to text while they arrive, and stop strings in that text.
 
+An answer that continues its prompt (completions, /generate, a chat's continued message) is decoded with the end of the
+prompt as left context, so that prompt + answer is the text of both. Any other answer of a chat is decoded alone, as
+users of transformers do: templates end with the assistant's header, behind which no space belongs.
+
 Life of one generation's text:
 1. `Detokenizer.feed(ids)` returns the text that is now final: a character with incomplete bytes is held back;
 2. `StopMatcher.feed(text)` returns what may be shown: a tail that could begin a stop string is held back;
@@ -12,12 +16,29 @@ ever taken back; the answer does not depend on how the ids were grouped into cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8
+"""Taken of a prompt's end as left context: decoders look back one token, more if it has no text."""
+MAX_CONTEXT_TOKENS = 64
+"""Longest left context, where the prompt's end has no text (special tokens)."""
 MAX_HELD_TOKENS = 4
 """A character is at most four bytes, so at most four byte tokens; more held tokens are bytes that never become one."""
 MAX_GARBAGE_TOKENS = 64
 """After so many the window is closed: endless garbage costs linear time, and its last character may be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become the text a client sees."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    continues_prompt: bool = False
+    """The answer's text continues the prompt's."""
 
 
 class Detokenizer:
@@ -33,12 +54,13 @@ class Detokenizer:
 
     __slots__ = ("_decode", "_ids", "_read", "_shown", "_start")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
+        """`prompt`: ids that the text continues."""
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids, text = left_context(decode, prompt)
         self._start = 0
-        self._read = 0
-        self._shown = 0
+        self._read = len(self._ids)
+        self._shown = len(text)
 
     def feed(self, ids: Sequence[int]) -> str:
         """Text that became final with these ids."""
@@ -84,6 +106,25 @@ class Detokenizer:
             del self._ids[: self._start]
             self._read -= self._start
             self._start = 0
+
+
+def left_context(
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int]
+) -> tuple[list[int], str]:
+    """The shortest end of `prompt` that has text, in steps of CONTEXT_TOKENS, and that text.
+
+    An end that is half a character is no context: its other half belongs to the answer.
+    """
+    ids: list[int] = []
+    text = ""
+    for count in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + 1, CONTEXT_TOKENS):
+        ids = list(prompt[-count:])
+        text = decode(ids) if ids else ""
+        if text or count >= len(prompt):
+            break
+    if text.endswith(REPLACEMENT):
+        return [], ""
+    return ids, text
 
 
 class StopMatcher:

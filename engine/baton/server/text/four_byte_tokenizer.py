@@ -40,6 +40,10 @@ class FourByteTokenizer(Tokenizer):
     ) -> list[str]:
         return [self.decode(ids) for ids in rows]
 
+    def tokens_from(self, first_id: int) -> dict[int, str]:
+        """None: every id is four bytes of text."""
+        return {}
+
     def id_of(self, token: str) -> int | None:
         ids = self.encode(token)
         return ids[0] if len(ids) == 1 else None

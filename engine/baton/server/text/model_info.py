@@ -12,22 +12,28 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import baton
 from baton.config import EngineConfig, uses_four_bytes
-from baton.config.simulated import CONTEXT_LENGTH
+from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
+from baton.models.config_file import read_generation_config, read_model_config
+from baton.models.spec_reader import read_eos_token_ids, read_max_context
+from baton.server.text.added_tokens import (
+    AddedTokenPlan,
+    plan_added_tokens,
+    read_object,
+    read_tokenizer_files,
+)
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.messages import TemplateCaps
 
-SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Owner and name of a model on the Hugging Face hub."""
-FALLBACK_CONTEXT_LENGTH = 2048
-"""Used when config.json names no limit: the shortest context of the model families we load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +48,14 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     """config.json, generation_config.json and the tokenizer's eos_token together, as both peers do."""
     chat_template: str | None
+    template_caps: TemplateCaps = field(default_factory=TemplateCaps)
+    """Form in which the template takes messages."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
-    """From generation_config.json, for the OpenAI endpoints (matches SGLang 0.5.7 and vLLM)."""
+    vocab_size: int = VOCAB_SIZE
+    """Rows of the embedding: the model takes token ids below it."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    """generation_config.json as it is; `api.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
     """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
     model_type: str = ""
@@ -103,105 +113,71 @@ def load(config: EngineConfig) -> ModelFacts:
         if config.tokenizer_path
         else path
     )
-    model = _read_json(path / "config.json")
-    generation = _read_json(path / "generation_config.json")
-    tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
-    nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
-    text: dict[str, Any] = nested if isinstance(nested, dict) else model
-    limit = text.get("max_position_embeddings") or FALLBACK_CONTEXT_LENGTH
+    model = read_model_config(path)
+    generation = read_generation_config(path)
+    tokenizer = read_tokenizer_files(tokenizer_path)
+    added_tokens = plan_added_tokens(tokenizer)
     if config.simulate is not None:  # there is no model: only its tokenizer, template and name
         limit = CONTEXT_LENGTH
+        vocab_size = VOCAB_SIZE
+    else:
+        limit = read_max_context(model.text_part())
+        vocab_size = model.text_part().integer("vocab_size", model.get("vocab_size"))
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"
         )
     four_bytes = uses_four_bytes(config)
-    special_tokens = _special_tokens(tokenizer_path, tokenizer)
-    chat_template = _chat_template(config, tokenizer_path, tokenizer)
+    chat_template = _chat_template(config, tokenizer_path, tokenizer.config)
+    template_caps = ChatTemplate(chat_template, added_tokens.special_tokens).caps
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
         name=config.served_model_name
         or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
-        eos_token_ids=tuple(
-            dict.fromkeys(_ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id")))
-        ),
+        eos_token_ids=read_eos_token_ids(model.text_part(), generation),
         chat_template=chat_template,
-        special_tokens=special_tokens,
+        template_caps=template_caps,
+        special_tokens=added_tokens.special_tokens,
         tokenizer_fingerprint=""
         if four_bytes
-        else _fingerprint(tokenizer_path, chat_template, special_tokens),
-        sampling_defaults={
-            k: float(generation[k])
-            for k in SAMPLING_DEFAULT_KEYS
-            if isinstance(generation.get(k), int | float)
-        },
+        else _fingerprint(tokenizer_path, chat_template, template_caps, added_tokens),
+        vocab_size=vocab_size,
+        generation_config=generation.values,
         model_type=str(model.get("model_type", "")),
-        architectures=tuple(str(a) for a in model.get("architectures") or ()),
+        architectures=tuple(model.names("architectures", [])),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A file's object, empty without the file. Raises ConfigError."""
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
-        raise ConfigError(f"{path} cannot be read: {err}") from err
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} should hold a JSON object")
-    return value
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int)]
-
-
-def _content(token: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or an AddedToken object."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
-    merged = {**_read_json(path / "special_tokens_map.json"), **tokenizer}
-    names = (
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-        "cls_token",
-        "mask_token",
-    )
-    return {name: text for name in names if (text := _content(merged.get(name))) is not None}
-
-
-def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
+def _fingerprint(
+    path: Path,
+    chat_template: str | None,
+    caps: TemplateCaps,
+    added_tokens: AddedTokenPlan,
+) -> str:
     """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
 
-    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
-    there is one. Empty without a tokenizer.json: loading the tokenizer says so.
+    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the tokens that
+    other files add, the template if there is one and how messages are normalized for it. Empty without a
+    tokenizer.json: loading the tokenizer says so.
     """
     try:
         parts = [(path / "tokenizer.json").read_bytes()]
     except OSError:
         return ""
-    for name, text in sorted(special_tokens.items()):
+    for name, text in sorted(added_tokens.special_tokens.items()):
         parts += [name.encode(), text.encode()]
+    parts += added_tokens.fingerprint_parts
     if chat_template is not None:
-        parts.append(chat_template.encode())
+        parts += [chat_template.encode(), caps.canonical().encode()]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) -> str | None:
+def _chat_template(config: EngineConfig, path: Path, tokenizer: Mapping[str, Any]) -> str | None:
     """--chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string or a list)."""
     if config.chat_template:
         try:
@@ -211,7 +187,7 @@ def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) 
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
-    value = _read_json(path / "chat_template.json").get(
+    value = read_object(path / "chat_template.json").get(
         "chat_template", tokenizer.get("chat_template")
     )
     if isinstance(value, list):

@@ -15,9 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+from tokenizers import AddedToken as HFAddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from baton.errors import ConfigError, QueueFull
+from baton.server.text.added_tokens import (
+    AddedTokenPlan,
+    plan_added_tokens,
+    read_tokenizer_files,
+)
 
 INLINE_CHARS = 4096
 """About 1 ms of encoding on one core: below it a thread hop costs more than it hides."""
@@ -52,7 +58,7 @@ _BYTE_OF = _byte_level_map()
 
 
 class Tokenizer:
-    """A loaded tokenizer.json. Thread-safe for encode and decode."""
+    """A loaded tokenizer.json with the tokens that the files beside it add. Thread-safe for encode and decode."""
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
@@ -64,6 +70,7 @@ class Tokenizer:
             self._hf = HFTokenizer.from_file(str(file))
         except Exception as err:  # the wheel raises bare Exception for every parse error
             raise ConfigError(f"{file} cannot be read: {err}") from err
+        self._apply_added_tokens(plan_added_tokens(read_tokenizer_files(path)))
         # A checkpoint may come with truncation or padding switched on; a server must see the whole prompt and only it.
         self._hf.no_truncation()
         self._hf.no_padding()
@@ -72,12 +79,20 @@ class Tokenizer:
             "ByteLevel" in str(self._hf.decoder.__getstate__()) if self._hf.decoder else False
         )
         self._added = dict(self._hf.get_added_tokens_decoder())
-        self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
-        longest = max(map(len, self._hf.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = self._hf.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        """All ids are below it. There may be fewer tokens: ids may be left out between them."""
+        longest = max(map(len, vocabulary), default=1)
         self.max_chars_per_token: int = longest * (NORMALIZER_SHRINKS if self._hf.normalizer else 1)
         """A text has at least as many tokens as this goes into its length. Not where a tokenizer drops text: an
         unknown word, or spaces beside an added token with lstrip or rstrip."""
         self.token_bytes: Callable[[int], bytes] = lru_cache(maxsize=16384)(self._token_bytes)
+
+    def _apply_added_tokens(self, plan: AddedTokenPlan) -> None:
+        self._hf.add_tokens(
+            [HFAddedToken(token.content, **token.named_flags) for token in plan.tokens]
+        )
+        self._hf.encode_special_tokens = plan.split_special_tokens
 
     def _start_pool(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
@@ -100,6 +115,13 @@ class Tokenizer:
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> list[str]:
         return list(self._hf.decode_batch(rows, skip_special_tokens=skip_special_tokens))
+
+    def tokens_from(self, first_id: int) -> dict[int, str]:
+        """The tokens whose id is `first_id` or larger, by id."""
+        if self.vocab_size <= first_id:
+            return {}
+        vocabulary = self._hf.get_vocab(with_added_tokens=True)
+        return {token_id: text for text, token_id in vocabulary.items() if token_id >= first_id}
 
     def id_of(self, token: str) -> int | None:
         found = self._hf.token_to_id(token)

@@ -34,6 +34,7 @@ from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDr
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.server import logs
 from baton.server.kv_events.publisher import KvPublisher
 from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.tensor_parallel import channel
@@ -77,10 +78,7 @@ def main() -> int:
             rank_config["dp_rank"],
         )
     name = f"rank{rank_config['dp_rank']}" + (f".{team.tp_rank}" if team else "")
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s",
-    )
+    logs.start_logs(config.log_level, config.log_format, name)
     context: zmq.Context[Any] = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     if team is None or team.tp_rank == 0:
@@ -366,7 +364,8 @@ class RankProcess:
             **engine.gauges(),
             **sched.stats.gauges(),
             **sched.sharing.gauges(),
-            "generated_tokens_per_s": rate,
+            "generated_tokens_per_second": rate,
+            "generated_tokens_per_s": rate,  # the former name, for this release
         }
         counters = {
             **engine.counters,

@@ -36,12 +36,10 @@ async fn handshake(
     internal: mpsc::UnboundedSender<LoopMessage>,
 ) {
     tcp::tune(&stream);
+    let from = stream.peer_addr().map(|addr| addr.ip().to_canonical()).ok();
     let message = match identity.respond(&mut stream).await {
         Ok(opened) => LoopMessage::Accepted(stream, Box::new(opened)),
-        Err(err) => {
-            tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused");
-            LoopMessage::HelloRefused(err.code)
-        }
+        Err(err) => LoopMessage::HelloRefused { from, err },
     };
     let _ = internal.send(message); // the node is closing
 }

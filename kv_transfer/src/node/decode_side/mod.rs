@@ -26,6 +26,7 @@ use crate::state_machine::decode::{
     DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FinalMessage, PullLimits, PullPage,
 };
 use crate::transport::PullEnd;
+use crate::warnings::PeerWarnings;
 use pulls::{AfterPull, PullJob, PullJobs};
 use rank_connections::{
     FIRST_PAUSE_MS, LAST_PAUSE_MS, Outage, RankAnswer, RankConnections, UnreachableRooms, is_final,
@@ -65,6 +66,7 @@ pub(super) struct DecodeSide {
     rooms: HashMap<u64, DecodeEntry>,
     ranks: RankConnections,
     pulls: PullJobs,
+    refusals: PeerWarnings<(String, u16, ReasonCode)>,
 }
 
 impl DecodeSide {
@@ -532,6 +534,7 @@ impl DecodeSide {
                 if let (ReasonCode::Checksum, Some(address)) = (code, &entry.address) {
                     self.ranks.record_damaged_room(ctx, address, entry.opened);
                 }
+                self.warn_about_refusal(ctx, &entry, code, &why);
                 ctx.push(NodeEvent::Failed {
                     room,
                     code,
@@ -544,6 +547,29 @@ impl DecodeSide {
                     ctx.push(NodeEvent::Aborted { room });
                 }
             }
+        }
+    }
+
+    /// Log which prefill node a room did not reach, and what it answered: engines tell their clients
+    /// neither.
+    fn warn_about_refusal(
+        &mut self,
+        ctx: &LoopContext,
+        entry: &DecodeEntry,
+        code: ReasonCode,
+        why: &str,
+    ) {
+        if !is_final(code) && code != ReasonCode::Unreachable {
+            return;
+        }
+        let by_address = entry.address.as_ref().map(|it| (it.host.clone(), it.port));
+        let by_server = entry.unranked.as_ref().map(|it| (it.host.clone(), it.port));
+        let Some((host, port)) = by_address.or(by_server) else {
+            return;
+        };
+        let due = self.refusals.record((host.clone(), port, code), ctx.now());
+        if let Some(rooms) = due {
+            tracing::warn!(host, port, %code, why, rooms, "no KV pages from this prefill node");
         }
     }
 

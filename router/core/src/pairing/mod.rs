@@ -6,3 +6,5 @@ pub mod bootstrap_room;
 pub mod fingerprint;
 /// Prefill on the decode worker itself.
 pub mod local_prefill;
+/// Pairs that proved unable to work together.
+pub mod verdicts;

@@ -9,6 +9,7 @@
 /// Decisions repeated from a log.
 pub mod replay;
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rand::RngCore;
@@ -99,18 +100,22 @@ impl PolicySet {
         &self,
         sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
-        fingerprints: Option<Fingerprints<'_>>,
+        constraints: Option<&PairConstraints>,
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
-        let asked = self
-            .asked(Role::Prefill, sending, sides)
-            .map(|asked| DecisionInput {
-                fingerprints: fingerprints.cloned(),
-                ..asked
-            });
+        let asked =
+            self.asked(Role::Prefill, sending, sides)
+                .map(|asked| match constraints.cloned() {
+                    None => asked,
+                    Some(constraints) => DecisionInput {
+                        fingerprints: Some(constraints.fingerprints),
+                        excluded_pairs: constraints.excluded,
+                        ..asked
+                    },
+                });
         let decide = || {
-            let pair = self.dry_run_pair(sending, ready, fingerprints)?;
+            let pair = self.dry_run_pair(sending, ready, constraints)?;
             self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
             self.sent(Role::Decode, sending, pair[1].0, tickets[1]);
             Some(pair)
@@ -154,10 +159,10 @@ impl PolicySet {
         &self,
         sending: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
-        fingerprints: Option<Fingerprints<'_>>,
+        constraints: Option<&PairConstraints>,
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
-        let is_compatible = fingerprints.map(|fingerprints| compatibility_by(ready, fingerprints));
+        let is_compatible = constraints.map(|constraints| constraints.test(ready));
         let (rng, is_compatible) = (&mut SplitMix64(sending.seed), is_compatible.as_deref());
         decide_pair(
             p,
@@ -264,21 +269,31 @@ impl PolicySet {
     }
 }
 
-/// Given where not all fit: the make of each candidate of both sides.
-pub type Fingerprints<'a> = &'a [Vec<WorkerFingerprint>; 2];
+/// Given where not every prefill candidate can be paired with every decode candidate.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct PairConstraints {
+    /// Makes of the candidates of both sides, in their order.
+    pub fingerprints: [Vec<WorkerFingerprint>; 2],
+    /// Pairs that fit by their makes and are excluded all the same ([`PairVerdicts`]).
+    ///
+    /// [`PairVerdicts`]: crate::PairVerdicts
+    pub excluded: Vec<[WorkerId; 2]>,
+}
 
-/// Test of who can be paired, by the makes of the candidates.
-pub fn compatibility_by<'a>(
-    ready: [&'a [WorkerView]; 2],
-    fingerprints: Fingerprints<'a>,
-) -> Box<IsCompatible<'a>> {
-    let fingerprint = move |side: usize, id: WorkerId| {
-        let at = ready[side].iter().position(|worker| worker.id == id);
-        at.and_then(|at| fingerprints[side].get(at))
-            .copied()
-            .unwrap_or_default()
-    };
-    Box::new(move |p, d| fingerprint(0, p).is_compatible(&fingerprint(1, d)))
+impl PairConstraints {
+    /// Test of which of the candidates in `ready` can be paired.
+    pub fn test<'a>(&'a self, ready: [&'a [WorkerView]; 2]) -> Box<IsCompatible<'a>> {
+        let fingerprint = move |side: usize, id: WorkerId| {
+            let at = ready[side].iter().position(|worker| worker.id == id);
+            at.and_then(|at| self.fingerprints[side].get(at))
+                .copied()
+                .unwrap_or_default()
+        };
+        let excluded: HashSet<[WorkerId; 2]> = self.excluded.iter().copied().collect();
+        Box::new(move |p, d| {
+            fingerprint(0, p).is_compatible(&fingerprint(1, d)) && !excluded.contains(&[p, d])
+        })
+    }
 }
 
 /// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every

@@ -22,7 +22,7 @@ use crate::decision_log::{
 use crate::explain::{Explanation, PolicyTerms};
 use crate::kv::NewsError;
 use crate::policy::{PolicyKind, PolicyParams};
-use crate::policy_set::PolicySet;
+use crate::policy_set::{PairConstraints, PolicySet};
 use crate::types::{
     PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice, WorkerId, WorkerView,
 };
@@ -153,10 +153,16 @@ impl DecisionReplay {
             streams,
         };
         let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
-        let fingerprints = asked.fingerprints.as_ref();
+        let constraints = asked
+            .fingerprints
+            .clone()
+            .map(|fingerprints| PairConstraints {
+                fingerprints,
+                excluded: asked.excluded_pairs.clone(),
+            });
         let dry_run = |policies: &PolicySet, sending: &RoutingRequest<'_>| match views.as_slice() {
             [ready] => vec![policies.dry_run(asked.role, sending, ready)],
-            [p, d] => match policies.dry_run_pair(sending, [p, d], fingerprints) {
+            [p, d] => match policies.dry_run_pair(sending, [p, d], constraints.as_ref()) {
                 Some(pair) => pair.map(Some).into(),
                 None => vec![None, None],
             },
@@ -330,11 +336,12 @@ impl PolicyEvaluation {
         }
     }
 
-    fn mean_ttft_ms(&self) -> Option<f64> {
+    pub fn mean_ttft_ms(&self) -> Option<f64> {
         (self.times > 0).then(|| self.ttft_ms / self.times as f64)
     }
 
-    fn hit_rate(&self) -> Option<f64> {
+    /// Cached share of the prompt tokens.
+    pub fn hit_rate(&self) -> Option<f64> {
         (self.prompt_tokens > 0.0).then(|| self.cached_tokens / self.prompt_tokens)
     }
 }
@@ -458,13 +465,15 @@ mod tests {
                 };
                 let fingerprints = [16, 32, 16, 32].map(fingerprint);
                 let fingerprints = [fingerprints.to_vec(), fingerprints[1..].to_vec()];
-                let fingerprints = seed.is_multiple_of(5).then_some(&fingerprints);
-                let pair = self.deciders.decide_pair(
-                    &sending,
-                    [&ready, &ready[1..]],
+                let excluded = vec![[ready[0].id, ready[2].id]];
+                let constraints = PairConstraints {
                     fingerprints,
-                    [p, d],
-                );
+                    excluded,
+                };
+                let constraints = seed.is_multiple_of(5).then_some(&constraints);
+                let pair =
+                    self.deciders
+                        .decide_pair(&sending, [&ready, &ready[1..]], constraints, [p, d]);
                 let [(first, _), (second, _)] = pair.expect("candidates");
                 sent(Role::Prefill, p, first);
                 sent(Role::Decode, d, second);

@@ -4,6 +4,8 @@
 pub mod breaker;
 /// Health from probes.
 pub mod health;
+/// The process that a worker's description belongs to.
+pub mod incarnation;
 /// Requests that break workers.
 pub mod poison;
 /// Turns of streams that resume.

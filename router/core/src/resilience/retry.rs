@@ -106,7 +106,7 @@ const CODES: [(RetryClass, &str); 5] = [
         RetryClass::Refused,
         "invalid_value invalid_json missing_field unsupported_parameter context_length_exceeded \
          invalid_api_key forbidden model_not_found not_found method_not_allowed request_timeout \
-         duplicate_worker wrong_state payload_too_large head_too_large malformed_head \
+         duplicate_worker wrong_state fingerprint_mismatch payload_too_large head_too_large malformed_head \
          target_too_long unsupported_media_type rate_limit_exceeded tenant_queue_full aborted \
          config_error too_many_workers timeout deadline poison_request",
     ),
@@ -114,7 +114,8 @@ const CODES: [(RetryClass, &str); 5] = [
     (
         RetryClass::Broken,
         "duplicate_room prefill_failed kv_transfer_failed kv_transfer_timeout upstream_error \
-         pair_incompatible bootstrap_unreachable engine_dead",
+         pair_incompatible prompt_mismatch bootstrap_unreachable \
+         engine_dead",
     ),
     (RetryClass::Leaving, "draining not_ready"),
     (

@@ -48,8 +48,9 @@ pub struct WorkerFlags {
     #[arg(long, default_value_t = 1800, value_name = "SECS")]
     pub worker_startup_timeout_secs: u64,
     /// Longest pause between two probes of a starting worker; the first pauses are 0.1 s and grow
-    /// [s]
-    #[arg(long, default_value_t = 30, value_name = "SECS")]
+    /// (SGLang's router: 30; shorter here because a probe is cheap and a worker that is ready but
+    /// unknown is not) [s]
+    #[arg(long, default_value_t = 1, value_name = "SECS")]
     pub worker_startup_check_interval: u64,
 }
 

@@ -10,13 +10,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use router_core::{RequestOutcome, RetryClass, Role, WorkerId};
+use router_core::{ProcessSign, RequestOutcome, RetryClass, Role, WorkerId};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
-use crate::response::sse::{EventSplitter, code_of, comments_len, error_event, from_error, is_sse};
+use crate::response::sse::{
+    EventSplitter, code_of, comments_len, error_event, from_error, is_sse, message_of,
+};
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::{Candidate, LoadGuard};
@@ -47,6 +49,8 @@ pub struct PartialAnswer {
     pub events: EventSplitter,
     /// Answer that is still to come; `None` when it is complete.
     pub rest: Option<ResponseBody>,
+    /// True if another process gave it than the one that was chosen: nothing is known of that.
+    pub is_of_other_process: bool,
 }
 
 /// An answer worth giving to the client.
@@ -76,6 +80,11 @@ pub enum ErrorReply {
 /// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
 /// to blame.
 pub const SILENT: &str = "silent";
+
+/// Reason of a refusal by another process than the one that the router knew at the address.
+const RESTARTED: &str = "restarted";
+/// Code of an engine that refuses token ids made for another tokenizer or checkpoint.
+pub const FINGERPRINT_MISMATCH: &str = "fingerprint_mismatch";
 
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
@@ -115,6 +124,9 @@ pub fn is_break(reason: &str) -> bool {
     matches!(reason, "reset" | "engine_dead")
 }
 
+/// Code by which a decode worker reports that it can never work with its prefill worker.
+pub const PAIR_INCOMPATIBLE: &str = "pair_incompatible";
+
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
 const PARTNERS_FAULT: [&str; 4] = [
     "kv_transfer_failed",
@@ -127,6 +139,15 @@ impl AttemptError {
     /// True if the other leg's worker may have failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
+    }
+
+    /// The worker's own words, if it had any.
+    pub fn message(&self) -> Option<String> {
+        let ErrorReply::Answer { body, .. } = &self.reply else {
+            return None;
+        };
+        let json = error_event(body).unwrap_or(body);
+        message_of(json)
     }
 
     fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
@@ -190,6 +211,17 @@ impl AttemptError {
         )
     }
 
+    /// The process that refused is another one than the request was made for: no worker is to be
+    /// avoided for that.
+    fn of_other_process(self) -> Self {
+        Self {
+            reason: RESTARTED,
+            class: RetryClass::Leaving,
+            is_stale: true,
+            ..self
+        }
+    }
+
     fn status(&self) -> Option<StatusCode> {
         let ErrorReply::Answer { status, .. } = &self.reply else {
             return None;
@@ -227,7 +259,8 @@ impl AttemptError {
     /// an unexplained error is judged when there is a second opinion (retry.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error = self.status().is_some_and(|status| status.is_client_error());
-        let is_partners = self.role == Role::Decode && self.blames_partner();
+        let is_pairs = self.reason == PAIR_INCOMPATIBLE;
+        let is_partners = self.role == Role::Decode && (self.blames_partner() || is_pairs);
         let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
             RequestOutcome::Unknown
@@ -387,6 +420,10 @@ impl UpstreamAttempt {
         if is_break(failure.reason) {
             failure.broke_alone = Some(worker.note_break(now_ms()));
         }
+        // Another process may be there by now.
+        if matches!(failure.reason, "connect" | "reset") {
+            worker.observe_process(ProcessSign::Broken);
+        }
         // The probe that follows finds out whether the worker drains, and for how long.
         if matches!(failure.reason, "connect" | "reset" | "draining") {
             worker.suspect.notify_one();
@@ -413,21 +450,18 @@ impl UpstreamAttempt {
             .map_err(|_| self.silent())?;
         let response = sent.map_err(|err| AttemptError::send(&self.guard, &err))?;
         let (mut head, mut answer) = response.into_parts();
-        if let Some(report) = load_report::take(&mut head.headers) {
-            self.guard.load_reported(&report);
-        }
+        let report = load_report::take(&mut head.headers);
+        let is_of_other_process = report.is_some_and(|report| self.guard.load_reported(&report));
         if head.status.as_u16() >= 400 {
             let status = head.status;
             let body = self.collect(Bytes::new(), &mut answer).await?;
             let body = body.unwrap_or_else(|| error_too_long(status));
             let code = code_of(&body);
-            return Err(AttemptError::answer(
-                &self.guard,
-                code,
-                status,
-                head.headers,
-                body,
-            ));
+            let refusal = AttemptError::answer(&self.guard, code, status, head.headers, body);
+            return Err(match is_of_other_process {
+                true => refusal.of_other_process(),
+                false => refusal,
+            });
         }
         let mut events = EventSplitter::default();
         let mut pieces = Vec::with_capacity(1);
@@ -473,6 +507,7 @@ impl UpstreamAttempt {
             pieces,
             events,
             rest,
+            is_of_other_process,
         })
     }
 

@@ -31,7 +31,7 @@ use tokio::time::timeout;
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, ErrorReply};
+use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs;
@@ -40,6 +40,7 @@ use crate::error::RouteError;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
+use crate::workers::worker::Worker;
 
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to
 /// know whom to avoid.
@@ -88,15 +89,10 @@ async fn try_attempt(
     request: &mut RequestContext,
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
-    let mut reader = None;
-    if let Some(prefilled) = reusable_prefill.take() {
-        let decode = app
-            .fleet
-            .choose(Role::Decode, &request.wanted(), &request.avoid)?;
-        let fingerprint = prefilled.leg.prefill.fingerprint;
-        let is_fit = fingerprint.is_compatible(&decode.candidate.fingerprint);
-        reader = is_fit.then_some((prefilled, decode)); // else it would not understand the pages
-    }
+    let reader = match reusable_prefill.take() {
+        Some(prefilled) => second_reader(app, request, prefilled)?,
+        None => None,
+    };
     let is_second_reader = reader.is_some();
     let (mut prefilled, decode) = match reader {
         Some(reader) => reader,
@@ -113,6 +109,7 @@ async fn try_attempt(
     request.record.worker = Some((decode.candidate.name.clone(), decode.why));
     let body = prefilled.meeting.body(app, request, &decode.candidate);
     let pair = (prefilled.leg.prefill.worker.id, decode.candidate.worker.id);
+    let decode_worker = decode.candidate.worker.clone();
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
     // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
@@ -138,12 +135,17 @@ async fn try_attempt(
             prefilled.leg.pages_claimed = true;
             app.pair_traffic
                 .opened(pair, opened.stages.as_ref(), now_ms());
+            app.fleet.confirm_pair(pair);
             if request.scan.wants_input_logprobs && (opened.is_sse || opened.answer.rest.is_none())
             {
                 let limit = app.config.request_timeout();
                 opened = logprobs::merged(opened, &mut prefilled.leg, limit).await;
             }
             Ok((opened, Some(prefilled.leg)))
+        }
+        Err(failure) if failure.reason == PAIR_INCOMPATIBLE => {
+            exclude_pair(app, &prefilled.leg.prefill.worker, &decode_worker, &failure);
+            Err(failure.into())
         }
         Err(failure) if failure.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
@@ -154,13 +156,37 @@ async fn try_attempt(
         Err(failure) => {
             let mut tried = request.avoid.clone();
             tried.push(failure.worker);
-            let can_reopen = prefilled.leg.prefill.worker.has_feature("reopen");
+            let can_reopen = prefilled.leg.prefill.description.has_feature("reopen");
             if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
                 *reusable_prefill = Some(prefilled);
             }
             Err(failure.into())
         }
     }
+}
+
+/// Send the pair no more requests for a while.
+fn exclude_pair(app: &AppState, prefill: &Worker, decode: &Worker, failure: &AttemptError) {
+    let pair = (prefill.id, decode.id);
+    app.pair_traffic.failed(pair, failure.reason, now_ms());
+    let reason = failure.message().unwrap_or_else(|| failure.to_string());
+    app.fleet.exclude_pair(prefill, decode, reason);
+}
+
+/// Another decode worker for a prefill whose first one failed; `None` if the chosen one would not
+/// understand its pages.
+fn second_reader(
+    app: &AppState,
+    request: &RequestContext,
+    prefilled: PendingPrefill,
+) -> Result<Option<(PendingPrefill, LoadGuard)>, RouteError> {
+    let decode = app
+        .fleet
+        .choose(Role::Decode, &request.wanted(), &request.avoid)?;
+    let is_fit = app
+        .fleet
+        .can_pair(&prefilled.leg.prefill, &decode.candidate);
+    Ok(is_fit.then_some((prefilled, decode)))
 }
 
 /// Decide which worker to avoid after a decode worker reported what is more likely its prefill
@@ -186,14 +212,14 @@ fn is_vllm(app: &AppState, chosen: &LoadGuard) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
-        PdProtocol::Auto => chosen.candidate.worker.is_vllm(),
+        PdProtocol::Auto => chosen.candidate.description.is_vllm(),
     }
 }
 
 /// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
 fn can_prefill(app: &AppState, decode: &LoadGuard) -> bool {
-    let worker = &decode.candidate.worker;
-    worker.has_feature("local_prefill") || is_vllm(app, decode)
+    let description = &decode.candidate.description;
+    description.has_feature("local_prefill") || is_vllm(app, decode)
 }
 
 enum Placement {
@@ -317,7 +343,7 @@ impl BootstrapParams {
     fn new(prefill: &Candidate, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
         let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
-        let port = worker.bootstrap_port();
+        let port = worker.bootstrap_port(&prefill.description);
         let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         let list = |item: &dyn Fn(&u64) -> String| match rooms {
             [room] if !is_batch => item(room),

@@ -35,7 +35,7 @@ impl RoomLease {
         // nodes place by it.
         let dp = prefill
             .rank
-            .map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
+            .map(|rank| (u64::from(prefill.description.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
         let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.count() })?;

@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the
 /// request.
 pub fn release(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
-    if !worker.tells_loads() {
+    if !worker.description().is_baton() {
         return;
     }
     let count = |app: &AppState, result| app.metrics.releases.with_label_values(&[result]).inc();

@@ -8,17 +8,17 @@
 //! 2. the code that does a step marks it: stages of the request, and a leg for each sending to a
 //!    worker, with what was decided, predicted and observed;
 //! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history
-//!    ones, oldest out first, also when they take more than `MAX_BYTES`.
+//!    ones, oldest out first, also when they take more than `history::MAX_BYTES`.
 //!
 //! No prompt is in it: lengths, and the hash of its last whole block, which names the prefix. Cost:
 //! about a microsecond and half a kilobyte a request.
 
+/// Timelines of recent requests.
+pub mod history;
 /// Timeline as spans.
 mod spans;
 
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use http::HeaderValue;
 use parking_lot::Mutex;
@@ -29,13 +29,8 @@ use serde_json::{Map, Value, json};
 use strum::VariantArray;
 use tokio::time::Instant;
 
-use crate::clock::unix_time;
 use crate::observability::engine_stages::EngineStages;
 use crate::observability::otlp::{self, TraceContext};
-
-/// Most memory of ended timelines. Without explanations 4096 take 3 MB; one explanation of 256
-/// candidates takes 60 KB.
-const MAX_BYTES: usize = 16 << 20;
 
 /// Stages of a request, once each, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr, VariantArray)]
@@ -49,6 +44,8 @@ pub enum RequestStage {
     Parsed,
     /// The prompt was counted and hashed for the policies.
     Tokenized,
+    /// Only where the request waited for its first worker: when the wait ended.
+    WorkerReady,
     /// The first byte of an answer went to the client.
     FirstByte,
     /// The last byte, or the client left.
@@ -76,6 +73,51 @@ struct TimelineRecords {
     failures: Vec<Failed>,
     /// (status, outcome)
     end: Option<(u16, &'static str)>,
+}
+
+/// State of a request, as far as its timeline shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
+enum RequestState {
+    /// No worker has it: it is read, queued or decided, or its worker failed. `role` of the worker
+    /// that failed.
+    Waiting {
+        role: Option<Role>,
+    },
+    /// A worker has it.
+    Running,
+    Ended,
+}
+
+impl RequestState {
+    fn label(self) -> &'static str {
+        self.into()
+    }
+
+    fn waits_for(self) -> Option<Role> {
+        match self {
+            Self::Waiting { role } => role,
+            Self::Running | Self::Ended => None,
+        }
+    }
+}
+
+impl TimelineRecords {
+    fn state(&self) -> RequestState {
+        if self.end.is_some() {
+            return RequestState::Ended;
+        }
+        let last_attempt = self.legs.last().map(|leg| leg.attempt);
+        let failed = self.failures.last();
+        let is_with_a_worker = last_attempt
+            .is_some_and(|attempt| failed.is_none_or(|failed| failed.attempt < attempt));
+        if is_with_a_worker {
+            return RequestState::Running;
+        }
+        RequestState::Waiting {
+            role: failed.map(|failed| failed.role),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -136,7 +178,7 @@ pub struct AttemptRecorder {
 }
 
 /// Seconds a request spent in each stage, as far as it came; by `metrics::STAGE_NAMES`.
-pub type StageTimes = [Option<f64>; 7];
+pub type StageTimes = [Option<f64>; 8];
 
 fn ms(since: Instant) -> f64 {
     // Microseconds are enough, and shorter to read.
@@ -147,6 +189,15 @@ impl RequestTimeline {
     pub fn mark(&self, stage: RequestStage) {
         let at = self.started.elapsed().as_secs_f32();
         self.records.lock().stages[stage as usize].get_or_insert(at);
+    }
+
+    /// A wait for the request's first worker is over; another may follow.
+    pub fn waited_for_worker(&self) {
+        let at = self.started.elapsed().as_secs_f32();
+        let mut records = self.records.lock();
+        if records.legs.is_empty() {
+            records.stages[RequestStage::WorkerReady as usize] = Some(at);
+        }
     }
 
     pub fn body(&self, bytes: usize) {
@@ -257,12 +308,15 @@ impl RequestTimeline {
         let chosen = seconds(first.map(|leg| leg.chosen_ms));
         let sent = seconds(answering.and_then(|leg| leg.sent_ms));
         let first_token = seconds(answering.and_then(|leg| leg.first_token_ms));
+        let worker_ready = at(RequestStage::WorkerReady);
+        let decided_from = worker_ready.or(at(RequestStage::Tokenized));
         [
             at(RequestStage::Read),
             between(at(RequestStage::Read), at(RequestStage::Admitted)),
             between(at(RequestStage::Admitted), at(RequestStage::Parsed)),
             between(at(RequestStage::Parsed), at(RequestStage::Tokenized)),
-            between(at(RequestStage::Tokenized), chosen),
+            between(at(RequestStage::Tokenized), worker_ready),
+            between(decided_from, chosen),
             between(chosen, sent),
             between(sent, first_token),
         ]
@@ -293,7 +347,8 @@ impl RequestTimeline {
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
             "trace_id": self.trace_id(),
-            "state": if records.end.is_some() { "ended" } else { "running" },
+            "state": records.state().label(),
+            "waits_for": records.state().waits_for(),
             "status": records.end.map(|(status, _)| status),
             "outcome": records.end.map(|(_, outcome)| outcome),
             "body_bytes": records.body_bytes,
@@ -308,16 +363,31 @@ impl RequestTimeline {
     fn short_json(&self) -> Value {
         let records = self.records.lock();
         let ended = records.stages[RequestStage::Ended as usize].map(rounded);
+        let state = records.state();
+        // A worker that was lost has nothing of a request that waits for the next one.
         let answering = records.legs.iter().rfind(|leg| leg.role != Role::Prefill);
+        let answering = answering.filter(|_| !matches!(state, RequestState::Waiting { .. }));
         json!({
             "id": records.rid,
             "route": self.route,
             "received_unix_ms": self.received_unix_ns / 1_000_000,
+            "state": state.label(),
+            "waits_for": state.waits_for(),
             "outcome": records.end.map(|(_, outcome)| outcome),
             "ms": ended.unwrap_or_else(|| ms(self.started)),
+            "ttft_ms": records.stages[RequestStage::FirstByte as usize].map(rounded),
             "attempts": records.legs.last().map_or(0, |leg| leg.attempt),
             "worker": answering.map(|leg| leg.worker.as_str()),
         })
+    }
+
+    /// Time to the first byte; of a request without one, to its end or until now [s].
+    fn wait_secs(&self) -> f32 {
+        let records = self.records.lock();
+        let at = |stage: RequestStage| records.stages[stage as usize];
+        at(RequestStage::FirstByte)
+            .or_else(|| at(RequestStage::Ended))
+            .unwrap_or_else(|| self.started.elapsed().as_secs_f32())
     }
 
     pub fn trace_id(&self) -> Option<String> {
@@ -392,229 +462,6 @@ impl AttemptRecorder {
     }
 }
 
-/// The timelines that can be asked for.
-pub struct RequestHistory {
-    /// Ended ones; 0: none.
-    capacity: usize,
-    next: AtomicU64,
-    shelf: Mutex<Shelf>,
-}
-
-#[derive(Default)]
-struct Shelf {
-    /// As many as there are requests in flight.
-    running: HashMap<u64, Arc<RequestTimeline>>,
-    ended: VecDeque<(Arc<RequestTimeline>, usize)>,
-    bytes: usize,
-}
-
-impl RequestHistory {
-    pub fn new(capacity: usize) -> Self {
-        Self {
-            capacity,
-            next: AtomicU64::new(0),
-            shelf: Mutex::default(),
-        }
-    }
-
-    pub fn begin(
-        &self,
-        route: &'static str,
-        rid: &str,
-        trace: Option<TraceContext>,
-    ) -> Arc<RequestTimeline> {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let timeline = Arc::new(RequestTimeline {
-            number,
-            route,
-            started: Instant::now(),
-            received_unix_ns: unix_time().as_nanos() as u64,
-            trace,
-            records: Mutex::new(TimelineRecords {
-                rid: rid.to_owned(),
-                ..Default::default()
-            }),
-        });
-        if self.capacity > 0 {
-            self.shelf.lock().running.insert(number, timeline.clone());
-        }
-        timeline
-    }
-
-    pub fn end(&self, timeline: &Arc<RequestTimeline>, status: u16, outcome: &'static str) {
-        timeline.mark(RequestStage::Ended);
-        timeline.records.lock().end = Some((status, outcome));
-        if self.capacity == 0 {
-            return;
-        }
-        let bytes = timeline.bytes();
-        let mut shelf = self.shelf.lock();
-        shelf.running.remove(&timeline.number);
-        shelf.ended.push_back((timeline.clone(), bytes));
-        shelf.bytes += bytes;
-        while shelf.ended.len() > self.capacity || shelf.bytes > MAX_BYTES {
-            let Some((_, bytes)) = shelf.ended.pop_front() else {
-                break;
-            };
-            shelf.bytes -= bytes;
-        }
-    }
-
-    /// The youngest requests, running or ended, youngest first, without their legs.
-    pub fn recent(&self, most: usize) -> Vec<Value> {
-        let shelf = self.shelf.lock();
-        let ended = shelf.ended.iter().rev().take(most);
-        let mut timelines: Vec<_> = ended.map(|(timeline, _)| timeline.clone()).collect();
-        timelines.extend(shelf.running.values().cloned());
-        drop(shelf);
-        timelines.sort_unstable_by_key(|timeline| std::cmp::Reverse(timeline.number));
-        timelines.truncate(most);
-        timelines
-            .iter()
-            .map(|timeline| timeline.short_json())
-            .collect()
-    }
-
-    /// The youngest with this id: clients may give the same one twice.
-    pub fn find(&self, rid: &str) -> Option<Value> {
-        let is_it = |timeline: &&Arc<RequestTimeline>| timeline.records.lock().rid == rid;
-        let shelf = self.shelf.lock();
-        let youngest = shelf
-            .running
-            .values()
-            .filter(is_it)
-            .max_by_key(|timeline| timeline.number);
-        let ended = || {
-            shelf
-                .ended
-                .iter()
-                .rev()
-                .map(|(timeline, _)| timeline)
-                .find(is_it)
-        };
-        let timeline = youngest.or_else(ended)?.clone();
-        drop(shelf);
-        Some(timeline.json())
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use router_core::PrefillForecast;
-
-    use super::*;
-
-    #[test]
-    fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
-        let requests = RequestHistory::new(2);
-        let timelines: Vec<_> = ["a", "b", "c"]
-            .map(|rid| requests.begin("/x", rid, None))
-            .into();
-        assert_eq!(requests.find("a").unwrap()["state"], "running");
-        for timeline in &timelines {
-            requests.end(timeline, 200, "ok");
-        }
-        assert!(requests.find("a").is_none());
-        let found = requests.find("c").unwrap();
-        assert_eq!(
-            (&found["state"], &found["outcome"]),
-            (&"ended".into(), &"ok".into())
-        );
-        let running = requests.begin("/x", "d", None);
-        let recent = requests.recent(2);
-        assert_eq!(
-            (&recent[0]["id"], &recent[1]["id"]),
-            (&"d".into(), &"c".into())
-        );
-        assert_eq!(
-            (&recent[0]["outcome"], &recent[1]["outcome"]),
-            (&serde_json::Value::Null, &"ok".into())
-        );
-        requests.end(&running, 200, "ok");
-        let shelf = requests.shelf.lock();
-        assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
-    }
-
-    #[test]
-    fn bytes_bound_the_shelf_too() {
-        let requests = RequestHistory::new(1000);
-        let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
-        for _ in 0..40 {
-            let timeline = requests.begin("/x", "same", None);
-            timeline.leg(
-                Role::Regular,
-                "w",
-                SelectionReason::Only,
-                Some(explanation.clone()),
-            );
-            requests.end(&timeline, 200, "ok");
-        }
-        let shelf = requests.shelf.lock();
-        assert!(
-            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
-            "{}",
-            shelf.ended.len()
-        );
-    }
-
-    #[test]
-    fn with_no_history_nothing_is_held() {
-        let requests = RequestHistory::new(0);
-        let timeline = requests.begin("/x", "a", None);
-        requests.end(&timeline, 200, "ok");
-        assert!(requests.find("a").is_none());
-        assert!(requests.shelf.lock().running.is_empty());
-    }
-
-    #[test]
-    fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
-        let requests = RequestHistory::new(8);
-        let timeline = requests.begin("/generate", "r", None);
-        for stage in [
-            RequestStage::Read,
-            RequestStage::Admitted,
-            RequestStage::Parsed,
-        ] {
-            timeline.mark(stage);
-        }
-        let forecast = PrefillForecast {
-            prompt_tokens: 100,
-            cached_tokens: 64,
-            ttft_ms: 12,
-            best_cached_tokens: 64,
-            best_ttft_ms: 12,
-        };
-        let leg = timeline.leg(
-            Role::Regular,
-            "http://a",
-            SelectionReason::BestHolder(forecast),
-            None,
-        );
-        leg.sent();
-        leg.ended(RequestOutcome::Failure);
-        timeline.failed(Role::Regular, "connect", None);
-        let leg = timeline.leg(Role::Regular, "http://b", SelectionReason::Only, None);
-        leg.sent();
-        leg.first_token();
-        leg.usage(TokenUsage {
-            prompt_tokens: 100,
-            cached_tokens: Some(60),
-            completion_tokens: Some(5),
-        });
-        leg.ended(RequestOutcome::Success);
-        requests.end(&timeline, 200, "ok");
-        let recorded = requests.find("r").unwrap();
-        assert_eq!(recorded["legs"][0]["cached_tokens"], 64);
-        assert_eq!(recorded["legs"][0]["outcome"], "failed");
-        assert_eq!(recorded["legs"][1]["attempt"], 2);
-        assert_eq!(recorded["legs"][1]["usage"]["cached_tokens"], 60);
-        assert_eq!(recorded["failed_attempts"][0]["reason"], "connect");
-        assert!(recorded["timeline"]["ended_ms"].is_number());
-        assert!(
-            timeline.summary().contains("http://b") && !timeline.summary().contains("http://a")
-        );
-        let [.., connect, first_token] = timeline.stages();
-        assert!(connect.is_some() && first_token.is_none());
-    }
-}
+mod tests;

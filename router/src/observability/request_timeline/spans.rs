@@ -39,19 +39,13 @@ impl RequestTimeline {
         for leg in &records.legs {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
-                let failed = records
-                    .failures
-                    .iter()
-                    .find(|failed| failed.attempt + 1 == attempt);
-                let from = failed
-                    .map(|failed| failed.at_ms)
-                    .or(stage(RequestStage::Tokenized));
-                let (from, to) = (from.unwrap_or(leg.chosen_ms), leg.chosen_ms);
-                let mut decide = span(new_id(), parent, "decide", SpanKind::Internal, from, to);
-                decide
-                    .attributes
-                    .push(int_attribute("baton.attempt", attempt));
-                spans.push(decide);
+                for (name, from, to) in stages_before(&records, leg) {
+                    let mut before = span(new_id(), parent, name, SpanKind::Internal, from, to);
+                    before
+                        .attributes
+                        .push(int_attribute("baton.attempt", attempt));
+                    spans.push(before);
+                }
             }
             let (from, to) = (leg.chosen_ms, leg.ended_ms.unwrap_or(ended_ms));
             let mut leg_span = span(
@@ -119,6 +113,28 @@ impl RequestTimeline {
         span.events = events
             .map(|(name, ms)| span_event(self.unix_ns(ms), name))
             .collect();
+    }
+}
+
+/// Stages of an attempt before its first leg: name, begin and end.
+fn stages_before(
+    records: &TimelineRecords,
+    leg: &AttemptTimeline,
+) -> Vec<(&'static str, f64, f64)> {
+    let stage = |stage: RequestStage| records.stages[stage as usize].map(rounded);
+    let mut failures = records.failures.iter();
+    let failed = failures.find(|failed| failed.attempt + 1 == leg.attempt);
+    let begin = failed
+        .map(|failed| failed.at_ms)
+        .or(stage(RequestStage::Tokenized))
+        .unwrap_or(leg.chosen_ms);
+    let waited_until = stage(RequestStage::WorkerReady).filter(|_| leg.attempt == 1);
+    match waited_until {
+        None => vec![("decide", begin, leg.chosen_ms)],
+        Some(ready_ms) => vec![
+            ("worker_wait", begin, ready_ms),
+            ("decide", ready_ms, leg.chosen_ms),
+        ],
     }
 }
 

@@ -73,6 +73,15 @@ impl ApiKind {
             ApiKind::Generate => "gnt-",
         }
     }
+
+    /// Returns `id` without the prefix of an API: engines answer `x-request-id: ID` with the body's
+    /// `"id": "chatcmpl-ID"`, and both name the same request.
+    pub fn without_prefix(id: &str) -> &str {
+        [Self::Chat, Self::Completions, Self::Generate]
+            .into_iter()
+            .find_map(|api| id.strip_prefix(api.id_prefix()))
+            .unwrap_or(id)
+    }
 }
 
 /// Index of a body: what routing needs to know of it.
@@ -98,6 +107,8 @@ pub struct BodyIndex {
     scope: [Option<Range<usize>>; SCOPE.len()],
     /// The model asked for; `None`: any, and /generate, which has no such member.
     pub model: Option<String>,
+    /// Tenant that the body names.
+    pub tenant: Option<String>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
     pub deadlines: RequestDeadlines,
@@ -284,6 +295,7 @@ struct TopLevelFields<'a> {
     text: Option<&'a RawValue>,
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
+    tenant: Option<&'a RawValue>,
     return_logprob: bool,
     /// Deadlines that are numbers; the engine refuses others.
     deadlines: RequestDeadlines,
@@ -318,6 +330,7 @@ impl<'a> TopLevelFields<'a> {
             "text" => self.text = Some(value),
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
+            "tenant" => self.tenant = Some(value),
             "return_logprob" => self.return_logprob = value.get() == "true",
             "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
             "deadline_ms" => self.deadlines.whole = ms_of(value),
@@ -379,6 +392,9 @@ impl<'a> TopLevelFields<'a> {
             deadlines: self.deadlines,
             scope: self.scope,
             model,
+            tenant: self
+                .tenant
+                .and_then(|name| serde_json::from_str(name.get()).ok()),
             ours: self.ours,
             close,
             count: self.count,

@@ -1,5 +1,5 @@
-//! Text to token ids, with the checkpoint's tokenizer.json, as the `tokenizers` wheel does it for
-//! the engines.
+//! Text to token ids, with the checkpoint's tokenizer.json and the tokens that its other files add,
+//! as the `tokenizers` wheel does it for the engines.
 //!
 //! Two caches, named as in SGLang's router:
 //!
@@ -17,8 +17,9 @@ use std::sync::Arc;
 use aho_corasick::{AhoCorasick, MatchKind};
 use parking_lot::Mutex;
 use prometheus::IntCounterVec;
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
+use super::added_tokens::AddedTokenPlan;
 use super::cache::TextCache;
 use crate::config::TokenizerFlags;
 
@@ -54,6 +55,7 @@ struct Segments {
 impl PromptEncoder {
     pub fn new(
         json: &[u8],
+        added_tokens: &AddedTokenPlan,
         config: &TokenizerFlags,
         lookups: IntCounterVec,
     ) -> Result<Self, String> {
@@ -62,6 +64,9 @@ impl PromptEncoder {
         let mut hf: Tokenizer = json
             .parse()
             .map_err(|err: tokenizers::Error| err.to_string())?;
+        hf.add_tokens(added_tokens.tokens.iter().cloned())
+            .map_err(|err| err.to_string())?;
+        hf.set_encode_special_tokens(added_tokens.split_special_tokens);
         // A checkpoint may come with them switched on; the prompt is the whole text and only it.
         hf.with_truncation(None).map_err(|err| err.to_string())?;
         hf.with_padding(None);
@@ -171,7 +176,9 @@ impl Segments {
             return Ok(None);
         }
         let added = hf.get_added_tokens_decoder();
-        let raw: Vec<_> = added.values().filter(|token| !token.normalized).collect();
+        let is_split = hf.get_encode_special_tokens();
+        let is_found = |token: &&AddedToken| !(token.normalized || (is_split && token.special));
+        let raw: Vec<_> = added.values().filter(is_found).collect();
         if raw.is_empty() {
             return Ok(None);
         }

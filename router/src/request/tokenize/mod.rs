@@ -15,11 +15,15 @@
 //! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that
 //! refuses requests. Off the async threads: encoding takes 1 ms for about a thousand tokens.
 
+mod added_tokens;
 mod cache;
 mod encoder;
 mod files;
+mod messages;
 mod prompt;
+mod python_text;
 mod template;
+mod template_probe;
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -72,17 +76,21 @@ impl PromptIds {
         self.prompts.concat()
     }
 
-    /// `,"input_ids":[…]`: one list, or a list of lists where the body holds a list of prompts.
-    pub fn member(&self) -> Bytes {
+    /// `,"input_ids":[…],"tokenizer_fingerprint":"…"`: one list, or a list of lists where the body
+    /// holds a list of prompts, and the tokenizer that it was made for.
+    pub fn to_members(&self, fingerprint: &str) -> Bytes {
         let prompts: Vec<&[u32]> = self.prompts.iter().map(|ids| &**ids).collect();
         let len = prompts.iter().map(|ids| 2 + 7 * ids.len()).sum::<usize>();
-        let mut out = Vec::with_capacity(len + 16);
+        let mut out = Vec::with_capacity(len + fingerprint.len() + 48);
         out.extend_from_slice(b",\"input_ids\":");
         match &*prompts {
             [ids] if !self.is_list => serde_json::to_writer(&mut out, ids),
             lists => serde_json::to_writer(&mut out, lists),
         }
         .expect("writing numbers to a Vec cannot fail");
+        out.extend_from_slice(b",\"tokenizer_fingerprint\":\"");
+        out.extend_from_slice(fingerprint.as_bytes()); // hexadecimal digits
+        out.push(b'"');
         Bytes::from(out)
     }
 }
@@ -99,17 +107,19 @@ impl PromptTokenizer {
         };
         let begun = Instant::now();
         let lookups = metrics.tokenizer_lookups.clone();
-        let encoder = PromptEncoder::new(&files.tokenizer_json, config, lookups);
+        let encoder =
+            PromptEncoder::new(&files.tokenizer_json, &files.added_tokens, config, lookups);
         let encoder = encoder.map_err(|err| {
             format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
         })?;
-        let fingerprint = files.fingerprint();
         let source = files.chat_template.as_deref();
         let template = source.and_then(|source| {
-            let made = ChatTemplate::compile(source, files.special_tokens.clone());
+            let made = ChatTemplate::compile(source, files.added_tokens.special_tokens.clone());
             let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
             made.map_err(warn).ok()
         });
+        let caps = template.as_ref().map(|template| template.caps);
+        let fingerprint = files.fingerprint(caps);
         if source.is_none() {
             tracing::warn!(
                 "the model has no chat template; chat prompts are counted in characters"

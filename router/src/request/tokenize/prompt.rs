@@ -9,6 +9,7 @@ use minijinja::value::ValueKind;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use super::messages::normalize_messages;
 use super::template::ChatTemplate;
 use crate::request::body::ApiKind;
 
@@ -128,7 +129,8 @@ fn render(chat: Chat, template: &ChatTemplate) -> Result<String, TokenizeFallbac
     }
     let continues = chat.continue_final_message.unwrap_or(false);
     let opens = chat.add_generation_prompt.unwrap_or(!continues);
-    let mut messages = messages(&chat.messages).ok_or(TokenizeFallback::Unread)?;
+    let messages = normalize_messages(&chat.messages, &template.caps);
+    let mut messages = messages.ok_or(TokenizeFallback::Unread)?;
     if continues && let Some(last) = messages.last_mut() {
         *last = with_mark(last).ok_or(TokenizeFallback::Unread)?;
     }
@@ -168,61 +170,12 @@ fn pairs(value: &Value) -> Option<Vec<(String, Value)>> {
         .collect()
 }
 
-/// `message` with another content, in its place.
-fn with_content(message: &Value, content: Value) -> Option<Value> {
-    let mut members = pairs(message)?;
-    match members.iter_mut().find(|(name, _)| name == "content") {
-        Some((_, old)) => *old = content,
-        None => members.push(("content".to_owned(), content)),
-    }
+/// `object` with another value of the member `name`, in its place.
+fn with_member(object: &Value, name: &str, value: Value) -> Option<Value> {
+    let mut members = pairs(object)?;
+    let (_, old) = members.iter_mut().find(|(key, _)| key == name)?;
+    *old = value;
     Some(Value::from_pairs(members))
-}
-
-fn messages(value: &Value) -> Option<Vec<Value>> {
-    let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
-    value
-        .try_iter()
-        .ok()
-        .filter(|_| is_list)?
-        .map(|one| message(&one))
-        .collect()
-}
-
-fn member(of: &Value, name: &str) -> Value {
-    of.get_attr(name).unwrap_or_default()
-}
-
-/// Message with its content as plain text: text parts are joined by newlines.
-fn message(message: &Value) -> Option<Value> {
-    if message.kind() != ValueKind::Map {
-        return None;
-    }
-    let role = member(message, "role");
-    let role = role.as_str()?;
-    let content = member(message, "content");
-    match content.kind() {
-        ValueKind::String => Some(message.clone()),
-        ValueKind::None | ValueKind::Undefined if role == "assistant" => {
-            match member(message, "tool_calls").is_true() {
-                true => Some(message.clone()),
-                false => with_content(message, Value::from("")),
-            }
-        }
-        ValueKind::Seq => {
-            let texts = content.try_iter().ok()?.map(|part| text_part(&part));
-            with_content(
-                message,
-                Value::from(texts.collect::<Option<Vec<_>>>()?.join("\n")),
-            )
-        }
-        _ => None,
-    }
-}
-
-fn text_part(part: &Value) -> Option<String> {
-    let (kind, text) = (member(part, "type"), member(part, "text"));
-    let is_text = kind.is_undefined() || kind.as_str() == Some("text");
-    text.as_str().filter(|_| is_text).map(str::to_owned)
 }
 
 /// Appended to the message to be continued, so that its end is found in the rendered text. A
@@ -230,12 +183,17 @@ fn text_part(part: &Value) -> Option<String> {
 /// characters: no client text holds them by accident.
 const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
 
+/// `message` with the mark behind its last text.
 fn with_mark(message: &Value) -> Option<Value> {
-    let content = member(message, "content");
-    with_content(
-        message,
-        Value::from(format!("{}{MARK} ", content.as_str()?)),
-    )
+    let content = message.get_attr("content").ok()?;
+    if let Some(text) = content.as_str() {
+        return with_member(message, "content", Value::from(format!("{text}{MARK} ")));
+    }
+    let mut parts: Vec<Value> = content.try_iter().ok()?.collect();
+    let last = parts.last_mut()?;
+    let text = last.get_attr("text").ok()?;
+    *last = with_member(last, "text", Value::from(format!("{text}{MARK} ")))?;
+    with_member(message, "content", Value::from(parts))
 }
 
 fn cut_at_mark(text: &str) -> Result<String, TokenizeFallback> {

@@ -7,40 +7,67 @@
 use std::collections::BTreeMap;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::value::ValueKind;
+use minijinja::{
+    AutoEscape, Environment, Error, ErrorKind, Output, State, Value, escape_formatter,
+};
 use minijinja_contrib::pycompat;
+
+use super::messages::TemplateCaps;
+use super::python_text::{python_str, tojson};
+use super::template_probe::probe_template;
 
 const NAME: &str = "chat";
 /// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
 const FUEL: u64 = 20_000_000;
-/// Deepest nesting of what `tojson` prints, as deep as JSON is read.
-const MAX_DEPTH: usize = 128;
+/// Instructions of one probe of a template: a conversation of three messages takes a few hundred.
+const PROBE_FUEL: u64 = 500_000;
 
 pub struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
+    /// Form in which the template takes messages.
+    pub caps: TemplateCaps,
 }
 
 impl ChatTemplate {
-    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables.
+    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables. Cost:
+    /// renders some twenty short conversations.
     pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
         let mut env = Environment::new();
         let mut syntax = SyntaxConfig::builder();
         env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
         env.set_auto_escape_callback(|_| AutoEscape::None);
         env.set_unknown_method_callback(pycompat::unknown_method_callback);
-        env.set_fuel(Some(FUEL));
+        env.set_fuel(Some(PROBE_FUEL));
         env.add_function("raise_exception", |text: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, text))
         });
         env.add_function("strftime_now", strftime_now);
         env.add_filter("tojson", tojson);
+        env.add_filter("string", |value: &Value| python_str(value));
+        env.set_formatter(print_value);
         env.add_template_owned(NAME, without_generation_tags(source))?;
-        Ok(Self {
+        let mut template = Self {
             env,
             special_tokens,
-        })
+            caps: TemplateCaps::default(),
+        };
+        template.caps = probe_template(&|messages| template.render_probe(messages));
+        template.env.set_fuel(Some(FUEL));
+        Ok(template)
+    }
+
+    /// Text of a conversation without tools or options; `None`: the template fails on it.
+    fn render_probe(&self, messages: Vec<Value>) -> Option<String> {
+        let variables = [
+            ("tools", Value::from(())),
+            ("documents", Value::from(())),
+            ("messages", Value::from(messages)),
+            ("add_generation_prompt", Value::from(false)),
+        ];
+        let variables = variables.map(|(name, value)| (name.to_owned(), value));
+        self.render(variables.to_vec()).ok()
     }
 
     /// `variables` go before the special tokens of the same name.
@@ -51,6 +78,16 @@ impl ChatTemplate {
             .get_template(NAME)?
             .render(Value::from_pairs(special.chain(variables)))
     }
+}
+
+/// Print the value of `{{ … }}` as Python does.
+fn print_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    let is_container = matches!(value.kind(), ValueKind::Seq | ValueKind::Map);
+    if is_float || is_container {
+        return out.write_str(&python_str(value)).map_err(Error::from);
+    }
+    escape_formatter(out, state, value)
 }
 
 /// `{% generation %}` marks the assistant's turn for training; a prompt ignores it. `{% if true %}`
@@ -85,144 +122,6 @@ fn strftime_now(format: String) -> Result<Value, Error> {
             format!("strftime_now({format:?}): {err}"),
         )
     })
-}
-
-/// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML
-/// characters.
-fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let separators: Option<Vec<String>> = options.get("separators")?;
-    let mut writer = JsonWriter {
-        out: String::new(),
-        ascii: options
-            .get::<Option<bool>>("ensure_ascii")?
-            .unwrap_or(false),
-        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-        indent,
-        item: if indent.is_some() { "," } else { ", " }.to_owned(),
-        key: ": ".to_owned(),
-    };
-    match separators.as_deref() {
-        None => {}
-        Some([item, key]) => (writer.item, writer.key) = (item.clone(), key.clone()),
-        Some(_) => return Err(unfit("separators must be two strings")),
-    }
-    options.assert_all_used()?;
-    writer.value(value, 0)?;
-    Ok(Value::from(writer.out))
-}
-
-fn unfit(text: &str) -> Error {
-    Error::new(ErrorKind::InvalidOperation, format!("tojson: {text}"))
-}
-
-struct JsonWriter {
-    out: String,
-    ascii: bool,
-    sort_keys: bool,
-    indent: Option<usize>,
-    item: String,
-    key: String,
-}
-
-impl JsonWriter {
-    fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
-        if depth > MAX_DEPTH {
-            return Err(unfit("nested too deeply"));
-        }
-        match value.kind() {
-            ValueKind::None => self.out += "null",
-            ValueKind::Bool => self.out += if value.is_true() { "true" } else { "false" },
-            ValueKind::Number if value.is_integer() => self.out += &value.to_string(),
-            ValueKind::Number => self.out += &float(f64::try_from(value.clone())?),
-            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
-            ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.list('[', ']', items.len(), depth, |writer, at| {
-                    writer.value(&items[at], depth + 1)
-                })?;
-            }
-            ValueKind::Map => {
-                let mut keys: Vec<Value> = value.try_iter()?.collect();
-                if self.sort_keys {
-                    keys.sort();
-                }
-                self.list('{', '}', keys.len(), depth, |writer, at| {
-                    let key = &keys[at];
-                    writer.string(key.as_str().ok_or_else(|| unfit("a key is no string"))?);
-                    writer.out += &writer.key;
-                    writer.value(&value.get_item(key)?, depth + 1)
-                })?;
-            }
-            other => return Err(unfit(&format!("cannot print {other}"))),
-        }
-        Ok(())
-    }
-
-    fn list(
-        &mut self,
-        open: char,
-        close: char,
-        len: usize,
-        depth: usize,
-        mut write: impl FnMut(&mut Self, usize) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        self.out.push(open);
-        for at in 0..len {
-            if at > 0 {
-                self.out += &self.item;
-            }
-            self.line(depth + 1);
-            write(self, at)?;
-        }
-        if len > 0 {
-            self.line(depth);
-        }
-        self.out.push(close);
-        Ok(())
-    }
-
-    fn line(&mut self, depth: usize) {
-        if let Some(indent) = self.indent {
-            self.out.push('\n');
-            self.out.extend(std::iter::repeat_n(' ', indent * depth));
-        }
-    }
-
-    fn string(&mut self, text: &str) {
-        // serde_json's escapes are Python's.
-        let quoted = serde_json::Value::from(text).to_string();
-        if !self.ascii {
-            self.out += &quoted;
-            return;
-        }
-        for c in quoted.chars() {
-            if c.is_ascii() {
-                self.out.push(c); // DEL is ASCII to Python
-                continue;
-            }
-            for unit in c.encode_utf16(&mut [0; 2]) {
-                self.out += &format!("\\u{unit:04x}");
-            }
-        }
-    }
-}
-
-/// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and
-/// from 1e16 on.
-fn float(value: f64) -> String {
-    if value.is_infinite() {
-        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
-    }
-    // Rust's, but for the sign and the two digits of the exponent.
-    let text = format!("{value:?}");
-    let Some((digits, exponent)) = text.split_once('e') else {
-        return text;
-    };
-    let (sign, size) = exponent
-        .strip_prefix('-')
-        .map_or(('+', exponent), |size| ('-', size));
-    format!("{digits}e{sign}{size:0>2}")
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use super::added_tokens::AddedTokenPlan;
 use super::*;
 use crate::config::RouterConfig;
 
@@ -146,6 +147,28 @@ fn fingerprints_are_the_engines() {
 }
 
 #[test]
+fn split_special_tokens_are_text_with_and_without_caches() {
+    let file = root().join("tests/contract/golden/tokens/chatml/tokenizer.json");
+    let json = std::fs::read(file).unwrap();
+    let text = format!("<|im_start|>{}<|im_end|>", "word ".repeat(40)).repeat(3);
+    let ids = |split_special_tokens, flags: &[&str]| {
+        let plan = AddedTokenPlan {
+            split_special_tokens,
+            ..AddedTokenPlan::default()
+        };
+        let argv = ["baton-router"].iter().chain(flags);
+        let argv: Vec<String> = argv.map(|&word| word.to_owned()).collect();
+        let config = RouterConfig::parse(&argv).unwrap().tokens;
+        let lookups = RouterMetrics::new().unwrap().tokenizer_lookups;
+        let encoder = PromptEncoder::new(&json, &plan, &config, lookups).unwrap();
+        encoder.encode(&text, false).unwrap()
+    };
+    let split = ids(true, NO_CACHE);
+    assert_eq!(ids(true, &[]), split);
+    assert!(ids(false, &[]).len() < split.len());
+}
+
+#[test]
 fn a_second_turn_is_mostly_found_in_the_cache() {
     let tokens = load("chatml", &[]);
     let long = "word ".repeat(100);
@@ -263,7 +286,7 @@ fn unreadable_messages_fall_back_with_the_reason() {
             "{body}"
         );
     }
-    let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
+    let refuses = r#"{"messages":[{"role":"user","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
         load("mistral", &[]).ids_of(ApiKind::Chat, refuses.as_bytes(), None),
         Err(TokenizeFallback::Template)
@@ -279,8 +302,12 @@ async fn reading_is_bounded_and_counted() {
         .await
         .unwrap();
     assert_eq!(
-        made.member(),
-        format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
+        made.to_members("f00"),
+        format!(
+            ",\"input_ids\":{:?},\"tokenizer_fingerprint\":\"f00\"",
+            made.joined()
+        )
+        .replace(' ', "")
     );
     let too_long = tokens
         .read(ApiKind::Completions, &body, MAX_BYTES + 1, || None)
@@ -361,7 +388,11 @@ fn a_batch_has_a_list_for_each_prompt() {
         .unwrap();
     let [a, b] =
         [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
-    assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
+    let stated = ",\"tokenizer_fingerprint\":\"f00\"";
+    assert_eq!(
+        made.to_members("f00"),
+        format!(",\"input_ids\":[{a},{b}]{stated}")
+    );
     let one = tokens
         .ids_of(
             ApiKind::Completions,
@@ -369,7 +400,10 @@ fn a_batch_has_a_list_for_each_prompt() {
             None,
         )
         .unwrap();
-    assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
+    assert_eq!(
+        one.to_members("f00"),
+        format!(",\"input_ids\":[{a}]{stated}")
+    );
 }
 
 #[test]

@@ -11,21 +11,43 @@ use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::generate::read_at_most;
+use super::generate::{BodyLimit, read_at_most};
 use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
+use crate::request::body::ApiKind;
 use crate::workers::fleet::metrics as gauges;
 use crate::workers::health;
 use crate::workers::worker::Worker;
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 // ---- probes ----
 
 pub async fn live() -> Response {
     answer(StatusCode::OK, &json!({"status": "ok"}))
+}
+
+/// Entry points, for those who open the router's address in a browser or with curl.
+pub async fn index() -> Response {
+    let body = json!({
+        "name": "baton-router",
+        "version": VERSION,
+        "ui": "/ui/",
+        "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/generate"],
+        "health": ["/livez", "/readyz"],
+        "metrics": "/metrics",
+        "workers": "/workers",
+    });
+    answer(StatusCode::OK, &body)
+}
+
+/// The router's version, in vLLM's form.
+pub async fn version() -> Response {
+    answer(StatusCode::OK, &json!({"version": VERSION}))
 }
 
 pub async fn ready(State(app): SharedApp) -> Response {
@@ -124,12 +146,14 @@ fn show(app: &AppState, worker: &Worker) -> Value {
         "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.incompatibility(worker)),
         "circuit": circuit.into_str(),
         "passed_over_ms": passed_over_ms,
+        "ready_peers": app.fleet.ready_peers(worker),
         "load": worker.load(),
-        "bootstrap_port": worker.bootstrap_port(),
+        "bootstrap_port": worker.bootstrap_port(&description),
         "topology": worker.spec.topology,
-        "dp_size": worker.dp_size(),
+        "dp_size": description.dp_size(),
         "model_id": description.served_model_name,
         "version": description.version,
+        "incarnation": description.incarnation,
         "page_size": description.page_size,
         "fingerprint": description.fingerprint,
         "kv_events": feeds.map(|c| c.feed.status()).collect::<Vec<_>>(),
@@ -178,7 +202,7 @@ pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> Handl
 
 /// The timeline of a recent request, by the id it came or was answered with.
 pub async fn show_request(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
-    let timeline = app.sinks.requests.find(&id);
+    let timeline = app.sinks.requests.find(&id, ApiKind::without_prefix);
     let timeline = timeline.ok_or(RouteError::UnknownTimeline { id })?;
     Ok(answer(StatusCode::OK, &timeline))
 }
@@ -206,7 +230,7 @@ struct NewWorker {
 
 pub async fn add_worker(State(app): SharedApp, request: Request) -> HandlerResult {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let body = read_at_most(&app, body, &parts.headers, BodyLimit::new(MAX_ADMIN_BODY)).await?;
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(

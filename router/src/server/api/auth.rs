@@ -3,6 +3,8 @@
 //! With --control-plane-api-keys the control paths take these keys and nothing else; each use is
 //! logged with the key's id.
 
+use std::borrow::Cow;
+
 use http::{HeaderMap, header};
 
 use axum::extract::Request;
@@ -11,6 +13,7 @@ use super::http_util::is_generation;
 use crate::config::{ControlKey, KeyRole};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
+use crate::observability::access_log::KeyLabel;
 use crate::observability::explain::ExplainMode;
 
 /// The key a path needs.
@@ -35,8 +38,16 @@ fn is_dry_run(request: &Request) -> bool {
     is_generation(request) && matches!(ExplainMode::of(request.headers()), Ok(ExplainMode::DryRun))
 }
 
+/// Label of the key of --api-key, which all clients share.
+const CLIENT_KEY: &str = "api_key";
+
+/// Returns the label of the key that the request was accepted with; `None` where none is asked for.
 /// An error is the answer to the request.
-pub fn check(app: &AppState, level: AccessLevel, request: &Request) -> Result<(), RouteError> {
+pub fn check(
+    app: &AppState,
+    level: AccessLevel,
+    request: &Request,
+) -> Result<Option<KeyLabel>, RouteError> {
     let path = request.uri().path();
     let given = bearer(request.headers());
     if has_control_keys(app) && (level == AccessLevel::Control || is_dry_run(request)) {
@@ -46,7 +57,7 @@ pub fn check(app: &AppState, level: AccessLevel, request: &Request) -> Result<()
         return match key.role {
             KeyRole::Admin => {
                 tracing::info!(id, name, %method, path, "control request");
-                Ok(())
+                Ok(Some(KeyLabel(Cow::Owned(id.clone()))))
             }
             KeyRole::User => {
                 tracing::warn!(id, name, %method, path, "control request refused");
@@ -57,9 +68,12 @@ pub fn check(app: &AppState, level: AccessLevel, request: &Request) -> Result<()
     match &app.config.listen.api_key {
         Some(key) if level != AccessLevel::Open => {
             let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
-            is_right.then_some(()).ok_or(RouteError::InvalidApiKey)
+            match is_right {
+                true => Ok(Some(KeyLabel(Cow::Borrowed(CLIENT_KEY)))),
+                false => Err(RouteError::InvalidApiKey),
+            }
         }
-        _ => Ok(()),
+        _ => Ok(None),
     }
 }
 

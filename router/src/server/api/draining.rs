@@ -43,23 +43,43 @@ pub async fn drain_worker(State(app): SharedApp, PathText(id): PathText) -> Hand
     if worker.state() == WorkerState::Leaving {
         return Ok(drained_here(&worker, "this router drains it already"));
     }
-    match order(&app, &worker, Method::POST, "/drain").await? {
+    let is_last = worker.is_ready() && app.fleet.ready_peers(&worker) == 0;
+    let ordered = order(&app, &worker, Method::POST, "/drain").await?;
+    let warning = if is_last {
+        last_of_role(&app, &worker)
+    } else {
+        String::new()
+    };
+    match ordered {
         Ordered::Done(report) => {
             app.fleet.set_state(&worker, WorkerState::Draining, None);
             worker.suspect.notify_one(); // a probe that began before this order would bring it back
             let mut body = shown(&worker, "worker");
             body["is_drained"] = report["is_drained"].clone();
             body["left"] = report["left"].clone();
-            body["message"] =
-                "the worker refuses new requests, of all routers; POST …/undrain returns it".into();
+            body["ready_peers"] = app.fleet.ready_peers(&worker).into();
+            body["message"] = format!(
+                "the worker refuses new requests, of all routers; POST …/undrain returns it{warning}"
+            )
+            .into();
             Ok(answer(StatusCode::ACCEPTED, &body))
         }
         Ordered::Refused(status, error) => Ok(answer(status, &json!({"error": error}))),
         Ordered::Unable(why) => {
             app.fleet.drain(&worker);
-            Ok(drained_here(&worker, &why))
+            Ok(drained_here(&worker, &format!("{why}{warning}")))
         }
     }
+}
+
+/// Consequence of a drain that leaves no worker for its requests, as the end of a sentence.
+fn last_of_role(app: &AppState, worker: &Worker) -> String {
+    let outcome = match app.config.retry.worker_wait_timeout_secs {
+        0 => "requests fail".to_owned(),
+        wait_secs => format!("requests wait {wait_secs} s for another and fail"),
+    };
+    let role = worker.role();
+    format!("; it was the last ready {role} worker: {outcome}")
 }
 
 /// Unfinished work of a worker: its own report, or where it has none, this router's requests to it.
@@ -79,6 +99,8 @@ pub async fn show_drain(State(app): SharedApp, PathText(id): PathText) -> Handle
         }),
     };
     body["drained_by"] = json!(state.drained_by());
+    body["role"] = worker.role().into_str().into();
+    body["ready_peers"] = app.fleet.ready_peers(&worker).into();
     Ok(answer(StatusCode::OK, &body))
 }
 
@@ -97,11 +119,16 @@ pub async fn undrain_worker(State(app): SharedApp, PathText(id): PathText) -> Ha
         };
         message = "registered again under a new id; it gets requests once it is healthy";
     }
+    let mut state = Value::from(worker.state().label());
     match order(&app, &worker, Method::POST, "/undrain").await? {
-        Ordered::Done(_) if app.config.health.disable_health_check => {
-            app.fleet.set_state(&worker, WorkerState::Ready, None);
+        Ordered::Done(report) => {
+            state = report["state"].clone();
+            if app.config.health.disable_health_check {
+                app.fleet.set_state(&worker, WorkerState::Ready, None);
+            } else {
+                worker.suspect.notify_one();
+            }
         }
-        Ordered::Done(_) => worker.suspect.notify_one(),
         Ordered::Refused(status, error) => return Ok(answer(status, &json!({"error": error}))),
         Ordered::Unable(why) => {
             tracing::info!(url = %worker.url(), why, "nothing to undrain at the worker")
@@ -109,6 +136,7 @@ pub async fn undrain_worker(State(app): SharedApp, PathText(id): PathText) -> Ha
     }
     let mut body = shown(&worker, "worker");
     body["status"] = "accepted".into();
+    body["state"] = state;
     body["drained_by"] = Value::Null;
     body["message"] = message.into();
     Ok(answer(StatusCode::ACCEPTED, &body))

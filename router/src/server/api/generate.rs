@@ -1,6 +1,7 @@
 //! Generation requests in: limits, body, the little that is read of it, admission; then `dispatch`
 //! takes over.
 
+use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use http_body::Body;
 use http_body_util::BodyExt;
 use router_core::{FailedAttempts, RequestBreaks};
 use serde_json::json;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth;
 use super::http_util::{REQUEST_ID, answer};
@@ -28,13 +29,19 @@ use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
 use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 use crate::request::body::{ApiKind, BodyIndex};
-use crate::request::prompt_limit::oversized;
+use crate::request::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
 use crate::response::failover;
 use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::RequestHead;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
+
+/// Longest time for which the body of a refused request is read and discarded (nginx's
+/// lingering_timeout).
+const DISCARD_TIME: Duration = Duration::from_secs(5);
+/// Most of a refused body that is read and discarded. The connection ends with a longer one.
+const DISCARD_BYTES: usize = 64 << 20;
 /// Bodies up to this size are not measured: an engine refuses them in a fraction of a millisecond,
 /// and asking all workers for their limits is not free [bytes].
 const UNMEASURED_BYTES: usize = 16 << 10;
@@ -70,7 +77,7 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
         "POST"
     };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let record = AccessLogEntry::new(&app.sinks, api.path(), method, request.headers(), rid);
+    let record = AccessLogEntry::new(&app.sinks, api.path(), method, &request, rid);
     let asks = match ExplainMode::of(request.headers()) {
         Ok(asks) => asks,
         Err(err) => return dispatch::refuse(record, err),
@@ -125,8 +132,8 @@ async fn take_in(
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
-    let limit_bytes = app.config.limits.max_payload_size;
-    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
+    let limit = body_limit(app, api, &parts.headers);
+    let body = read_at_most(app, body, &parts.headers, limit).await?;
     timeline.mark(RequestStage::Read);
     timeline.body(body.len());
     let read_at = Instant::now();
@@ -147,7 +154,8 @@ async fn take_in(
     if let Some(blocks) = &prompt.blocks {
         timeline.prompt(blocks);
     }
-    Ok(move |record| {
+    Ok(move |mut record: AccessLogEntry| {
+        record.named(scan.model.as_deref(), scan.tenant.as_deref());
         Box::new(RequestContext {
             header_deadlines: header_deadlines(head.headers()),
             body_overrides: String::new(),
@@ -249,7 +257,7 @@ async fn prompt_of(
             .await
     {
         return Ok(KnownPrompt {
-            input_ids: forwards.then(|| made.member()),
+            input_ids: forwards.then(|| made.to_members(&tokens.fingerprint)),
             ..known_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }
@@ -305,21 +313,102 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     headers
 }
 
-/// Read a body of at most `limit_bytes` within --body-read-timeout-secs. One piece, the usual case,
-/// is not copied.
+/// Longest body that is read.
+#[derive(Debug, Clone, Copy)]
+pub struct BodyLimit {
+    bytes: usize,
+    source: LimitSource,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum LimitSource {
+    /// --max-payload-size, or a constant of the path.
+    Own,
+    /// Longest prompt of all workers [tokens].
+    Prompt(NonZeroU64),
+    /// Longest body that engines read.
+    Engines,
+}
+
+impl BodyLimit {
+    pub fn new(bytes: usize) -> Self {
+        Self {
+            bytes,
+            source: LimitSource::Own,
+        }
+    }
+
+    fn refusal(self) -> RouteError {
+        let limit_bytes = self.bytes;
+        match self.source {
+            LimitSource::Own => RouteError::PayloadTooLarge { limit_bytes },
+            LimitSource::Engines => RouteError::BodyBeyondEngines { limit_bytes },
+            LimitSource::Prompt(tokens) => RouteError::BodyBeyondPrompt {
+                limit_bytes,
+                limit_tokens: tokens.get(),
+            },
+        }
+    }
+}
+
+/// Limit of a generation request: --max-payload-size, or what the longest prompt of all workers
+/// needs, so that a body far above that is refused before it is read.
+fn body_limit(app: &AppState, api: ApiKind, headers: &HeaderMap) -> BodyLimit {
+    let own = BodyLimit::new(app.config.limits.max_payload_size);
+    // No limit that follows from a prompt is below this: asking all workers would be for nothing.
+    let is_small = |bytes| bytes as u64 <= REST_BYTES;
+    if announced_bytes(headers).is_some_and(is_small) {
+        return own;
+    }
+    // Which model it is for is known when it was read.
+    let limit = app.fleet.prompt_limit(app.fleet.serving_roles(), None);
+    let Some(limit) = limit else { return own };
+    let longest = limit.body_bytes(api);
+    let bytes = usize::try_from(longest).unwrap_or(usize::MAX);
+    if bytes >= own.bytes {
+        return own;
+    }
+    let source = if longest < MAX_ENGINE_BODY_BYTES {
+        LimitSource::Prompt(limit.tokens)
+    } else {
+        LimitSource::Engines
+    };
+    BodyLimit { bytes, source }
+}
+
+fn announced_bytes(headers: &HeaderMap) -> Option<usize> {
+    headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+/// Read the body of a refused request and keep nothing of it. Most clients read an answer only when
+/// they have sent all of their body; a connection closed before that would lose the answer.
+async fn discard(mut body: axum::body::Body) {
+    let mut discarded = 0;
+    while discarded < DISCARD_BYTES {
+        let Some(Ok(frame)) = body.frame().await else {
+            return;
+        };
+        discarded += frame.data_ref().map_or(0, Bytes::len);
+    }
+}
+
+/// Read a body up to `limit` within --body-read-timeout-secs. One piece, the usual case, is not
+/// copied.
 pub async fn read_at_most(
     app: &AppState,
     mut body: axum::body::Body,
     headers: &HeaderMap,
-    limit_bytes: usize,
+    limit: BodyLimit,
 ) -> Result<Bytes, RouteError> {
     let limits = &app.config.limits;
     let until = Instant::now() + Duration::from_secs(limits.body_read_timeout_secs);
-    let too_large = || RouteError::PayloadTooLarge { limit_bytes };
-    let announced = headers.get(CONTENT_LENGTH);
-    let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
+    let limit_bytes = limit.bytes;
+    let announced = announced_bytes(headers);
     if announced.is_some_and(|announced| announced > limit_bytes) {
-        return Err(too_large());
+        if !headers.contains_key(EXPECT) {
+            tokio::spawn(timeout(DISCARD_TIME, discard(body)));
+        }
+        return Err(limit.refusal());
     }
     app.body_memory.check(announced.unwrap_or(0))?;
     let mut share = app.body_memory.share();
@@ -346,7 +435,7 @@ pub async fn read_at_most(
             continue; // trailers
         };
         if first.len() + all.len() + piece.len() > limit_bytes {
-            return Err(too_large());
+            return Err(limit.refusal());
         }
         share.grow(piece.len())?;
         if first.is_empty() && all.is_empty() {

@@ -62,14 +62,10 @@ fn routes() -> Vec<Route> {
         post(handler(ApiKind::Completions)),
     );
     add(&[ApiKind::Generate.path()], Client, generate);
-    add(&["/tokenize", "/v1/tokenize"], Client, post(proxy::forward));
-    add(
-        &["/detokenize", "/v1/detokenize"],
-        Client,
-        post(proxy::forward),
-    );
+    let tokens = ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"];
+    add(&tokens, Client, post(proxy::forward));
     add(&["/v1/models"], Client, get(proxy::models));
-    add(&["/v1/models/{id}"], Client, get(proxy::forward));
+    add(&["/v1/models/{id}"], Client, get(proxy::model));
     add(
         &["/get_model_info", "/model_info"],
         Client,
@@ -87,6 +83,8 @@ fn routes() -> Vec<Route> {
     );
     add(&["/readyz", "/readiness"], Open, get(admin::ready));
     add(&["/metrics"], Open, get(admin::metrics));
+    add(&["/"], Open, get(admin::index));
+    add(&["/version"], Open, get(admin::version));
     add(&["/ui"], Open, get(ui::to_folder));
     add(&["/ui/"], Open, get(ui::index));
     add(&["/ui/{file}"], Open, get(ui::file));
@@ -205,6 +203,9 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     } else if let Err(refusal) = access {
         refusal.into_response()
     } else {
+        if let Ok(Some(label)) = access {
+            request.extensions_mut().insert(label);
+        }
         auth::hide_control_key(app, request.headers_mut());
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await

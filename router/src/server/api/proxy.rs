@@ -12,7 +12,7 @@ use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_at_most, text_header};
+use super::generate::{BodyLimit, forwarded, read_at_most, text_header};
 use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
@@ -69,7 +69,7 @@ pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
         .find(|one| *one == path)
         .unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let mut record = AccessLogEntry::new(&app.sinks, path, "POST", request.headers(), rid);
+    let mut record = AccessLogEntry::new(&app.sinks, path, "POST", &request, rid);
     match work(&app, request, &mut record).await {
         Ok(response) => {
             let status = response.status();
@@ -187,26 +187,61 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     let headers = forwarded(request.into_parts().0.headers);
     let head = RequestHead::new(Method::GET, Uri::from_static("/v1/models"), headers);
     let answers = ask_each(&app, &head, &Bytes::new()).await;
-    let mut merged: Vec<Value> = Vec::new();
-    for asked in answers.iter().filter(|answer| answer.is_success()) {
-        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
-            continue;
-        };
-        for model in list["data"].as_array_mut().into_iter().flatten() {
-            if merged.iter().all(|known| known["id"] != model["id"]) {
-                merged.push(model.take());
-            }
-        }
-    }
-    if merged.is_empty()
+    let cards = model_cards(&answers);
+    if cards.is_empty()
         && let Some(asked) = answers.into_iter().next()
     {
         return Ok(asked.passed_on());
     }
     Ok(answer(
         StatusCode::OK,
-        &json!({"object": "list", "data": merged}),
+        &json!({"object": "list", "data": cards}),
     ))
+}
+
+/// Answers with one model of that list, or with a worker's own refusal of one that is not in it.
+pub async fn model(
+    State(app): SharedApp,
+    PathText(id): PathText,
+    request: Request,
+) -> HandlerResult {
+    require_worker(&app)?;
+    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
+    let list_head = RequestHead::new(
+        Method::GET,
+        Uri::from_static("/v1/models"),
+        head.headers().clone(),
+    );
+    let answers = ask_each(&app, &list_head, &body).await;
+    let card = model_cards(&answers)
+        .into_iter()
+        .find(|card| card["id"] == id.as_str());
+    match card {
+        Some(card) => Ok(answer(StatusCode::OK, &card)),
+        None => proxy_to_any(&app, head, body, ASK_TIMEOUT, None).await,
+    }
+}
+
+/// The models of all answers, each once.
+fn model_cards(answers: &[Asked]) -> Vec<Value> {
+    let mut cards: Vec<Value> = Vec::new();
+    for asked in answers.iter().filter(|answer| answer.is_success()) {
+        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
+            continue;
+        };
+        for model in list["data"].as_array_mut().into_iter().flatten() {
+            if cards.iter().any(|known| known["id"] == model["id"]) {
+                continue;
+            }
+            let mut card = model.take();
+            if asked.is_baton {
+                // Engines name another owner there for the sake of other routers (docs/protocol.md).
+                card["owned_by"] = "baton".into();
+            }
+            cards.push(card);
+        }
+    }
+    cards
 }
 
 /// The metrics of all ready workers on one page, each line with the label `worker`.
@@ -264,7 +299,8 @@ async fn read_request(
     limit_bytes: usize,
 ) -> Result<(RequestHead, Bytes), RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(app, body, &parts.headers, limit_bytes).await?;
+    let limit = BodyLimit::new(limit_bytes);
+    let body = read_at_most(app, body, &parts.headers, limit).await?;
     let uri = parts
         .uri
         .path_and_query()
@@ -333,6 +369,7 @@ pub fn error_object(body: &[u8]) -> Option<Value> {
 /// Answer of a worker when all were asked.
 struct Asked {
     url: String,
+    is_baton: bool,
     /// `None`: it could not be asked, and `text` says why.
     status: Option<StatusCode>,
     headers: HeaderMap,
@@ -393,14 +430,12 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
         let answer = worker.unless_hung(asking).await;
         answer
             .and_then(|answer| answer.unwrap_or_else(late))
-            .unwrap_or_else(|text| {
-                let (url, headers) = (worker.url().to_string(), HeaderMap::new());
-                Asked {
-                    url,
-                    status: None,
-                    headers,
-                    text,
-                }
+            .unwrap_or_else(|text| Asked {
+                url: worker.url().to_string(),
+                is_baton: worker.description().is_baton(),
+                status: None,
+                headers: HeaderMap::new(),
+                text,
             })
     });
     let mut answers = join_all(asked).await;
@@ -421,14 +456,11 @@ async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<
         .await
         .map_err(|err| err.to_string())?;
     let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
-    let (url, text) = (
-        worker.url().to_string(),
-        String::from_utf8_lossy(&text).into_owned(),
-    );
     Ok(Asked {
-        url,
+        url: worker.url().to_string(),
+        is_baton: worker.description().is_baton(),
         status,
         headers,
-        text,
+        text: String::from_utf8_lossy(&text).into_owned(),
     })
 }

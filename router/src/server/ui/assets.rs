@@ -32,14 +32,18 @@ macro_rules! assets {
     };
 }
 
-static ASSETS: LazyLock<[Asset; 8]> = LazyLock::new(|| {
+static ASSETS: LazyLock<[Asset; 12]> = LazyLock::new(|| {
     assets! {
         "index.html": HTML,
         "chat.html": HTML,
+        "theme.js": SCRIPT,
         "app.js": SCRIPT,
         "cluster.js": SCRIPT,
+        "charts.js": SCRIPT,
+        "nodes.js": SCRIPT,
         "chat.js": SCRIPT,
         "timeline.js": SCRIPT,
+        "explanation.js": SCRIPT,
         "style.css": "text/css; charset=utf-8",
         "icon.svg": "image/svg+xml",
     }

@@ -10,7 +10,7 @@ use http::{HeaderValue, header};
 use super::snapshot::FleetSnapshot;
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::observability::feed_hub::events;
+use crate::observability::fleet_feed::hub::events;
 use crate::response::keepalive::sse_headers;
 
 pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteError> {

@@ -5,10 +5,10 @@ use serde::Serialize;
 
 use crate::clock::{now_ms, unix_time};
 use crate::dispatch::app::AppState;
-use crate::observability::fleet_events::FleetEvent;
-use crate::observability::pair_traffic::PairRecord;
+use crate::observability::fleet_feed::events::FleetEvent;
+use crate::observability::fleet_feed::history::{HistoryColumns, SPAN};
+use crate::observability::fleet_feed::pair_traffic::PairRecord;
 use crate::workers::activity::TokenRates;
-use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
 
 /// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second
@@ -16,8 +16,8 @@ use crate::workers::worker::Worker;
 const MAX_NODES: usize = 512;
 /// Most pairs shown.
 const MAX_PAIRS: usize = 1024;
-/// Requests in the list of recent ones.
-const RECENT_REQUESTS: usize = 12;
+/// Requests in each list.
+const LISTED_REQUESTS: usize = 16;
 
 #[derive(Serialize)]
 pub struct FleetSnapshot {
@@ -33,7 +33,13 @@ pub struct FleetSnapshot {
     nodes_left_out: usize,
     pairs: Vec<PairView>,
     events: Vec<FleetEvent>,
+    /// The youngest ones.
     requests: Vec<serde_json::Value>,
+    /// The youngest ones that ended with an error.
+    failed_requests: Vec<serde_json::Value>,
+    /// Those of the history's span that waited longest for their first byte.
+    slow_requests: Vec<serde_json::Value>,
+    history: HistoryColumns,
 }
 
 #[derive(Serialize)]
@@ -44,6 +50,8 @@ struct NodeView {
     state: &'static str,
     reason: Option<String>,
     circuit: &'static str,
+    /// Other ready workers that could take its requests.
+    ready_peers: usize,
     /// Requests in flight, as the router counts them.
     load: usize,
     model: Option<String>,
@@ -101,7 +109,10 @@ impl FleetSnapshot {
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
             events: app.fleet.events.recent(),
-            requests: app.sinks.requests.recent(RECENT_REQUESTS),
+            requests: app.sinks.requests.recent(LISTED_REQUESTS),
+            failed_requests: app.sinks.requests.failed(LISTED_REQUESTS),
+            slow_requests: app.sinks.requests.slowest(LISTED_REQUESTS, SPAN),
+            history: app.history.lock().columns(),
         }
     }
 }
@@ -110,7 +121,11 @@ impl NodeView {
     fn of(app: &AppState, worker: &Worker, now_ms: u64) -> Self {
         let (state, description) = (worker.state(), worker.description());
         let incompatibility = || app.fleet.incompatibility(worker);
-        let ranks = app.fleet.candidates_at(worker);
+        let ranks = if state.reports_load() {
+            app.fleet.ranks_of(worker)
+        } else {
+            Vec::new()
+        };
         Self {
             id: worker.id.to_string(),
             url: worker.url().to_string(),
@@ -118,20 +133,22 @@ impl NodeView {
             state: state.label(),
             reason: state.reason().map(str::to_owned).or_else(incompatibility),
             circuit: app.fleet.objections_to(worker).0.into_str(),
+            ready_peers: app.fleet.ready_peers(worker),
             load: worker.load(),
             model: description.served_model_name.clone(),
             version: description.version.clone(),
             ranks: ranks
-                .iter()
-                .map(|rank| RankView::of(rank, now_ms))
+                .into_iter()
+                .map(|rank| RankView::of(worker, rank, now_ms))
                 .collect(),
         }
     }
 }
 
 impl RankView {
-    fn of(candidate: &Candidate, now_ms: u64) -> Self {
-        let activity = candidate.activity.lock();
+    fn of(worker: &Worker, rank: Option<u32>, now_ms: u64) -> Self {
+        let activity = worker.activity_of(rank);
+        let activity = activity.lock();
         let report = activity.last(now_ms).map(|(report, age_ms)| ReportView {
             age_ms,
             queued_tokens: report.queued_tokens,
@@ -140,8 +157,8 @@ impl RankView {
             kv_pages_used: report.running.map(|running| running.pages_used),
         });
         Self {
-            rank: candidate.rank,
-            load: candidate.load(),
+            rank,
+            load: worker.load_at(rank),
             report,
             rates: activity.rates,
         }

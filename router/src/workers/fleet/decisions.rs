@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use router_core::{
-    ExplainedChoice, RequestOutcome, Role, RoutingRequest, SendTicket, TtftEstimate,
-    WorkerFingerprint, WorkerId, WorkerObjection, WorkerView, least_objection,
+    ExplainedChoice, PairConstraints, RequestOutcome, Role, RoutingRequest, SendTicket,
+    TtftEstimate, WorkerId, WorkerObjection, WorkerView, least_objection,
 };
 
 use crate::clock::now_ms;
@@ -53,17 +53,17 @@ impl WorkerFleet {
         avoid: &[WorkerId],
     ) -> Result<(LoadGuard, LoadGuard), RouteError> {
         let roles = [Role::Prefill, Role::Decode];
-        let (pair, ready) = {
+        let (pair, has_candidates) = {
             let _locks = roles.map(|role| self.table(role).decision_lock.lock());
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
-            let [p, d] = &roles.map(|role| self.side(role, wanted, avoid, now_ms));
+            let [p, d] = &self.pairable_sides(wanted, avoid, now_ms);
             let tickets = [self.ticket(), self.ticket()];
-            let fingerprints = self.fingerprints([p, d]);
+            let constraints = self.constraints([p, d], now_ms);
             let ready = [&*p.views, &d.views];
-            let decided =
-                self.deciders
-                    .decide_pair(&sending, ready, fingerprints.as_ref(), tickets);
+            let decided = self
+                .deciders
+                .decide_pair(&sending, ready, constraints.as_ref(), tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
                 let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
                 Some((
@@ -71,9 +71,20 @@ impl WorkerFleet {
                     self.take(&d.list, d_choice, tickets[1], wanted, &sending)?,
                 ))
             });
-            (pair, [p.views.len(), d.views.len()])
+            if let Some((p, d)) = &pair {
+                self.note_trial(p, d, now_ms);
+            }
+            (pair, [p, d].map(|side| !side.views.is_empty()))
         };
-        pair.ok_or_else(|| self.no_pair_error(ready, wanted))
+        pair.ok_or_else(|| self.no_pair_error(has_candidates, wanted))
+    }
+
+    fn note_trial(&self, prefill: &LoadGuard, decode: &LoadGuard, now_ms: u64) {
+        let mut verdicts = self.verdicts.lock();
+        if !verdicts.is_empty() {
+            let [p, d] = [prefill, decode].map(|guard| guard.candidate.worker.id);
+            verdicts.sent((p, d), now_ms);
+        }
     }
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
@@ -101,25 +112,30 @@ impl WorkerFleet {
             ..wanted.sending(now_ms())
         };
         let now_ms = sending.request.now_ms;
-        let sides = roles
-            .iter()
-            .map(|role| self.side(*role, wanted, &[], now_ms));
-        let sides: Vec<Side> = sides.collect();
+        let sides: Vec<Side> = match roles {
+            [Role::Prefill, Role::Decode] => self.pairable_sides(wanted, &[], now_ms).into(),
+            _ => {
+                let sides = roles
+                    .iter()
+                    .map(|role| self.side(*role, wanted, &[], now_ms));
+                sides.collect()
+            }
+        };
         let decide =
             |(role, side): (&Role, &Side)| self.deciders.dry_run(*role, &sending, &side.views);
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
-                let fingerprints = self.fingerprints([p, d]);
+                let constraints = self.constraints([p, d], now_ms);
                 let ready = [&*p.views, &d.views];
                 self.deciders
-                    .dry_run_pair(&sending, ready, fingerprints.as_ref())
+                    .dry_run_pair(&sending, ready, constraints.as_ref())
                     .map(Vec::from)
             }
             _ => roles.iter().zip(&sides).map(decide).collect(),
         };
         drop(locks);
         let decided = decided.ok_or_else(|| match sides.as_slice() {
-            [p, d] => self.no_pair_error([p.views.len(), d.views.len()], wanted),
+            [p, d] => self.no_pair_error([p, d].map(|side| !side.views.is_empty()), wanted),
             _ => self.no_worker_error(roles[0], wanted),
         })?;
         let runs = roles.iter().zip(sides).zip(decided);
@@ -144,29 +160,66 @@ impl WorkerFleet {
         let list = self.table(role).list_for(wanted.model);
         let evaluated = list
             .iter()
-            .filter(|c| c.can_resume(wanted.resumes_on))
-            .map(|c| {
-                let view = WorkerView {
-                    id: c.id,
-                    load: c.load(),
-                    host: c.host,
-                };
-                (view, c.objection(avoid, now_ms))
-            });
+            .filter(|c| !c.worker.is_replaced() && c.can_resume(wanted.resumes_on))
+            .map(|c| (c.view(), c.objection(avoid, now_ms)));
         let views = least_objection(evaluated.collect::<Vec<_>>().into_iter());
         Side { list, views }
     }
 
-    /// Fingerprints of the candidates of both sides, where not all of them can be paired.
-    fn fingerprints(&self, sides: [&Side; 2]) -> Option<[Vec<WorkerFingerprint>; 2]> {
-        (!self.all_fit.load(Ordering::Relaxed)).then(|| {
-            sides.map(|side| {
-                let fingerprint = |view: &WorkerView| {
-                    let candidate = side.list.iter().find(|c| c.id == view.id);
-                    candidate.map(|c| c.fingerprint).unwrap_or_default()
-                };
-                side.views.iter().map(fingerprint).collect()
-            })
+    /// Candidates of both roles. Where the ones with the fewest objections fit none of each other,
+    /// all candidates: a pair with objections is better than none.
+    fn pairable_sides(
+        &self,
+        wanted: &SelectionRequest<'_>,
+        avoid: &[WorkerId],
+        now_ms: u64,
+    ) -> [Side; 2] {
+        let roles = [Role::Prefill, Role::Decode];
+        let sides = roles.map(|role| self.side(role, wanted, avoid, now_ms));
+        if self.has_possible_pair(&sides, now_ms) {
+            return sides;
+        }
+        roles.map(|role| {
+            let list = self.table(role).list_for(wanted.model);
+            let able = list.iter().filter(|c| c.can_resume(wanted.resumes_on));
+            let views = able.map(|c| c.view()).collect();
+            Side { list, views }
+        })
+    }
+
+    fn has_possible_pair(&self, sides: &[Side; 2], now_ms: u64) -> bool {
+        let [p, d] = sides;
+        let Some(constraints) = self.constraints([p, d], now_ms) else {
+            return true;
+        };
+        let is_possible = constraints.test([&p.views, &d.views]);
+        let has_partner = |p: &WorkerView| d.views.iter().any(|d| is_possible(p.id, d.id));
+        p.views.iter().any(has_partner)
+    }
+
+    /// Constraints on the pairs of both sides, where not all of them are possible.
+    fn constraints(&self, sides: [&Side; 2], now_ms: u64) -> Option<PairConstraints> {
+        let verdicts = self.verdicts.lock();
+        if self.all_fit.load(Ordering::Relaxed) && verdicts.is_empty() {
+            return None;
+        }
+        let candidates = sides.map(|side| {
+            let candidate = |view: &WorkerView| side.list.iter().find(|c| c.id == view.id);
+            side.views.iter().filter_map(candidate).collect::<Vec<_>>()
+        });
+        let [p_list, d_list] = &candidates;
+        let mut excluded = Vec::new();
+        for (p_worker, d_worker) in verdicts.excluded(now_ms) {
+            for p in p_list.iter().filter(|c| c.worker.id == p_worker) {
+                let partners = d_list.iter().filter(|c| c.worker.id == d_worker);
+                excluded.extend(partners.map(|d| [p.id, d.id]));
+            }
+        }
+        Some(PairConstraints {
+            excluded,
+            fingerprints: candidates
+                .each_ref()
+                .map(|list| list.iter().map(|c| c.fingerprint).collect()),
         })
     }
 
@@ -183,13 +236,23 @@ impl WorkerFleet {
         }
     }
 
-    /// `ready`: candidates of prefill and decode.
-    fn no_pair_error(&self, ready: [usize; 2], wanted: &SelectionRequest<'_>) -> RouteError {
-        match ready {
-            [0, _] => self.no_worker_error(Role::Prefill, wanted),
-            [_, 0] => self.no_worker_error(Role::Decode, wanted),
-            [prefill, decode] => RouteError::NoPair { prefill, decode },
+    /// `has_candidates`: of prefill and decode.
+    fn no_pair_error(
+        &self,
+        has_candidates: [bool; 2],
+        wanted: &SelectionRequest<'_>,
+    ) -> RouteError {
+        let [has_prefill, has_decode] = has_candidates;
+        if !has_prefill {
+            return self.no_worker_error(Role::Prefill, wanted);
         }
+        if !has_decode {
+            return self.no_worker_error(Role::Decode, wanted);
+        }
+        // Ready workers, as GET /workers counts them: not the candidates that are left of them.
+        let (_, prefill) = self.count(Role::Prefill);
+        let (_, decode) = self.count(Role::Decode);
+        RouteError::NoPair { prefill, decode }
     }
 
     /// The chosen candidate with its place taken. The policy knows already that the request goes
@@ -241,7 +304,9 @@ impl WorkerFleet {
         let candidates = self.table(role).list_for(wanted.model);
         let now_ms = now_ms();
         candidates.iter().any(|c| {
-            c.can_resume(wanted.resumes_on) && c.objection(avoid, now_ms) < WorkerObjection::Tried
+            !c.worker.is_replaced()
+                && c.can_resume(wanted.resumes_on)
+                && c.objection(avoid, now_ms) < WorkerObjection::Tried
         })
     }
 }

@@ -10,11 +10,13 @@
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies
 //!    forget them: what restarts comes back with an empty cache. A good probe makes it `Ready`
 //!    again, with new candidates;
-//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready`
+//! 4. another process answers under its address: `Starting`, its candidates and its description are
+//!    dropped; the new process describes itself and gets candidates of its own: back to 2;
+//! 5. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready`
 //!    again;
-//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request
+//! 6. drained by this router: `Leaving`, its candidates leave, it is removed when the last request
 //!    in flight has ended;
-//! 6. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//! 7. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
 //!
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice;
 //! decisions of one role are made one after the other, each seeing the loads of those before.
@@ -25,6 +27,8 @@ mod decisions;
 mod explanation;
 /// Gauges of workers.
 pub(crate) mod metrics;
+/// Pairs of workers that fit together.
+mod pairing;
 /// Inputs of decisions.
 pub(crate) mod selection;
 /// First probes of new workers.
@@ -37,7 +41,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerState, CircuitBreaker, PolicyEvent, PolicySet, RequestOutcome, Role, WorkerId,
+    BreakerState, CircuitBreaker, PairVerdicts, PolicyEvent, PolicySet, ProcessSign,
+    RequestOutcome, Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
@@ -45,7 +50,7 @@ use self::startup_gate::StartupGate;
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
-use crate::observability::fleet_events::FleetEvents;
+use crate::observability::fleet_feed::events::FleetEvents;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
@@ -98,6 +103,8 @@ pub struct WorkerFleet {
     /// Set once a request could be answered; set under `changing`.
     has_served: AtomicBool,
     changing: Mutex<()>,
+    /// Pairs that proved unable to work together, by the ids of their workers.
+    pub(super) verdicts: Mutex<PairVerdicts>,
     /// Workers whose tasks have not probed them yet.
     pub startup_gate: StartupGate,
     /// Notified when candidates come or go.
@@ -135,6 +142,7 @@ impl WorkerFleet {
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
+            verdicts: Mutex::default(),
             startup_gate: StartupGate::default(),
             changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
@@ -195,7 +203,10 @@ impl WorkerFleet {
             silent: Notify::new(),
             probe_after: self.config.silent_request_probe(),
             state: watch::Sender::new((WorkerState::Starting { reason: None }, Arc::default())),
+            incarnation: Mutex::default(),
+            is_replaced: AtomicBool::new(false),
             loads: Mutex::default(),
+            activities: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
             health_task: Mutex::default(),
@@ -306,7 +317,8 @@ impl WorkerFleet {
     pub fn lacks_model(&self, role: Role, model: &str) -> bool {
         let workers = self.workers.read();
         let of_role = || workers.iter().filter(|w| w.role() == role);
-        of_role().any(|w| w.is_ready()) && !of_role().any(|w| w.description().serves(model))
+        let may_serve = |w: &Arc<Worker>| w.is_replaced() || w.description().serves(model);
+        of_role().any(|w| w.is_ready()) && !of_role().any(may_serve)
     }
 
     /// (known, ready) workers of a role.
@@ -318,8 +330,8 @@ impl WorkerFleet {
         })
     }
 
-    /// The only place where a worker changes state. Candidates and policies follow. False: nothing
-    /// changed.
+    /// The only place where a worker changes state, or a ready one is described as another process.
+    /// Candidates and policies follow. False: nothing changed.
     pub fn set_state(
         &self,
         worker: &Arc<Worker>,
@@ -332,18 +344,26 @@ impl WorkerFleet {
             return false;
         }
         let mut old_label = "";
+        let mut is_other_process = false;
         let is_changed = worker.state.send_if_modified(|present| {
             if present.0 == WorkerState::Leaving {
                 return false;
             }
             old_label = present.0.label();
+            is_other_process = description
+                .as_ref()
+                .is_some_and(|new| !new.is_of_same_process(&present.1));
             if let Some(description) = description {
                 present.1 = Arc::new(description);
             }
-            std::mem::replace(&mut present.0, state.clone()) != state
+            let is_other_state = std::mem::replace(&mut present.0, state.clone()) != state;
+            is_other_state || (is_other_process && state == WorkerState::Ready)
         });
         if !is_changed {
             return false;
+        }
+        if is_other_process || !state.reports_load() {
+            worker.forget_activity();
         }
         let candidates = match &state {
             WorkerState::Ready => self.candidates_of(worker),
@@ -377,14 +397,19 @@ impl WorkerFleet {
         true
     }
 
-    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
-        let is_dp_aware = self.config.workers.is_dp_aware();
-        let ranks: Vec<Option<u32>> = if is_dp_aware {
-            (0..worker.dp_size()).map(Some).collect()
+    /// DP ranks of a worker that reports its load; `None` stands for the whole worker where ranks
+    /// are not distinguished.
+    pub fn ranks_of(&self, worker: &Worker) -> Vec<Option<u32>> {
+        if self.config.workers.is_dp_aware() {
+            (0..worker.description().dp_size()).map(Some).collect()
         } else {
             vec![None]
-        };
-        let fingerprint = worker.description().fingerprint();
+        }
+    }
+
+    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
+        let description = worker.description();
+        let fingerprint = description.fingerprint();
         let candidate = |rank: Option<u32>| Candidate {
             id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
             name: match rank {
@@ -392,6 +417,7 @@ impl WorkerFleet {
                 None => worker.url().to_string(),
             },
             worker: worker.clone(),
+            description: description.clone(),
             rank,
             fingerprint,
             host: worker.host_number(),
@@ -402,10 +428,10 @@ impl WorkerFleet {
                 .map(CircuitBreaker::new)
                 .map(Mutex::new),
             penalty: Mutex::default(),
-            activity: Mutex::default(),
+            activity: worker.activity_of(rank),
             feed: EventSubscription::default(),
         };
-        ranks
+        self.ranks_of(worker)
             .into_iter()
             .map(|rank| Arc::new(candidate(rank)))
             .collect()
@@ -438,6 +464,10 @@ impl WorkerFleet {
             .iter()
             .cloned()
             .partition(|c| c.worker.id == worker.id);
+        if !gone.is_empty() {
+            // Another process may answer now, with other keys.
+            self.verdicts.lock().forget(worker.id);
+        }
         for candidate in gone {
             candidate.feed.stop();
             self.deciders.observe(
@@ -447,10 +477,9 @@ impl WorkerFleet {
                 },
             );
         }
-        let facts = worker.facts();
         for candidate in &new {
             self.deciders
-                .added(role, candidate.id, facts, &candidate.name);
+                .added(role, candidate.id, candidate.facts(), &candidate.name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -458,19 +487,22 @@ impl WorkerFleet {
         *shared = Arc::new(list);
     }
 
-    /// Take in a worker's load reports, one per rank; returns whether that was about any of its
-    /// candidates.
+    /// Take in a worker's load reports, one per rank; returns whether any was used. A draining
+    /// worker has no candidates: its reports are for the web page alone.
     pub fn loads_reported(&self, worker: &Worker, reports: &[LoadReport]) -> bool {
+        let candidates = self.candidates_at(worker);
         let mut is_used = false;
-        for candidate in self.candidates_at(worker) {
-            let report = match candidate.rank {
+        for rank in self.ranks_of(worker) {
+            let report = match rank {
                 Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
                 None => load_report::sum(reports),
             };
-            if let Some(report) = report {
-                candidate.take_report(report, &self.deciders);
-                is_used = true;
+            let Some(report) = report else { continue };
+            match candidates.iter().find(|candidate| candidate.rank == rank) {
+                Some(candidate) => candidate.take_report(report, &self.deciders),
+                None => worker.activity_of(rank).lock().reported(report, now_ms()),
             }
+            is_used = true;
         }
         is_used
     }
@@ -481,61 +513,12 @@ impl WorkerFleet {
             let table = self.table(role);
             let _lock = table.decision_lock.lock();
             for candidate in table.candidates.read().iter() {
-                let (worker, facts) = (candidate.id, candidate.worker.facts());
+                let (worker, facts) = (candidate.id, candidate.facts());
                 self.deciders
                     .observe(role, &PolicyEvent::WorkerGone { worker });
                 self.deciders.added(role, worker, facts, &candidate.name);
             }
         }
-    }
-
-    /// Reason why no worker of the other role can be paired with this ready one, though there are
-    /// some.
-    pub fn incompatibility(&self, worker: &Worker) -> Option<String> {
-        let other_role = match worker.role() {
-            Role::Regular => return None,
-            Role::Prefill => Role::Decode,
-            Role::Decode => Role::Prefill,
-        };
-        if self.all_fit.load(Ordering::Relaxed) || !worker.is_ready() {
-            return None;
-        }
-        let description = worker.description();
-        let fingerprint = description.fingerprint();
-        let others = self.workers();
-        let others = others
-            .iter()
-            .filter(|w| w.role() == other_role && w.is_ready());
-        let fingerprint_of = |w: &Arc<Worker>| w.description().fingerprint();
-        if others
-            .clone()
-            .any(|w| fingerprint.is_compatible(&fingerprint_of(w)))
-        {
-            return None;
-        }
-        let nearest = others.min_by_key(|w| fingerprint.differs(&fingerprint_of(w)).count())?;
-        let there = nearest.description();
-        let differences = fingerprint.differs(&there.fingerprint()).map(|aspect| {
-            let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
-            let (here, there) = (value(&description), value(&there));
-            format!("its {aspect} is {here}, there it is {there}")
-        });
-        let differences: Vec<_> = differences.collect();
-        Some(format!(
-            "no {other_role} worker fits it; nearest is {}: {}",
-            nearest.url(),
-            differences.join(", ")
-        ))
-    }
-
-    /// True if some prefill and some decode worker can work together.
-    pub fn has_pair(&self) -> bool {
-        let [_, p_list, d_list] = self.tables.each_ref().map(RoleTable::list);
-        p_list.iter().any(|p| {
-            d_list
-                .iter()
-                .any(|d| p.fingerprint.is_compatible(&d.fingerprint))
-        })
     }
 
     /// True from the first moment on at which ready workers could answer a request.
@@ -551,6 +534,13 @@ impl WorkerFleet {
     pub fn count_failure(&self, role: Role, id: WorkerId) {
         if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
             candidate.count(RequestOutcome::Failure);
+        }
+    }
+
+    /// An answer of this worker contradicts its description.
+    pub fn contradicted(&self, role: Role, id: WorkerId) {
+        if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
+            candidate.worker.observe_process(ProcessSign::Contradicted);
         }
     }
 
@@ -584,11 +574,11 @@ impl WorkerFleet {
     }
 
     /// While one of these roles has no worker ready and a worker was not asked yet: wait for that,
-    /// a second at most.
-    pub async fn wait_for_first_probes(&self, roles: &[Role]) {
+    /// a second at most. Returns true if there was something to wait for.
+    pub async fn wait_for_first_probes(&self, roles: &[Role]) -> bool {
         let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
         self.startup_gate
             .wait_unless(is_settled, &self.changed)
-            .await;
+            .await
     }
 }

@@ -22,14 +22,14 @@ impl StartupGate {
     }
 
     /// Wait until they all have been asked, or `is_settled` says at one of the changes that the others
-    /// need not be.
+    /// need not be. Returns true if there was something to wait for.
     pub(super) async fn wait_unless(
         &self,
         is_settled: impl Fn() -> bool,
         changed: &watch::Sender<()>,
-    ) {
-        if self.0.is_closed() {
-            return;
+    ) -> bool {
+        if self.0.is_closed() || is_settled() {
+            return false;
         }
         let mut changes = changed.subscribe();
         let settled = async { while !is_settled() && changes.changed().await.is_ok() {} };
@@ -40,6 +40,7 @@ impl StartupGate {
             }
         };
         let _ = timeout(LONGEST_WAIT, all_asked).await; // too late: the request's error says which workers are not ready
+        true
     }
 }
 

@@ -31,8 +31,8 @@ struct SglangConfig {
 /// The candidate's source, or why it has none.
 pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, String> {
     let worker = &candidate.worker;
-    let description = worker.description();
-    let rank = match (candidate.rank, worker.dp_size()) {
+    let description = &candidate.description;
+    let rank = match (candidate.rank, description.dp_size()) {
         (Some(rank), _) => rank,
         (None, 1) => 0,
         (None, ranks) => {
@@ -60,7 +60,7 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
             flags.kv_events_replay_endpoint.clone(),
         ))
     };
-    let (events, replay) = sglang(&description)?
+    let (events, replay) = sglang(description)?
         .or_else(of_flags)
         .ok_or("it does not say where it publishes; see --kv-events-endpoint")?;
     Ok(EventSource::Zmq {

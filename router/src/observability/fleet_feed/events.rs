@@ -27,6 +27,9 @@ pub struct FleetEvent {
     pub worker: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
+    /// Id of the request whose answer was interrupted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub request: Option<String>,
 }
 
 #[derive(Debug, Default)]
@@ -36,6 +39,23 @@ pub struct FleetEvents {
 
 impl FleetEvents {
     pub fn add(&self, kind: &'static str, role: Role, worker: &str, detail: Option<String>) {
+        self.push(kind, role, worker, detail, None);
+    }
+
+    /// Note that another worker is to resume the answer to `request`.
+    pub fn add_failover(&self, role: Role, worker: &str, detail: String, request: &str) {
+        let request = Some(request.to_owned());
+        self.push("failover", role, worker, Some(detail), request);
+    }
+
+    fn push(
+        &self,
+        kind: &'static str,
+        role: Role,
+        worker: &str,
+        detail: Option<String>,
+        request: Option<String>,
+    ) {
         let mut recent = self.recent.lock();
         let event = FleetEvent {
             number: recent.back().map_or(1, |last| last.number + 1),
@@ -44,6 +64,7 @@ impl FleetEvents {
             role,
             worker: worker.to_owned(),
             detail: detail.map(|text| shortened(&text)),
+            request,
         };
         if recent.len() == KEPT {
             recent.pop_front();
@@ -76,11 +97,12 @@ mod tests {
         for _ in 0..KEPT {
             events.add("ready", Role::Decode, "http://a", None);
         }
-        events.add("failover", Role::Decode, "http://b", Some("é".repeat(400)));
+        events.add_failover(Role::Decode, "http://b", "é".repeat(400), "order-1");
         let recent = events.recent();
         assert_eq!((recent.len(), recent[0].number), (KEPT, 2));
         let last = &recent[KEPT - 1];
         assert_eq!((last.number, last.kind), (KEPT as u64 + 1, "failover"));
+        assert_eq!(last.request.as_deref(), Some("order-1"));
         let detail = last.detail.as_deref().unwrap_or_default();
         assert_eq!(detail, format!("{}…", "é".repeat(MAX_DETAIL / 2)));
     }

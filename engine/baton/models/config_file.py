@@ -1,0 +1,113 @@
+"""JSON files of a checkpoint with typed access, config.json above all. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from baton.errors import ConfigError
+
+LARGEST_SIZE = 2**31 - 1
+"""Sizes and token ids are 32-bit integers in index tensors."""
+MAX_LAYERS = 10_000
+"""Far above the deepest models; the description of a model has an entry for each layer."""
+
+
+class ModelConfig:
+    """config.json, or another JSON object of a checkpoint, with typed access; every complaint names file and field."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def refuse(self, field: str, value: object, supported: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.path}: {field} = {json.dumps(value)} is not supported; {supported}"
+        )
+
+    def is_null(self, field: str) -> bool:
+        """Tell an explicit null from an absent field."""
+        return field in self.values and self.values[field] is None
+
+    def get(self, field: str, default: Any = None) -> Any:
+        value = self.values.get(field)
+        return default if value is None else value
+
+    def checked(
+        self, field: str, default: Any, needed: str, is_valid: Callable[[Any], bool]
+    ) -> Any:
+        value = self.get(field, default)
+        if not is_valid(value):
+            self.refuse(field, value, f"{needed} is needed")
+        return value
+
+    def integer(self, field: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
+        return self.checked(
+            field,
+            default,
+            f"a positive integer up to {most}",
+            lambda v: type(v) is int and 0 < v <= most,
+        )
+
+    def number(self, field: str, default: float) -> float:
+        found = self.checked(
+            field,
+            default,
+            "a positive number",
+            lambda v: type(v) in (int, float) and 0 < v < math.inf,
+        )
+        return float(found)
+
+    def index(self, field: str, default: int | None = None) -> int | None:
+        """A layer number or token id, or None when absent."""
+        return self.checked(
+            field,
+            default,
+            "an integer from 0 up",
+            lambda v: v is None or (type(v) is int and v >= 0),
+        )
+
+    def names(self, field: str, default: list[str]) -> list[str]:
+        return self.checked(
+            field,
+            default,
+            "a list of names",
+            lambda v: type(v) is list and all(type(name) is str for name in v),
+        )
+
+    def flag(self, field: str, default: bool) -> bool:
+        return self.checked(field, default, "true or false", lambda v: type(v) is bool)
+
+    def text_part(self) -> ModelConfig:
+        """The decoder's part, which multimodal checkpoints keep in `text_config`."""
+        nested = self.values.get("text_config")
+        return ModelConfig(self.path, nested) if isinstance(nested, dict) else self
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object. Raises ConfigError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ConfigError(
+            f"{path}: {err.strerror}; give --model-path a Hugging Face model directory"
+        ) from err
+    except ValueError as err:
+        raise ConfigError(f"{path}: not valid JSON ({err}); download the file again") from err
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a JSON object is needed, found {type(values).__name__}")
+    return values
+
+
+def read_model_config(root: Path) -> ModelConfig:
+    """config.json of a model directory. Raises ConfigError."""
+    return ModelConfig(root / "config.json", read_json(root / "config.json"))
+
+
+def read_generation_config(root: Path) -> ModelConfig:
+    """generation_config.json of a model directory, empty without the file. Raises ConfigError."""
+    file = root / "generation_config.json"
+    return ModelConfig(file, read_json(file) if file.exists() else {})

@@ -1,0 +1,119 @@
+"""Rotary embedding of a config.json: its frequencies, and the context length they were made for. No torch here.
+
+As transformers 5 reads it (`RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`):
+
+1. `rope_scaling`, if it is not empty, replaces `rope_parameters` as a whole;
+2. `rope_theta` in that object counts before the one beside it; without either it is 10000;
+3. `rope_type` counts before `type`;
+4. `original_max_position_embeddings` beside the object counts before the one in it; without either it is
+   max_position_embeddings.
+
+Parameters that transformers warns of and does not use are refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+from baton.errors import ConfigError
+from baton.layers.model_spec import RopeSpec
+from baton.models.config_file import ModelConfig
+
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "original_max_position_embeddings",
+    },
+}  # fmt: skip
+
+
+def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
+    """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises ConfigError."""
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    params = config.get(field, {})
+    if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
+        config.refuse(field, params, "one set of parameters for all layers is needed")
+    kind = params.get("rope_type", params.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+        config.refuse(f"{field}.rope_type", kind, "supported: " + ", ".join(_ROPE_FIELDS))
+    rope = ModelConfig(
+        config.path, {k: v for k, v in params.items() if k not in ("rope_type", "type")}
+    )
+    for name in (rope.values.keys() - _ROPE_FIELDS[kind]) - {"rope_theta", "partial_rotary_factor"}:
+        # transformers warns about such keys and computes without them.
+        if rope.values[name] is not None and name != "original_max_position_embeddings":
+            config.refuse(
+                f"{field}.{name}",
+                rope.values[name],
+                f"rope_type {kind} takes {sorted(_ROPE_FIELDS[kind])}",
+            )
+    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        config.refuse("partial_rotary_factor", partial, "supported: 1.0")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeSpec(theta)
+    original = config.index("original_max_position_embeddings")
+    if original:
+        rope.values["original_max_position_embeddings"] = original
+    return _scaled_rope(rope, kind, theta, field, max_position)
+
+
+def stretched_context(rope: RopeSpec, max_position: int) -> int:
+    """Longest context of a model with `rope`, as vLLM derives it (`_get_and_verify_max_len`).
+
+    YaRN is switched on by `rope_scaling` alone, as the model cards of Qwen2.5 and Qwen3 say: max_position_embeddings
+    then still is the old limit. llama3 states the stretched one.
+    """
+    trained = {"linear": max_position, "yarn": rope.original_max_position}
+    if rope.kind not in trained:
+        return max_position
+    return max(max_position, int(trained[rope.kind] * rope.factor))
+
+
+def _scaled_rope(
+    rope: ModelConfig, kind: str, theta: float, field: str, max_position: int
+) -> RopeSpec:
+    """A stretched kind; `rope` is the object that `field` of config.json holds."""
+
+    def required(name: str) -> float:
+        if rope.get(name) is None:
+            raise ConfigError(f"{rope.path}: {field}.{name} is missing; rope_type {kind} needs it")
+        return rope.number(name, 0.0)
+
+    if kind == "linear":
+        return RopeSpec(theta, kind, factor=required("factor"))
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        low, high = required("low_freq_factor"), required("high_freq_factor")
+        if low >= high:
+            rope.refuse(
+                f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})"
+            )
+        return RopeSpec(
+            theta, kind, required("factor"), original, low_freq_factor=low, high_freq_factor=high
+        )
+    factor = rope.number("factor", max_position / original)
+    return RopeSpec(
+        theta, kind, factor, original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+    )  # fmt: skip
+
+
+def _yarn_attention_factor(rope: ModelConfig, factor: float) -> float:
+    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with mscale weights."""
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return temperature(rope.number("mscale", 1.0)) / temperature(
+            rope.number("mscale_all_dim", 1.0)
+        )
+    return temperature(1.0)

@@ -1,0 +1,165 @@
+"""Weight files of a checkpoint: which ones count, and what their headers say. No torch here.
+
+As transformers chooses them in a directory: `model.safetensors` alone if it is there, else the files of
+`model.safetensors.index.json`. Files that neither names are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from baton.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+_COMPARED_BYTES = 4 << 20
+"""Read of each of two tensors at a time."""
+_FLOAT_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    dtype: str
+    """As the format spells it: F32, BF16 …"""
+    shape: tuple[int, ...]
+    begin: int
+    """First byte in the file."""
+    end: int
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; where neither usual name exists, all that there are. May be empty.
+
+    Raises ConfigError for an index that cannot be read or names absent files.
+    """
+    if (root / SINGLE_FILE).is_file():
+        return [root / SINGLE_FILE]
+    if (root / INDEX_FILE).is_file():
+        return _indexed_files(root)
+    return sorted(root.glob("*.safetensors"))
+
+
+def _indexed_files(root: Path) -> list[Path]:
+    index = root / INDEX_FILE
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        absent = [name for name in names if not (root / name).is_file()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
+        raise ConfigError(
+            f"{index}: no readable weight_map ({err!r}); download the file again"
+        ) from err
+    if absent:
+        count = f"{len(absent)} of {len(names)}"
+        raise ConfigError(
+            f"{index}: {count} files are absent, first {absent[0]}; finish the download"
+        )
+    return [root / name for name in names]
+
+
+def required_weight_files(root: Path) -> list[Path]:
+    """Return `weight_files`; raise ConfigError when there is none."""
+    files = weight_files(root)
+    if files:
+        return files
+    patterns = ("*.bin", "*.gguf", "*.pth")
+    others = [file.name for pattern in patterns for file in sorted(root.glob(pattern))]
+    if others:
+        advice = f", only {others[0]}; convert it with transformers' save_pretrained"
+    else:
+        advice = "; download the weights"
+    raise ConfigError(
+        f"{root}: no *.safetensors file{advice} "
+        "(--load-format dummy runs without weights, for tests: it answers noise)"
+    )
+
+
+def safetensors_header(file: Path) -> bytes:
+    """The JSON header: 8 bytes little-endian length, then that many bytes."""
+    with file.open("rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        if size > MAX_HEADER_BYTES:
+            raise ConfigError(
+                f"{file}: header of {size} bytes; this is not a safetensors file, download it again"
+            )
+        return f.read(size)
+
+
+def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
+    """Tensors of a safetensors file by name. Raises ConfigError when its header or its length is wrong."""
+    try:
+        header = safetensors_header(file)
+        data_begin = 8 + len(header)
+        found = {
+            name: _tensor_entry(file, entry, data_begin)
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+        raise ConfigError(
+            f"{file}: no readable header ({err!r}); the file is damaged, download it again"
+        ) from err
+    stated = max((entry.end for entry in found.values()), default=data_begin)
+    size = file.stat().st_size
+    if size != stated:
+        raise ConfigError(
+            f"{file}: has {size} bytes, its header says {stated}; the file is damaged, download it again"
+        )
+    return found
+
+
+def _tensor_entry(file: Path, entry: dict[str, object], data_begin: int) -> TensorEntry:
+    begin, end = entry["data_offsets"]
+    return TensorEntry(
+        file, str(entry["dtype"]), tuple(entry["shape"]), data_begin + begin, data_begin + end
+    )
+
+
+def first_float_type(root: Path) -> str:
+    """Type of the first tensor that holds floats, as torch spells it; float32 without weights."""
+    first = None
+    for file in weight_files(root):
+        for entry in read_tensor_entries(file).values():
+            if entry.dtype in _FLOAT_TYPES:
+                return _FLOAT_TYPES[entry.dtype]
+            first = first or entry.dtype
+    return first or "float32"
+
+
+def find_tensor(root: Path, name: str) -> TensorEntry | None:
+    """The tensor of that name, if the checkpoint has it."""
+    for file in weight_files(root):
+        entry = read_tensor_entries(file).get(name)
+        if entry is not None:
+            return entry
+    return None
+
+
+def have_equal_content(one: TensorEntry, other: TensorEntry) -> bool:
+    """Compare two tensors: true where type, shape and all bytes are equal.
+
+    Cost: reads both, up to the first difference, in pieces of 4 MiB; keeps nothing.
+    """
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.begin)
+        right.seek(other.begin)
+        return _have_equal_bytes(left, right, one.end - one.begin)
+
+
+def _have_equal_bytes(left: BinaryIO, right: BinaryIO, size: int) -> bool:
+    while size > 0:
+        count = min(size, _COMPARED_BYTES)
+        if left.read(count) != right.read(count):
+            return False
+        size -= count
+    return True

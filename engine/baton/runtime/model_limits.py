@@ -1,0 +1,76 @@
+"""Values of a request that a model and its sampler can compute with, checked before the request joins a batch.
+
+The front has checked them against the same model and reports them to clients (`server.api`). Here they are checked
+once more, because what one request brings is computed together with all others: an id beyond the embedding or a
+parameter that the sampler cannot use would end the step, and the process with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.errors import BadRequest, PromptTooLong
+from baton.sched.types.request import SamplingParams, ValidatedRequest
+
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of a loaded model."""
+
+    vocab_size: int
+    max_context: int
+    """Longest prompt + answer [tokens]."""
+
+    def check(self, req: ValidatedRequest) -> None:
+        """Raise BadRequest or PromptTooLong for a request that this model cannot compute. Cost: microseconds."""
+        tokens = len(req.prompt)
+        if not tokens:
+            raise BadRequest("the prompt is empty; give at least one token")
+        longest = tokens + max(req.params.max_new_tokens, 1)
+        if longest > self.max_context:
+            raise PromptTooLong(
+                f"prompt and answer may have {longest} tokens together, this model takes {self.max_context}; shorten "
+                "the prompt or lower max_tokens"
+            )
+        ids = np.frombuffer(req.prompt, np.int32)
+        lowest = int(ids.min())
+        highest = int(ids.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            raise BadRequest(
+                f"the prompt has the token id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
+                f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that token out"
+            )
+        for problem in _mistakes(req.params, tokens):
+            raise BadRequest(f"{problem}; correct the request's sampling parameters")
+
+
+def _mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
+    """Parameters for which a draw is not defined, one phrase each."""
+    checks = {
+        "temperature": 0 <= params.temperature < math.inf,
+        "top_p": 0 < params.top_p <= 1,
+        "top_k": 0 <= params.top_k <= INT64_MAX,
+        "min_p": 0 <= params.min_p <= 1,
+        "presence_penalty": math.isfinite(params.presence_penalty),
+        "frequency_penalty": math.isfinite(params.frequency_penalty),
+        "repetition_penalty": 0 < params.repetition_penalty < math.inf,
+        "max_new_tokens": params.max_new_tokens >= 1,
+        "min_new_tokens": params.min_new_tokens >= 0,
+        "resumed": 0 <= params.resumed <= prompt_tokens,
+    }
+    found = [
+        f"{name} is {getattr(params, name)}, with which no token can be drawn"
+        for name, is_valid in checks.items()
+        if not is_valid
+    ]
+    if any(token_id < 0 for token_id in params.stop_token_ids):
+        found.append(f"stop_token_ids has {min(params.stop_token_ids)}, which is no token id")
+    for token_id, amount in params.logit_bias:
+        if token_id < 0 or not math.isfinite(amount):
+            found.append(f"logit_bias adds {amount} to token id {token_id}")
+    return found
