@@ -33,7 +33,7 @@ TEXTS = (
 LOAD_ERRORS = (
     ValueError, TypeError, KeyError, OSError, RuntimeError, AttributeError, ImportError
 )  # fmt: skip
-"""Of transformers, each part of which has its own."""
+"""Errors of transformers, each part of which has its own."""
 BOOK = Path(__file__).parents[2] / "docs/checkpoints.md"
 
 

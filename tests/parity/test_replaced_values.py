@@ -1,4 +1,4 @@
-"""One value of one file of a checkpoint replaced: a start serves as transformers would, or ends in a sentence.
+"""Checkpoints with one value of one file replaced: a start serves as transformers would, or ends in a sentence.
 
 Every value of every JSON file is replaced by null, -1, 0, 1e9, "", [] and {}, one at a time. In one process: the checks
 of a start, the front's validation of a chat and a completion, and the engine's steps. An exception other than a
@@ -65,7 +65,7 @@ class Starter:
         self._engines: dict[object, EngineLoop] = {}
 
     def start(self, path: Path) -> tuple[RequestValidator, Tokenizer, EngineLoop]:
-        """What the launcher and a rank do. Raises ConfigError."""
+        """Check and load as the launcher and a rank do. Raises ConfigError."""
         config = build({"model_path": str(path), **FLAGS})
         checkpoint.check(config, path)
         facts = model_info.load(config)

@@ -26,7 +26,7 @@ OWN = [
 KNOWN_MARK = {"added_tokens": [*OWN, {"id": 258, "content": MARK, **PLAIN, "special": False}]}
 
 Files = dict[str, Any]
-"""Of TokenizerFiles' members those that a case has; tokenizer.json's default to OWN."""
+"""Members of TokenizerFiles that a case has; tokenizer.json's default to OWN."""
 
 VARIANTS: dict[str, Files] = {
     "tokenizer.json alone": {},

@@ -106,7 +106,7 @@ def _drop_head(config: Config, tensors: Tensors, rng: random.Random) -> None:
 
 
 def _rope(**params: Any) -> Edit:
-    """One kind, in one of the spellings."""
+    """Rotary parameters of a kind, in a spelling that transformers reads."""
 
     def edit(config: Config, tensors: Tensors, rng: random.Random) -> None:
         theta = rng.choice([10000.0, 500.0, 7])

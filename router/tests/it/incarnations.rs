@@ -147,7 +147,7 @@ fn demo() -> (String, Value) {
     )
 }
 
-/// Whether each request that the worker saw had token ids.
+/// For each request that the worker saw: true if it had token ids.
 fn had_ids(worker: &Mock) -> Vec<bool> {
     let seen = worker.seen();
     seen.iter()
