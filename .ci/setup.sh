@@ -86,12 +86,6 @@ build_native() {
     "$venv/bin/maturin" develop --profile "$profile" --locked --uv
 }
 
-# In the background: the crates without Python compile while packages are downloaded and unpacked. A failure shows when
-# maturin builds all.
-compile_crates() {
-    exec cargo build --profile "$profile" --locked --quiet --lib -p baton-kernels -p baton-kv-transfer -p baton-router
-}
-
 native_key() {
     {
         rustc --version
@@ -112,13 +106,7 @@ mkdir -p "$venv"
 [ -x "$venv/bin/python" ] || rm -rf "$stamps"
 ls engine/baton/_native*.so >/dev/null 2>&1 || rm -f "$stamps/native extension"
 
-if [ "$(cat "$stamps/native extension" 2>/dev/null)" != "$(native_key)" ]; then
-    compile_crates >/dev/null 2>&1 &
-    compiler=$!
-    trap 'kill "$compiler" 2>/dev/null || true' EXIT
-fi
 step venv "$PWD $("$python" -VV)" make_venv
 step uv "$(digest engine/requirements-dev.lock)" install_uv
 step packages "$(digest engine/requirements-dev.lock) ${TORCH_INDEX:-}" install_packages
 step "native extension" "$(native_key)" build_native
-wait
