@@ -295,7 +295,7 @@ cores work on one each."""
 
 
 def check_router_memory(objects: Sequence[Object]) -> Problems:
-    """Memory that clients can make a router hold fits into its limit: bodies, one of them in work, streams that could be
+    """Memory that clients can make a router hold fits its limit: bodies, one of them in work, streams that could be
     resumed, heads of all connections, and the index of both roles."""
     router = workloads(objects).get("router")
     if router is None:
