@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One wheel in dist/, built as the images have it: optimized, with everything. Needs Rust, a C compiler and Python; no
+# Build one wheel in dist/, with the profile and the features of the images. Needs Rust, a C compiler and Python; no
 # other package than maturin, which the hashed lock file names. PYTHON=… chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."

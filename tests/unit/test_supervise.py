@@ -206,7 +206,7 @@ def test_process_that_answers_nothing_is_unresponsive(monkeypatch: pytest.Monkey
 
 
 def test_refused_connection_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the end of the process, which its exit code tells."""
+    """A refused connection means that the process has ended, which its exit code tells."""
     asked = 0
 
     def url() -> str:

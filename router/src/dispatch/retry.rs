@@ -104,7 +104,9 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
 /// An attempt failed and another follows.
 fn report_retry(request: &RequestContext, failure: &AttemptError) {
     let record = &request.record;
-    let (rid, attempt, reason) = (&record.rid, record.attempts, failure.reason);
+    let rid = &record.rid;
+    let attempt = record.attempts;
+    let reason = failure.reason;
     let is_lost = matches!(reason, "connect" | "hung") || is_break(reason);
     if !is_lost {
         tracing::debug!(rid, attempt, reason, "trying again");

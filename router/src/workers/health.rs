@@ -176,7 +176,7 @@ impl Watch {
         if is_registered_as_ready && !worker.is_description_due() {
             return DESCRIPTION_PAUSE;
         }
-        // One that cannot be asked now is asked again.
+        // A worker that cannot be asked now is asked again.
         let description = describe(fleet, worker).await.ok().flatten();
         let process = description.as_ref().map(process_of);
         fleet.set_state(worker, WorkerState::Ready, description);

@@ -210,7 +210,7 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
 
 
 def _progress(request: dict[str, Any]) -> str:
-    """State of a request without an outcome; a router of an older version does not tell it."""
+    """State of a request without an outcome; routers of older versions do not report it."""
     state = str(request.get("state", "running"))
     role = request.get("waits_for")
     return f"{state} for {role}" if role else state

@@ -36,7 +36,8 @@ class StatusScreen:
     def say(self, text: str) -> None:
         """Print a text that stays."""
         self._out.write(f"{self._erasure()}{text}\n")
-        self._shown, again = [], self._shown
+        again = self._shown
+        self._shown = []
         self.show(again)
         self._out.flush()
 
@@ -70,7 +71,9 @@ def greeting(
     url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False
 ) -> str:
     """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""
-    header, setup, key = "", "", '"none"'
+    header = ""
+    setup = ""
+    key = '"none"'
     if api_key is not None and key_in_environment:
         header, setup, key = (
             ' -H "authorization: Bearer $BATON_API_KEY"',

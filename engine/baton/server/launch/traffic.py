@@ -154,7 +154,8 @@ class TrafficMonitor:
 
     def _recent_first_tokens(self) -> BucketCounts:
         """Differences over the history; a restarted router begins at 0."""
-        oldest, newest = self._history[0], self._history[-1]
+        oldest = self._history[0]
+        newest = self._history[-1]
         if any(newest.get(bound, 0.0) < count for bound, count in oldest.items()):
             self._history.clear()
             self._history.append(newest)
