@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 
-from baton.cli.bench import replay
 from baton.config import simulated
 from baton.config.simulated import StepModel
-from baton.sim import trace as traces
+from baton_ops.bench import replay
+from baton_ops.sim import trace as traces
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = {

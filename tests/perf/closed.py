@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton.cli.bench.load import Timing, send
-from baton.sim.report import percentile
+from baton_ops.bench.load import Timing, send
+from baton_ops.sim.report import percentile
 
 
 @dataclass(frozen=True, slots=True)

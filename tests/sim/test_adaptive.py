@@ -28,8 +28,8 @@ from baton.sched.state import SchedulerState
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.limits import Limits
 from baton.sched.types.sequence import Seq
-from baton.sim.node import NodeSetting, SimNode
-from baton.sim.trace import TraceRequest
+from baton_ops.sim.node import NodeSetting, SimNode
+from baton_ops.sim.trace import TraceRequest
 from tests.support.sched_sim import VOCAB, Node, request
 
 

@@ -19,7 +19,7 @@ from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
 from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
-from baton.sim import main as sim
+from baton_ops.sim import main as sim
 
 LOOKS = {
     "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "counters", "cached_blocks",

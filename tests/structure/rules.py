@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.structure.sources import (
     CRATES,
-    PYTHON,
     cyclic,
     files,
     first_doc_lines,
@@ -16,6 +15,7 @@ from tests.structure.sources import (
     merged,
     product_rust,
     public_types,
+    python_files,
     python_imports,
     python_modules,
     rust_imports,
@@ -28,10 +28,11 @@ MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
 MAX_DOC_COLUMNS = 100
 
-PACKAGE_ORDER = (
-    "errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server", "sim", "cli",
-)  # fmt: skip
-"""Packages of baton, lowest first: each imports only those before it."""
+PACKAGE_ORDER = {
+    "baton": ("errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server"),
+    "baton_ops": ("clients", "sim", "launch", "bench", "doctor", "top", "drain", "chat", "cli"),
+}  # fmt: skip
+"""Both Python packages with their parts, lowest first: each imports only those before it."""
 ROUTER_ORDER = (
     "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch", "server",
     "lib", "main",
@@ -78,7 +79,7 @@ Offenses = Iterator[tuple[str, int]]
 
 def product_files() -> list[str]:
     return [
-        *files(PYTHON, ".py"),
+        *python_files(),
         *(path for folder in CRATES.values() for path in product_rust(folder)),
     ]
 
@@ -86,7 +87,7 @@ def product_files() -> list[str]:
 def import_cycles() -> Offenses:
     """Files, and packages, that import each other."""
     modules, imports = python_modules(), python_imports()
-    graphs = [imports, merged(imports, {name: f"{name}.".split(".")[1] for name in modules})]
+    graphs = [imports, merged(imports, {name: ".".join(name.split(".")[:2]) for name in modules})]
     for folder in CRATES.values():
         uses = rust_imports(folder)
         group_of = {
@@ -108,9 +109,17 @@ def upward_imports() -> Offenses:
         yield from ((f"{path} -> {other}", 1) for other in used if _router_floor(other) > floor)
 
 
-def _floor(module: str) -> int:
-    package = f"{module}.".split(".")[1]
-    return PACKAGE_ORDER.index(package) if package else -1  # baton itself holds the version
+def _floor(module: str) -> tuple[int, int]:
+    """Position of the package, and of the part of it that holds the module."""
+    package, _, rest = module.partition(".")
+    part = rest.partition(".")[0]
+    floor = list(PACKAGE_ORDER).index(package)
+    # A package itself holds names that all its parts may use.
+    return floor, PACKAGE_ORDER[package].index(part) if part else -1
+
+
+def _python_order() -> list[str]:
+    return [f"{package}.{part}" for package, parts in PACKAGE_ORDER.items() for part in parts]
 
 
 def _router_floor(path: str) -> int:
@@ -149,7 +158,7 @@ def long_functions() -> Offenses:
 
 def packages() -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
-    for path in files(PYTHON, ".py"):
+    for path in python_files():
         named.setdefault("/".join(path.split("/")[:3]).removesuffix(".py"), []).append(path)
     return named | {folder: product_rust(folder) for folder in CRATES.values()}
 
@@ -238,7 +247,7 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     ),
     "import-order": (
         upward_imports,
-        f"a package imports only those before it (engine: {' < '.join(PACKAGE_ORDER)}; "
+        f"a package imports only those before it (Python: {' < '.join(_python_order())}; "
         f"router: {' < '.join(ROUTER_ORDER)}): move what both need into the lower one",
     ),
     "folder-entries": (

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-PYTHON = "engine/baton"
+PYTHON = ("engine/baton", "engine/baton_ops")
+"""Python packages, lower one first."""
 CRATES = {
     "router": "router/src",
     "router-core": "router/core/src",
@@ -72,17 +73,22 @@ def product_rust(folder: str) -> list[str]:
 # ---------------------------------------------------------------------- Python imports
 
 
+def python_files() -> list[str]:
+    """Files of all Python packages."""
+    return [path for package in PYTHON for path in files(package, ".py")]
+
+
 def python_modules() -> dict[str, str]:
     """Module name → path."""
     named = {}
-    for path in files(PYTHON, ".py"):
+    for path in python_files():
         name = path.removeprefix("engine/").removesuffix(".py").replace("/", ".")
         named[name.removesuffix(".__init__")] = path
     return named
 
 
 def python_imports() -> Graph:
-    """Imports between modules of baton, those inside functions and for type checking included."""
+    """Imports between modules of the packages, those inside functions and for type checking included."""
     modules = python_modules()
     return {name: set(_imported(name, path, modules)) - {name} for name, path in modules.items()}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cli.bench.load import Round, Timing, Work, prompts
-from baton.cli.bench.serving import COLUMNS, Arm, parse, rounds_as_json, table
-from baton.sim.report import percentile
+from baton_ops.bench.load import Round, Timing, Work, prompts
+from baton_ops.bench.serving import COLUMNS, Arm, parse, rounds_as_json, table
+from baton_ops.sim.report import percentile
 
 WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from baton.cli.bench.load import Timing
-from baton.cli.bench.replay import Outcome, asks, parents, prompt_text, report
-from baton.cli.bench.serving import parse
-from baton.cli.bench.words import WORDS, words
-from baton.sim.trace import TraceRequest, locate, prompt_tokens, read
+from baton_ops.bench.load import Timing
+from baton_ops.bench.replay import Outcome, asks, parents, prompt_text, report
+from baton_ops.bench.serving import parse
+from baton_ops.bench.words import WORDS, words
+from baton_ops.sim.trace import TraceRequest, locate, prompt_tokens, read
 
 
 def request(tokens: int, *blocks: int, at: float = 0.0) -> TraceRequest:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import completion, main
-from baton.cli.completion import SCRIPTS, CommandWords, read_commands
+from baton_ops.cli import completion, main
+from baton_ops.cli.completion import SCRIPTS, CommandWords, read_commands
 
 commands = cache(read_commands)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from baton.cli.doctor import check, engines, gpu, host, main, pairs, routers
-from baton.cli.doctor import fleet as fleet_module
-from baton.cli.doctor.check import CheckResult, CheckStatus
-from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_metrics
-from baton.cli.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
-from baton.cli.doctor.gpu import GpuFacts
 from baton.server.observability.diagnosis import key_proof
 from baton.server.observability.host_facts import DiskSpace, HostFacts
+from baton_ops.clients.http_client import HttpAnswer, HttpClient, MetricSample, parse_metrics
+from baton_ops.doctor import check, engines, gpu, host, main, pairs, routers
+from baton_ops.doctor import fleet as fleet_module
+from baton_ops.doctor.check import CheckResult, CheckStatus
+from baton_ops.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
+from baton_ops.doctor.gpu import GpuFacts
 
 GIB = 1 << 30
 PRINT = {

@@ -10,5 +10,5 @@
 | `kv_events/` | announcements of cached blocks |
 | `observability/` | metrics, spans, load reports, diagnosis, logs |
 | `logs` | log lines: text or JSON |
-| `launch/` | `baton engine`, `baton up`, supervision of processes |
+| `launch/` | `baton engine`: start, drain and end of the processes of one engine |
 """

@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text, skip
-from baton.cli.doctor.client import HttpClient
-from baton.cli.doctor.engines import check_engines
-from baton.cli.doctor.fleet import FleetKeys, read_fleet
-from baton.cli.doctor.gpu import check_gpu, read_gpu_facts
-from baton.cli.doctor.host import check_host, skew
-from baton.cli.doctor.kubernetes import check_namespace, read_namespace
-from baton.cli.doctor.pairs import check_pairs
-from baton.cli.doctor.routers import check_routers
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.server.observability.host_facts import HostFacts
+from baton_ops.clients.http_client import HttpClient
+from baton_ops.doctor.check import CheckResult, exit_code, render_json, render_text, skip
+from baton_ops.doctor.engines import check_engines
+from baton_ops.doctor.fleet import FleetKeys, read_fleet
+from baton_ops.doctor.gpu import check_gpu, read_gpu_facts
+from baton_ops.doctor.host import check_host, skew
+from baton_ops.doctor.kubernetes import check_namespace, read_namespace
+from baton_ops.doctor.pairs import check_pairs
+from baton_ops.doctor.routers import check_routers
 
 PROG = "baton doctor"
 DEFAULT_ROUTER = "http://127.0.0.1:8000"

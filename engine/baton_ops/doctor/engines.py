@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from baton.cli.doctor import host
-from baton.cli.doctor.check import (
+from baton.config import UNSPECIFIED_HOSTS, is_loopback
+from baton.errors import counted
+from baton_ops.doctor import host
+from baton_ops.doctor.check import (
     Check,
     CheckResult,
     add_check,
@@ -17,9 +19,7 @@ from baton.cli.doctor.check import (
     skip,
     warn,
 )
-from baton.cli.doctor.fleet import EngineView, FleetView
-from baton.config import UNSPECIFIED_HOSTS, is_loopback
-from baton.errors import counted
+from baton_ops.doctor.fleet import EngineView, FleetView
 
 RUN_NEARER = "run baton doctor where the engines are reachable, e.g. in a pod of the cluster"
 ENGINE_CHECKS: list[Check[FleetView]] = []

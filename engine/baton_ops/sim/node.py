@@ -30,7 +30,7 @@ from baton.sched.types.hashing import uniform
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
-from baton.sim.trace import TraceRequest, answer_token, prompt_tokens
+from baton_ops.sim.trace import TraceRequest, answer_token, prompt_tokens
 
 
 class RequestOutcome(Enum):

@@ -32,11 +32,11 @@ from baton.sched.recording import ReplayError, digest, replay
 from baton.sched.setup import fairness, limits
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan
-from baton.sim import trace as traces
-from baton.sim.chart import cdf_svg
-from baton.sim.node import NodeSetting, SimNode
-from baton.sim.report import RunSummary, summarize, table, ttfts
-from baton.sim.trace import TraceRequest
+from baton_ops.sim import trace as traces
+from baton_ops.sim.chart import cdf_svg
+from baton_ops.sim.node import NodeSetting, SimNode
+from baton_ops.sim.report import RunSummary, summarize, table, ttfts
+from baton_ops.sim.trace import TraceRequest
 
 PROG = "baton simulate"
 INTERRUPTED = 130

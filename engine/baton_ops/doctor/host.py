@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from baton.cli.doctor.check import CheckResult, fail, ok, skip, warn
 from baton.server.observability.host_facts import HostFacts
+from baton_ops.doctor.check import CheckResult, fail, ok, skip, warn
 
 MIN_SHM_BYTES = 256 << 20
 """NCCL and torch's process groups keep their buffers there; containers get 64 MiB by default."""

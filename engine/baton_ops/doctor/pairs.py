@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
-from baton.cli.doctor.fleet import EngineView, FleetView
 from baton.server.observability.host_facts import HostFacts
 from baton.server.worker.transfer_setup import ON_DEVICE, TRANSPORTS
+from baton_ops.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
+from baton_ops.doctor.fleet import EngineView, FleetView
 
 PAIR_CHECKS: list[Check[FleetView]] = []
 SHOWN = 4

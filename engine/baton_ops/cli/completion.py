@@ -63,7 +63,7 @@ def flags_of(parser: argparse.ArgumentParser) -> list[CommandFlag]:
 def router_flags(*command: str) -> list[CommandFlag]:
     """Flags of the router, as it prints them: name, values, help; tabs between."""
     asked = subprocess.run(
-        [sys.executable, "-m", "baton.cli", "router", "--print-completion"],
+        [sys.executable, "-m", "baton_ops.cli", "router", "--print-completion"],
         capture_output=True,
         text=True,
         check=True,
@@ -77,13 +77,13 @@ def router_flags(*command: str) -> list[CommandFlag]:
 
 
 def read_commands() -> list[CommandWords]:
-    from baton.cli.main import COMMANDS, PARSERS
+    from baton_ops.cli.main import COMMANDS, PARSERS
 
     router = router_flags()
     found = []
     for name, (text, _) in COMMANDS.items():
         if name in PARSERS:
-            flags = flags_of(import_module(f"baton.{PARSERS[name]}").make_parser())
+            flags = flags_of(import_module(PARSERS[name]).make_parser())
         elif name == "replay":
             flags = [CommandFlag("--json", "print one JSON object"), *router]
         else:

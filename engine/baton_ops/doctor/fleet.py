@@ -12,11 +12,11 @@ from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.cli.doctor.client import HttpClient, MetricSample, in_parallel, parse_metrics
 from baton.config import is_loopback
 from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
 from baton.server.worker.transfer_setup import source_address
+from baton_ops.clients.http_client import HttpClient, MetricSample, in_parallel, parse_metrics
 
 CONNECT_SECS = 3.0
 DIAGNOSIS_SECS = 30.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from baton.cli.doctor.check import CheckResult, fail, ok, skip, warn
+from baton_ops.doctor.check import CheckResult, fail, ok, skip, warn
 
 SMI_SECS = 30.0
 TORCH_SECS = 120.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.cli.doctor import host
-from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
-from baton.cli.doctor.client import connection_remedy
-from baton.cli.doctor.fleet import FleetView
+from baton_ops.clients.http_client import connection_remedy
+from baton_ops.doctor import host
+from baton_ops.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
+from baton_ops.doctor.fleet import FleetView
 
 ROUTER_CHECKS: list[Check[FleetView]] = []
 

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TextIO, TypeVar
 
-from baton.cli.doctor.client import (
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.errors import counted
+from baton_ops.clients.http_client import (
     HttpClient,
     MetricSample,
     StreamEnded,
@@ -23,15 +25,13 @@ from baton.cli.doctor.client import (
     parse_metrics,
     total,
 )
-from baton.cli.doctor.main import (
+from baton_ops.doctor.main import (
     API_KEY_ENV,
     CONTROL_KEY_ENV,
     DEFAULT_ROUTER,
     make_client,
     wrong_urls,
 )
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
-from baton.errors import counted
 
 PROG = "baton top"
 PERIOD_SECS = 1.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.cli.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
-from baton.cli.kubectl import Kubectl, KubectlError
+from baton_ops.clients.kubectl import Kubectl, KubectlError
+from baton_ops.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
 
 Object = dict[str, Any]
 

@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.cli.doctor.client import NO_HTTP
-from baton.cli.kubectl import Kubectl, KubectlError
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.errors import counted
+from baton_ops.clients.http_client import NO_HTTP
+from baton_ops.clients.kubectl import Kubectl, KubectlError
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0

@@ -4,7 +4,7 @@ Without --url it starts two clusters itself: one engine that does both phases, a
 them works at a time. A ratio is taken within each round, so that what the machine does meanwhile hits both arms; its
 spread over the rounds is shown. One warm-up round per arm is thrown away.
 
-With --trace it replays a recorded trace instead, against one server after the other (cli.bench.replay).
+With --trace it replays a recorded trace instead, against one server after the other (replay.py).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 
 import aiohttp
 
-from baton.cli.bench import replay
-from baton.cli.bench.load import Round, Work, run_round
 from baton.config.flags import flag_name
 from baton.config.simulated import BLOCK_TOKENS
 from baton.errors import ConfigError
-from baton.server.launch import local_cluster
-from baton.server.launch.smoke_test import served_model
-from baton.server.launch.supervisor import ChildFailed
-from baton.sim import trace as traces
-from baton.sim.report import fit_table, percentile
+from baton_ops.bench import replay
+from baton_ops.bench.load import Round, Work, run_round
+from baton_ops.launch import cluster_plan, local_cluster
+from baton_ops.launch.smoke_test import served_model
+from baton_ops.launch.supervisor import ChildFailed
+from baton_ops.sim import trace as traces
+from baton_ops.sim.report import fit_table, percentile
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -188,7 +188,7 @@ def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
     started = []
     for name, flags in BUILT_IN:
-        plan = local_cluster.parse(
+        plan = cluster_plan.parse(
             [*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"]
         )
         log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from baton.sim.node import RequestOutcome, RequestRecord, SimNode
+from baton_ops.sim.node import RequestOutcome, RequestRecord, SimNode
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

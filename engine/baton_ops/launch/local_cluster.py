@@ -36,7 +36,9 @@ from baton.config import SECRETS, build, uses_four_bytes
 from baton.config.flags import flag_name, refuse
 from baton.errors import ConfigError
 from baton.models import checkpoint
-from baton.server.launch.cluster_plan import (
+from baton.server.launch.process_group import cancel, describe_exit, first_of
+from baton.server.text import model_info
+from baton_ops.launch.cluster_plan import (
     MODE,
     PROG,
     ROLES,
@@ -44,16 +46,14 @@ from baton.server.launch.cluster_plan import (
     ClusterPlan,
     parse,
 )
-from baton.server.launch.process_group import cancel, describe_exit, first_of
-from baton.server.launch.screen import StatusScreen, greeting, is_live
-from baton.server.launch.supervisor import (
+from baton_ops.launch.screen import StatusScreen, greeting, is_live
+from baton_ops.launch.supervisor import (
     ChildFailed,
     ChildProcess,
     RestartBackoff,
     until_unresponsive,
 )
-from baton.server.launch.traffic import TrafficMonitor
-from baton.server.text import model_info
+from baton_ops.launch.traffic import TrafficMonitor
 
 ROUTER_GRACE_SECS = 5.0
 """Running requests get this long to end by themselves."""
@@ -96,7 +96,7 @@ class ClusterNode:
         )
         shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
         flags = _words({**own, **threads, **self.plan.gpu_share, **shared})
-        return [sys.executable, "-m", "baton.cli", "engine", *flags, *self.plan.args[self.role]]
+        return [sys.executable, "-m", "baton_ops.cli", "engine", *flags, *self.plan.args[self.role]]
 
 
 class LocalCluster:
@@ -276,7 +276,7 @@ class LocalCluster:
         argv = [
             sys.executable,
             "-m",
-            "baton.cli",
+            "baton_ops.cli",
             "router",
             "--host",
             self.host,
@@ -414,7 +414,7 @@ def _indented(text: str) -> str:
 
 
 async def _serve(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
-    from baton.server.launch.smoke_test import run_smoke, served_model
+    from baton_ops.launch.smoke_test import run_smoke, served_model
 
     started = time.monotonic()
     traffic = TrafficMonitor("", None)
@@ -522,7 +522,7 @@ def check_router_flags(plan: ClusterPlan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
     if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
-    argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
+    argv = [sys.executable, "-m", "baton_ops.cli", "router", *_router_flags(plan), "--print-flags"]
     asked = subprocess.run(
         argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )

@@ -20,12 +20,12 @@ from typing import Any
 
 import aiohttp
 
-from baton.cli.bench.load import Round, Timing, send
-from baton.cli.bench.words import CHARS, words
 from baton.config.simulated import BLOCK_TOKENS, scaled
 from baton.errors import counted
-from baton.sim.report import SummaryStat
-from baton.sim.trace import TraceRequest, arrivals
+from baton_ops.bench.load import Round, Timing, send
+from baton_ops.bench.words import CHARS, words
+from baton_ops.sim.report import SummaryStat
+from baton_ops.sim.trace import TraceRequest, arrivals
 
 _REQUESTS = re.compile(rb'^baton_http_requests_total\{(?=[^}]*code="ok").*\} (\S+)$', re.MULTILINE)
 PROBE_SECS = 5.0

@@ -15,8 +15,8 @@ from baton import DISTRIBUTION
 
 
 def _main_of(module: str) -> Callable[[Sequence[str]], int]:
-    """`main` of a module of baton that is imported when it is called."""
-    return lambda argv: int(import_module(f"baton.{module}").main(argv))
+    """`main` of a module that is imported when it is called."""
+    return lambda argv: int(import_module(module).main(argv))
 
 
 def _native(*command: str) -> Callable[[Sequence[str]], int]:
@@ -51,46 +51,46 @@ def _missing_models(values: dict[str, Any]) -> list[str]:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "up": (
         "start a whole cluster on this machine: router, prefill and decode nodes",
-        _main_of("server.launch.local_cluster"),
+        _main_of("baton_ops.launch.local_cluster"),
     ),
-    "chat": ("talk to a model in the terminal", _main_of("cli.chat")),
+    "chat": ("talk to a model in the terminal", _main_of("baton_ops.chat")),
     "router": ("run the router", _native("baton router")),
     "engine": ("run one engine: a prefill node, a decode node, or both in one", _engine),
     "drain": (
         "take engines out of service without breaking a stream, or return them",
-        _main_of("cli.drain"),
+        _main_of("baton_ops.drain"),
     ),
     "doctor": (
         "check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do",
-        _main_of("cli.doctor.main"),
+        _main_of("baton_ops.doctor.main"),
     ),
-    "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("cli.doctor.top")),
+    "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("baton_ops.top")),
     "bench": (
         "send the same load to several servers and compare them",
-        _main_of("cli.bench.serving"),
+        _main_of("baton_ops.bench.serving"),
     ),
     "simulate": (
         "replay a trace through the scheduler in virtual time and compare queue orders",
-        _main_of("sim.main"),
+        _main_of("baton_ops.sim.main"),
     ),
     "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
     "completion": (
         "print a script that completes commands and flags in bash, zsh or fish",
-        _main_of("cli.completion"),
+        _main_of("baton_ops.cli.completion"),
     ),
 }
 """Help and function of each subcommand."""
 
 PARSERS = {
-    "up": "server.launch.cluster_plan",
-    "chat": "cli.chat",
-    "engine": "config.parsing",
-    "drain": "cli.drain",
-    "doctor": "cli.doctor.main",
-    "top": "cli.doctor.top",
-    "bench": "cli.bench.serving",
-    "simulate": "sim.main",
-    "completion": "cli.completion",
+    "up": "baton_ops.launch.cluster_plan",
+    "chat": "baton_ops.chat",
+    "engine": "baton.config.parsing",
+    "drain": "baton_ops.drain",
+    "doctor": "baton_ops.doctor.main",
+    "top": "baton_ops.top",
+    "bench": "baton_ops.bench.serving",
+    "simulate": "baton_ops.sim.main",
+    "completion": "baton_ops.cli.completion",
 }
 """Modules whose `make_parser` knows the flags of a subcommand. Those of the others are the router's."""
 
