@@ -23,7 +23,7 @@ FIRST_ID, LAST_ID = 3, 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LoadShape:
     """Requests of one round, as flags say."""
 
     requests: int = opt(16, "requests per round")
@@ -34,7 +34,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RequestTiming:
     """Times of one request as its client saw them [s]."""
 
     ttft: float
@@ -50,11 +50,11 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class LoadRound:
     """All timings of one round against one server."""
 
     seconds: float
-    timings: tuple[Timing, ...]
+    timings: tuple[RequestTiming, ...]
     failures: tuple[str, ...]
 
     @property
@@ -62,7 +62,7 @@ class Round:
         return sum(t.tokens for t in self.timings) / self.seconds
 
 
-def prompts(work: Work, seed: int) -> list[list[int]]:
+def prompts(work: LoadShape, seed: int) -> list[list[int]]:
     """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
     shared = random.Random(0)
     own = random.Random(seed)
@@ -78,11 +78,11 @@ def prompts(work: Work, seed: int) -> list[list[int]]:
 
 
 async def run_round(
-    session: aiohttp.ClientSession, url: str, model: str, work: Work, seed: int
-) -> Round:
+    session: aiohttp.ClientSession, url: str, model: str, work: LoadShape, seed: int
+) -> LoadRound:
     """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
     queue = prompts(work, seed)
-    timings: list[Timing] = []
+    timings: list[RequestTiming] = []
     failures: list[str] = []
 
     async def client() -> None:
@@ -95,7 +95,7 @@ async def run_round(
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(work.concurrency)))
-    return Round(time.perf_counter() - began, tuple(timings), tuple(failures))
+    return LoadRound(time.perf_counter() - began, tuple(timings), tuple(failures))
 
 
 async def send(
@@ -106,7 +106,7 @@ async def send(
     tokens: int,
     *,
     chat: bool = False,
-) -> Timing:
+) -> RequestTiming:
     """Receive a streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
 
     `chat`: the prompt is a user's message, not a completion's; it is text then.
@@ -141,7 +141,7 @@ async def send(
     if usage.get("completion_tokens") != tokens:
         raise ValueError(f"{usage.get('completion_tokens')} tokens came, {tokens} were asked for")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Timing(
+    return RequestTiming(
         (first or last) - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached
     )
 

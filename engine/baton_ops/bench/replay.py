@@ -1,10 +1,10 @@
 """A recorded trace against a server: requests leave when it says so, whether or not earlier ones were answered.
 
-1. `asks` makes the requests of a trace: when, a prompt whose text is equal to others' exactly where their block ids
-   are, how long an answer, and which earlier request it continues;
+1. `timed_requests` makes the requests of a trace: when each leaves, a prompt whose text is equal to others' exactly
+   where their block ids are, how long an answer, and which earlier request it continues;
 2. `replay` sends them; with `hold_turns` a request waits for the answer to the one that it continues, because a client
    cannot ask on before that (traces that are replayed faster than recorded would otherwise do so);
-3. `Outcome` is what the clients saw. What the workers saw, their own metrics tell: `worker_counts`.
+3. `ReplayRound` is what the clients saw. What the workers saw, their own metrics tell: `worker_counts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import aiohttp
 
 from baton.config.simulated import BLOCK_TOKENS, scaled
 from baton.errors import counted
-from baton_ops.bench.load import Round, Timing, send
+from baton_ops.bench.load import LoadRound, RequestTiming, send
 from baton_ops.bench.words import CHARS, words
 from baton_ops.sim.report import SummaryStat
 from baton_ops.sim.trace import TraceRequest, arrivals
@@ -32,7 +32,7 @@ PROBE_SECS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TimedRequest:
     """Request to send. `at`: seconds from the start."""
 
     at: float
@@ -41,10 +41,10 @@ class Ask:
     """Index of the request whose answer this one's client had to read first."""
 
 
-def asks(trace: Sequence[TraceRequest], factor: float) -> list[Ask]:
+def timed_requests(trace: Sequence[TraceRequest], factor: float) -> list[TimedRequest]:
     """Arrivals `factor` times as far apart as recorded."""
     timed = zip(arrivals(trace), trace, parents(trace), strict=True)
-    return [Ask(at * factor, request, parent) for at, request, parent in timed]
+    return [TimedRequest(at * factor, request, parent) for at, request, parent in timed]
 
 
 def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
@@ -72,7 +72,7 @@ def prompt_text(request: TraceRequest, scale: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Round):
+class ReplayRound(LoadRound):
     """Outcome of a replay."""
 
     late_secs: float
@@ -90,20 +90,20 @@ async def replay(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
-    work: list[Ask],
+    work: list[TimedRequest],
     *,
     scale: int,
     chat: bool,
     hold_turns: bool,
-) -> Outcome:
+) -> ReplayRound:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
     tasks: list[asyncio.Task[None]] = []
-    timings: list[Timing] = []
+    timings: list[RequestTiming] = []
     failures: list[str] = []
     late = 0.0
     began = time.perf_counter()
 
-    async def one(ask: Ask) -> None:
+    async def one(ask: TimedRequest) -> None:
         try:
             if hold_turns and ask.continues is not None:
                 await asyncio.wait([tasks[ask.continues]])
@@ -126,7 +126,7 @@ async def replay(
     finally:
         for task in tasks:
             task.cancel()
-    return Outcome(time.perf_counter() - began, tuple(timings), tuple(failures), late)
+    return ReplayRound(time.perf_counter() - began, tuple(timings), tuple(failures), late)
 
 
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
@@ -165,7 +165,7 @@ async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
 HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
 
 
-def report(outcome: Outcome, split: dict[str, int]) -> str:
+def report(outcome: ReplayRound, split: dict[str, int]) -> str:
     """For people. Times in milliseconds."""
     sent = len(outcome.timings) + len(outcome.failures)
     lines = [
@@ -192,7 +192,7 @@ def report(outcome: Outcome, split: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def rows(outcome: Outcome) -> dict[str, dict[str, float]]:
+def rows(outcome: ReplayRound) -> dict[str, dict[str, float]]:
     """Distribution of each time [ms]."""
     times = {
         "TTFT ms": [t.ttft * 1e3 for t in outcome.timings],
@@ -203,7 +203,7 @@ def rows(outcome: Outcome) -> dict[str, dict[str, float]]:
     return {name: asdict(stat) for name, stat in stats.items() if stat is not None}
 
 
-def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
+def as_json(outcome: ReplayRound, split: dict[str, int]) -> dict[str, Any]:
     return {
         "seconds": outcome.seconds,
         "answered": len(outcome.timings),

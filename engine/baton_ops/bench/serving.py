@@ -31,7 +31,7 @@ from baton.config.flags import flag_name
 from baton.config.simulated import BLOCK_TOKENS
 from baton.errors import ConfigError
 from baton_ops.bench import replay
-from baton_ops.bench.load import Round, Work, run_round
+from baton_ops.bench.load import LoadRound, LoadShape, run_round
 from baton_ops.launch import cluster_plan, local_cluster
 from baton_ops.launch.smoke_test import served_model
 from baton_ops.launch.supervisor import ChildFailed
@@ -42,14 +42,14 @@ BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--
 
 
 @dataclass
-class Arm:
+class BenchArm:
     name: str
     url: str
     model: str
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[LoadRound] = field(default_factory=list)
 
 
-COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[LoadRound], float]], ...] = (
     ("tokens/s", lambda r: r.tokens_per_second),
     ("TTFT p50 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.5) * 1e3),
     ("TTFT p95 ms", lambda r: percentile(sorted(t.ttft for t in r.timings), 0.95) * 1e3),
@@ -59,13 +59,15 @@ COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
 )
 
 
-def ratios(arms: Sequence[Arm], arm: Arm, value: Callable[[Round], float]) -> list[float]:
+def ratios(
+    arms: Sequence[BenchArm], arm: BenchArm, value: Callable[[LoadRound], float]
+) -> list[float]:
     """Value of an arm over that of the first one, per round."""
     rounds = zip(arm.rounds, arms[0].rounds, strict=True)
     return [value(mine) / value(base) for mine, base in rounds]
 
 
-def table(arms: Sequence[Arm], columns: int | None = None) -> str:
+def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
     """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
     names = [arm.name.removeprefix("http://") for arm in arms]
     rows = [("", *(name for name, _ in COLUMNS))]
@@ -79,7 +81,7 @@ def table(arms: Sequence[Arm], columns: int | None = None) -> str:
     return "\n".join(fit_table(rows, columns))
 
 
-def rounds_as_json(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+def rounds_as_json(arms: Sequence[BenchArm]) -> list[dict[str, Any]]:
     """Per arm its values in each round, their medians, and the ratios to the first arm."""
     return [
         {
@@ -96,7 +98,7 @@ def rounds_as_json(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 ROUNDS: dict[str, tuple[Any, str]] = {
     "rounds": (5, "rounds per server"),
-    **{f.name: (f.default, f.metadata["help"]) for f in fields(Work)},
+    **{f.name: (f.default, f.metadata["help"]) for f in fields(LoadShape)},
 }
 TRACE: dict[str, tuple[Any, str]] = {
     "speed": (1.0, "let requests arrive this many times faster than recorded"),
@@ -208,12 +210,12 @@ def _session(timeout_secs: float) -> aiohttp.ClientSession:
 
 
 async def _bench(options: argparse.Namespace) -> int:
-    work = Work(**{f.name: getattr(options, f.name) for f in fields(Work)})
+    work = LoadShape(**{f.name: getattr(options, f.name) for f in fields(LoadShape)})
     async with AsyncExitStack() as stack:
         named = [(url, url) for url in options.url] or await _start_built_in(
             stack, options.model_path
         )
-        arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
+        arms = [BenchArm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
         session = await stack.enter_async_context(_session(600))
         for number in range(-1, options.rounds):
             for arm in arms if number % 2 else reversed(arms):
@@ -247,7 +249,7 @@ async def _replay(options: argparse.Namespace) -> int:
     factor = (
         len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
     )
-    work = replay.asks(trace, factor)
+    work = replay.timed_requests(trace, factor)
     held = "; turns wait for the answer before" if options.hold_turns else ""
     print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
     results = []
