@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.errors import counted
+from baton_ops.clients.flags import API_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
 from baton_ops.clients.http_client import HttpClient, StreamEnded, connection_remedy
-from baton_ops.doctor.main import API_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
 
 PROG = "baton chat"
 SILENCE_SECS = 600.0

@@ -33,6 +33,7 @@ from typing import Any
 
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.errors import counted
+from baton_ops.clients.flags import API_KEY_ENV
 from baton_ops.clients.http_client import NO_HTTP
 from baton_ops.clients.kubectl import Kubectl, KubectlError
 
@@ -44,7 +45,6 @@ EXEC_SECS = 60.0
 """For one kubectl command."""
 MOST_AT_ONCE = 16
 """Places asked at the same time."""
-KEY_ENV = "BATON_API_KEY"
 FAILED = 1
 LEFT = 3
 REFUSED = 4
@@ -69,7 +69,7 @@ class DrainConfig:
     )
     status: bool = opt(False, "show what is left, change nothing")
     json: bool = opt(False, "print one JSON object per look instead of text")
-    key: str | None = opt(None, "key of engines, or of the router's control plane", env=KEY_ENV)
+    key: str | None = opt(None, "key of engines, or of the router's control plane", env=API_KEY_ENV)
     router: str | None = opt(
         None, "URL of a router that passes orders for pods on, instead of kubectl exec"
     )
@@ -201,7 +201,7 @@ class UrlPlace:
             return Gone(
                 f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker"
             )
-        remedy = f"; give --key, or {KEY_ENV}" if err.code in (401, 403) else ""
+        remedy = f"; give --key, or {API_KEY_ENV}" if err.code in (401, 403) else ""
         return DrainFailed(what + remedy)
 
 

@@ -17,6 +17,13 @@ from typing import Any, TextIO, TypeVar
 
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.errors import counted
+from baton_ops.clients.flags import (
+    API_KEY_ENV,
+    CONTROL_KEY_ENV,
+    DEFAULT_ROUTER,
+    make_client,
+    wrong_urls,
+)
 from baton_ops.clients.http_client import (
     HttpClient,
     MetricSample,
@@ -24,13 +31,6 @@ from baton_ops.clients.http_client import (
     connection_remedy,
     parse_metrics,
     total,
-)
-from baton_ops.doctor.main import (
-    API_KEY_ENV,
-    CONTROL_KEY_ENV,
-    DEFAULT_ROUTER,
-    make_client,
-    wrong_urls,
 )
 
 PROG = "baton top"

@@ -8,13 +8,19 @@ failures or wrong flags.
 from __future__ import annotations
 
 import os
-import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
 from baton.server.observability.host_facts import HostFacts
+from baton_ops.clients.flags import (
+    API_KEY_ENV,
+    CONTROL_KEY_ENV,
+    DEFAULT_ROUTER,
+    make_client,
+    wrong_urls,
+)
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.doctor.check import CheckResult, exit_code, render_json, render_text, skip
 from baton_ops.doctor.engines import check_engines
@@ -26,8 +32,6 @@ from baton_ops.doctor.pairs import check_pairs
 from baton_ops.doctor.routers import check_routers
 
 PROG = "baton doctor"
-DEFAULT_ROUTER = "http://127.0.0.1:8000"
-CONTROL_KEY_ENV, API_KEY_ENV = "BATON_CONTROL_KEY", "BATON_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +88,6 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     if not urls:
         return config
     return replace(config, fleet=True, router=",".join([*urls, *config.routers]))
-
-
-def wrong_urls(urls: Sequence[str], flag: str) -> list[str]:
-    """Sentences about those that are no URL. `flag`: words before each."""
-    good = ("http://", "https://")
-    return [
-        f"{flag}{url}: give http://HOST:PORT or https://HOST:PORT"
-        for url in urls
-        if not url.startswith(good)
-    ]
-
-
-def make_client(prog: str, ca_cert: str | None) -> HttpClient:
-    """A client; prints what is wrong with the file and exits with 2."""
-    try:
-        return HttpClient(ca_cert)
-    except (OSError, ssl.SSLError) as err:
-        refuse(
-            prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"]
-        )
 
 
 def keys_of(config: DoctorConfig) -> FleetKeys:
