@@ -116,6 +116,19 @@ def test_help_imports_nothing_heavy() -> None:
         assert heavy not in loaded
 
 
+def test_engine_command_imports_no_other_command_and_no_torch() -> None:
+    script = (
+        "import sys\nfrom baton_ops.cli import main\n"
+        "try: main.main(['engine', '--help'])\nexcept SystemExit: pass\n"
+        "names = [name for name in sys.modules if name.partition('.')[0] in ('baton_ops', 'torch')]\n"
+        "print(*sorted(names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "baton_ops baton_ops.cli baton_ops.cli.main"
+
+
 def test_defaults_are_one_pair() -> None:
     plan = cluster_plan.parse([])
     assert plan.counts == {"prefill": 1, "decode": 1, "worker": 0}

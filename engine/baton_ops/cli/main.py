@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from baton import DISTRIBUTION
 
@@ -24,30 +23,6 @@ def _native(*command: str) -> Callable[[Sequence[str]], int]:
     return lambda argv: int(import_module("baton._native").router_main([*command, *argv]))
 
 
-def _engine(argv: Sequence[str]) -> int:
-    from baton.config import parse
-    from baton.server.launch.engine import run_engine
-
-    return run_engine(parse(argv, find_others=_missing_models))
-
-
-def _missing_models(values: dict[str, Any]) -> list[str]:
-    """Directories of --model-path and --tokenizer-path that are not there."""
-    from baton.errors import ConfigError
-    from baton.server.text import model_info
-
-    found = []
-    for name, flag in (("model_path", "--model-path"), ("tokenizer_path", "--tokenizer-path")):
-        given = values.get(name)
-        if given in (None, "demo"):
-            continue
-        try:
-            model_info.model_directory(flag, given)
-        except ConfigError as err:
-            found.append(err.message)
-    return found
-
-
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "up": (
         "start a whole cluster on this machine: router, prefill and decode nodes",
@@ -55,7 +30,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "chat": ("talk to a model in the terminal", _main_of("baton_ops.chat")),
     "router": ("run the router", _native("baton router")),
-    "engine": ("run one engine: a prefill node, a decode node, or both in one", _engine),
+    "engine": (
+        "run one engine: a prefill node, a decode node, or both in one",
+        _main_of("baton.server.launch.engine"),
+    ),
     "drain": (
         "take engines out of service without breaking a stream, or return them",
         _main_of("baton_ops.drain"),
